@@ -1,10 +1,10 @@
-"""What the time of steps rests on: which part of it was measured, and how far off the rest may be.
+"""Sources of the time of steps: which part of it was measured, and how far off the rest may be.
 
-A step is asked for once more with predictors that note what they are asked. How much of the step's time each answer
-stands for is found by making it a little longer: whatever a step model adds, subtracts or takes the maximum of, the
-share is what the step gets longer by. What is the difference of two predictions, as a chunk after a cached past is one
-of two whole prompts, was never measured, and counts as extrapolated whatever the two are. So does what is multiplied by
-a ratio of predictions of an operator that nobody measured, as the verification of drafts is.
+A step is evaluated once more with predictors that record their calls. The share of the step's time that a call
+stands for is found by making its answer a little longer: whatever a step model adds, subtracts or takes the maximum of,
+the share is what the step gets longer by. A difference of two predictions, as a chunk after a cached past is the
+difference of two whole prompts, was never measured, and counts as extrapolated whatever the two are. So does a time
+that is multiplied by a ratio of predictions of an unmeasured operator, as the verification of drafts is.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from simtune.specs.model import Model
 from simtune.specs.pool import Pool
 
 _LONGER = 2.0**-20
-"""By how much an answer is made longer: exact in floating point, and far above its rounding."""
+"""Share by which an answer is made longer: exact in floating point, and far above its rounding."""
 
 _NOTHING = 1e-5
-"""A smaller share of a part of a step is rounding, or what a ratio is not linear by."""
+"""A smaller share of a part of a step is rounding, or the part of a ratio that is not linear."""
 
 
 class WeightedStep(NamedTuple):
-    """A step that stands for so many seconds (or any unit) of a run."""
+    """A step that stands for `weight` seconds (or any unit) of a run."""
 
     weight: float
     work: StepWork
     width: int = 1
-    """Query tokens of each decode: more than one where drafts are verified."""
+    """Query tokens of each decode: more than one if drafts are verified."""
 
 
 @dataclass
 class KindBasis:
-    """Of one kind in a step's breakdown: seconds by `Basis`, and the typical log error of its time."""
+    """Seconds by `Basis` of one kind in a step's breakdown, and the typical log error of its time."""
 
     seconds: Array = field(default_factory=lambda: np.zeros(len(Basis)))
     _weighted_sd: float = 0.0
 
     def add(self, seconds: float, basis: int, log_sd: float) -> None:
-        """Account for so much time."""
+        """Add `seconds` of a call to its basis."""
         self.seconds[basis] += seconds
         self._weighted_sd += seconds * log_sd
 
     @property
     def log_sd(self) -> float:
-        """Of the time of all its calls together: their errors have one cause, so they do not average out."""
+        """Log error of the time of all calls together: their errors have one cause, so they do not average out."""
         return self._weighted_sd / float(self.seconds.sum())
 
 
 class AskedCall(NamedTuple):
-    """A shape that a step asks an operator for."""
+    """Shape with which a step calls an operator."""
 
     kind: str
-    """In the breakdown of the step."""
+    """The call's kind in the breakdown of the step."""
     operator: str
-    """Its key in a hardware profile."""
+    """The operator's key in a hardware profile."""
     shape: dict[str, float]
     seconds: float
-    """That it stands for, in the unit of the steps' weights."""
+    """Time that the call stands for, in the unit of the steps' weights."""
     basis: Basis
     log_sd: float
 
@@ -80,7 +80,7 @@ class _Call(NamedTuple):
 
 
 class _Notes:
-    """What was asked since the last step began; the answer numbered `longer` is given a little longer."""
+    """Calls recorded since the last step began; the answer numbered `longer` is made a little longer."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -91,7 +91,7 @@ class _Notes:
 
 
 class _Noting(Predictor):
-    """A predictor that notes what it is asked, and by which key it is found in a profile."""
+    """A predictor that records its calls, and the key by which it is found in a profile."""
 
     def __init__(self, predictor: Predictor, hardware: Hardware, notes: _Notes) -> None:
         super().__init__(predictor.operator, hardware.device.processors, hardware.arrays, predictor.chip)
@@ -99,7 +99,7 @@ class _Noting(Predictor):
 
     @property
     def estimates(self) -> bool:
-        """Whether nobody measured the operator of this engine on this device."""
+        """True if the operator of this engine was not measured on this device."""
         operator = self.operator
         return operator.other_engine is not None or operator.provenance.kind not in ("measured", "published-tables")
 
@@ -113,7 +113,7 @@ class _Noting(Predictor):
 
 
 class _NotingProfile(Profile):
-    """A profile of noting predictors, one for each operator."""
+    """A profile of recording predictors, one for each operator."""
 
     def __init__(self, hardware: Hardware, notes: _Notes) -> None:
         super().__init__(hardware, in_step=True)
@@ -132,17 +132,21 @@ class _NotingProfile(Profile):
 
 
 class _Share(NamedTuple):
-    """Of the calls of an operator in a step: the seconds of the step's part that one call stands for."""
+    """Seconds of a step's part that the calls of one operator stand for."""
 
     kind: str
     call: _Call
     seconds: Array
     differs: Mask
-    """Where it is what is left of a longer call after a shorter one was subtracted, or is scaled by a ratio."""
+    """True where the seconds are the rest of a longer call after a shorter one was subtracted, or are scaled by a
+    ratio."""
 
 
 class StepBasis:
-    """Tells what the steps of one model on the devices of one pool rest on. Raises Infeasible as `StepModel` does."""
+    """Sources of the time of the steps of one model on the devices of one pool.
+
+    Raises Infeasible as `StepModel` does.
+    """
 
     def __init__(self, model: Model, hardware: Hardware, pool: Pool) -> None:
         self._notes = _Notes()
@@ -150,14 +154,14 @@ class StepBasis:
         self._slopes: dict[tuple[int, ...], list[dict[str, float]]] = {}
 
     def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
-        """By kind (`simtune.costs.iteration.KINDS`); kinds without time are left out."""
+        """Return seconds and log errors by kind (`simtune.costs.iteration.KINDS`); kinds without time are left out."""
         by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
         for call in self.calls(steps):
             by_kind[call.kind].add(call.seconds, call.basis, call.log_sd)
         return dict(by_kind)
 
     def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
-        """Every shape that the steps ask an operator for, with the time that it stands for."""
+        """Yield every shape that the steps ask an operator for, with the time that it stands for."""
         by_predictor: dict[_Noting, list[tuple[float, _Share]]] = defaultdict(list)
         for step in steps:
             shares, total = self._shares(step)
@@ -167,25 +171,25 @@ class StepBasis:
             yield from _asked(predictor, of_it)
 
     def _shares(self, step: WeightedStep) -> tuple[list[_Share], float]:
-        """What each call of a step stands for, and the seconds of all of them."""
+        """Return the share of each call of a step, and the seconds of all of them."""
         self._notes.begin()
-        whole = self._seconds(step)
+        by_kind = self._seconds(step)
         calls = self._notes.calls
         signature = (step.width, *(id(call.predictor) for call in calls))
         if signature not in self._slopes:
-            self._slopes[signature] = self._find_slopes(step, whole, calls)
+            self._slopes[signature] = self._find_slopes(step, by_kind, calls)
         shares = _of_operators(calls, self._slopes[signature])
-        answered = {kind: sum(float(share.seconds.sum()) for share in shares if share.kind == kind) for kind in whole}
-        # What no call answered for, such as an overhead, is shared out among those that did.
+        answered = {kind: sum(float(share.seconds.sum()) for share in shares if share.kind == kind) for kind in by_kind}
+        # What no call accounts for, such as an overhead, is divided among the calls of its kind.
         shares = [
-            share._replace(seconds=share.seconds * (whole[share.kind] / answered[share.kind])) for share in shares
+            share._replace(seconds=share.seconds * (by_kind[share.kind] / answered[share.kind])) for share in shares
         ]
-        return shares, sum(seconds for kind, seconds in whole.items() if answered[kind])
+        return shares, sum(seconds for kind, seconds in by_kind.items() if answered[kind])
 
     def _find_slopes(
         self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_Call]
     ) -> list[dict[str, float]]:
-        """For each call, by how many seconds each kind gets longer for a second that the call does."""
+        """Return for each call, by kind, the seconds that the kind gets longer by for one second more of the call."""
         of_calls = []
         for i, call in enumerate(calls):
             self._notes.begin(longer=i)
@@ -202,7 +206,7 @@ class StepBasis:
         return of_calls
 
     def _seconds(self, step: WeightedStep) -> dict[str, float]:
-        """By kind, drafts verified where there are any; what drafting takes is not in it."""
+        """Seconds by kind, verification of drafts included; the time of drafting is not in it."""
         work, model = step.work, self._model
         if step.width == 1 or not work.num_decodes:
             return model.breakdown(work)
@@ -220,11 +224,12 @@ class StepBasis:
 
 
 def _of_operators(calls: Sequence[_Call], slopes: Sequence[Mapping[str, float]]) -> list[_Share]:
-    """What the calls of a step stand for, those of each operator together."""
+    """Return the shares of the calls of a step, those of each operator together."""
     by_operator: dict[tuple[str, int], list[tuple[float, _Call]]] = defaultdict(list)
     for call, by_kind in zip(calls, slopes, strict=True):
         work = call.predictor.works(**call.shape)
-        if work.any():  # others only take overheads off
+        # a call without work only subtracts an overhead
+        if work.any():
             working = call._replace(seconds=np.where(work, call.seconds, 0.0))
             for kind, slope in by_kind.items():
                 by_operator[kind, id(call.predictor)].append((slope, working))
@@ -238,28 +243,30 @@ def _of_operators(calls: Sequence[_Call], slopes: Sequence[Mapping[str, float]])
 
 
 def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
-    """What calls of one operator come to that are added and subtracted: the longer ones stand for what is left.
+    """Return the net shares of calls of one operator that are added and subtracted: the longer ones stand for the rest.
 
-    Calls for equally many chunks are for the same ones, each of which has something taken from it or not.
+    Calls for equally many chunks belong to the same chunks, from each of which something is subtracted or not.
     """
     alike = len({call.seconds.size for _, call in calls}) == 1
-    one = np.ravel if alike else np.sum
-    added = sum(np.asarray(one(slope * call.seconds)) for slope, call in calls if slope > 0)
-    taken = sum(np.asarray(one(-slope * call.seconds)) for slope, call in calls if slope < 0)
-    added, taken = np.asarray(added), np.asarray(taken)
-    left = 1 - taken / np.where(added > 0, added, 1.0)
-    left[left < _NOTHING] = 0.0
-    if not left.any():
+    combine = np.ravel if alike else np.sum
+    added = sum(np.asarray(combine(slope * call.seconds)) for slope, call in calls if slope > 0)
+    subtracted = sum(np.asarray(combine(-slope * call.seconds)) for slope, call in calls if slope < 0)
+    added, subtracted = np.asarray(added), np.asarray(subtracted)
+    remaining = 1 - subtracted / np.where(added > 0, added, 1.0)
+    remaining[remaining < _NOTHING] = 0.0
+    if not remaining.any():
         return []
     return [
-        _Share(kind, call, left * slope * np.ravel(call.seconds), np.broadcast_to(taken > 0, call.seconds.size))
+        _Share(
+            kind, call, remaining * slope * np.ravel(call.seconds), np.broadcast_to(subtracted > 0, call.seconds.size)
+        )
         for slope, call in calls
         if slope > 0
     ]
 
 
 def _asked(predictor: _Noting, shares: Sequence[tuple[float, _Share]]) -> Iterator[AskedCall]:
-    """The calls of one operator; asked for at once, for that is what takes the time."""
+    """Yield the calls of one operator; all shapes are predicted in one call, since each call is slow."""
     flat = [{n: np.broadcast_to(x, s.call.seconds.shape).ravel() for n, x in s.call.shape.items()} for _, s in shares]
     shape = {name: np.concatenate([columns[name] for columns in flat]) for name in flat[0]}
     basis, log_sd = predictor.basis(**shape), predictor.log_sd(**shape)

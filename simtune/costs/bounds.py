@@ -1,11 +1,11 @@
-"""The least that steps take, read off their tables: what a bound on capacity needs.
+"""Lower bounds on the time of steps, from their tables, for bounds on capacity.
 
-Each is at most what a step or round is charged, so that for every one
+Each is at most the time charged for a step or round, so that for every one
 
     time >= max over (c0, c1) of c0 + c1 m  +  context_cost_s C  +  head_cost_s n  +  its share of prefill
 
-with m tokens, C context tokens and n sampled rows. What the host adds after the GPU comes on top, and no step is
-shorter than launching it takes. `CostBounds` reads these off tables; `LeastCosts` has them for tables and a formula.
+with m tokens, C context tokens and n sampled rows. The host's time after the GPU comes on top, and no step is shorter
+than its launch. `CostBounds` reads these from tables; `LeastCosts` has them for tables and a formula.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class LeastCosts:
-    """What every step, prompt and sample takes at least, in seconds."""
+    """Least seconds of every step, prompt and sample."""
 
     lines: Sequence[tuple[float, float]]
-    """(c0, c1) >= 0: no step of m tokens takes less than c0 + c1 m beside its attention and sampling."""
+    """(c0, c1) >= 0: no step of m tokens takes less than c0 + c1 m besides its attention and sampling."""
     context_s: float
-    """Decode attention of each context token."""
+    """Seconds of decode attention for each context token."""
     attention_s: float
-    """Decode attention of any step that decodes."""
+    """Seconds of decode attention in any step that decodes."""
     head_s: float
-    """Head and sampling of each sampled row."""
+    """Seconds of head and sampling for each sampled row."""
     least_head_s: float
-    """Head and sampling of any step that samples."""
+    """Seconds of head and sampling in any step that samples."""
     after_s: float
-    """The host, in every step, after the GPU is done."""
+    """Seconds of the host in every step, after the GPU is done."""
     shortest_s: float
-    """Any step, before the host comes to it: launching, or a host that hides behind the GPU."""
+    """Seconds of any step before the host's part: launching, or a host that hides behind the GPU."""
     prefill_s: Callable[[Ints, Ints], Array]
-    """Attention of whole prompts (tokens, of which cached), however they are cut into chunks."""
+    """Seconds of attention of whole prompts (tokens, of which cached), however they are cut into chunks."""
 
     @classmethod
     def of_tables(cls, tables: StepTables) -> LeastCosts:
-        """As `CostBounds` reads them off tables."""
+        """Return the bounds that `CostBounds` reads from tables."""
         bounds = CostBounds(tables)
         kinds = (tables.pure, tables.mixed)
         return cls(
@@ -67,7 +67,7 @@ class LeastCosts:
 
     @classmethod
     def of_formula(cls, costs: LinearCosts) -> LeastCosts:
-        """A formula is its own lower bound."""
+        """Return the formula itself: it is its own lower bound."""
         step, token, context, pair = (
             to_ticks(seconds) / TICKS_PER_SECOND
             for seconds in (costs.step_s, costs.per_token_s, costs.per_context_s, costs.per_pair_s)
@@ -81,13 +81,13 @@ class LeastCosts:
 
 
 def _once(of: Callable[[StepTables], R]) -> Callable[[StepTables], R]:
-    """What is read off tables, which is kept as long as they are: no longer, for they are large."""
-    kept: WeakKeyDictionary[StepTables, R] = WeakKeyDictionary()
+    """Cache a function of tables as long as the tables exist, and no longer: they are large."""
+    cached: WeakKeyDictionary[StepTables, R] = WeakKeyDictionary()
 
     def read(tables: StepTables) -> R:
-        if tables not in kept:
-            kept[tables] = of(tables)
-        return kept[tables]
+        if tables not in cached:
+            cached[tables] = of(tables)
+        return cached[tables]
 
     return read
 
@@ -98,27 +98,28 @@ def _least_of(tables: StepTables) -> LeastCosts:
 
 
 def least_costs(costs: StepCosts) -> LeastCosts | None:
-    """The least that steps of a cost model take; None for one that nothing is known of but its answers."""
+    """Return the least costs of a cost model; None if it is of a type without known bounds."""
     if isinstance(costs, CompiledCosts | CompiledRounds):
         return _least_of(costs.tables)
     return LeastCosts.of_formula(costs) if type(costs) is LinearCosts else None
 
 
 class CostBounds:
-    """Lower bounds on the parts of a step's time, off its tables; see the module."""
+    """Lower bounds on the parts of a step's time, from its tables; see the module."""
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
 
     def linear_minorants(self) -> list[tuple[float, float]]:
-        """Lines c0 + c1 m in seconds, c0 and c1 >= 0, none above what a step's m tokens take.
+        """Lines c0 + c1 m in seconds, c0 and c1 >= 0, none above the time of a step's m tokens.
 
-        They are the lower convex hull of the largest non-decreasing table below the one charged, less its edges
-        that are within 0.1 % of parallel to the one before. Edges that would meet the axis below zero give way to
-        the steepest line through the origin. With data-parallel attention the other groups are taken to be idle.
+        They are the lower convex hull of the largest non-decreasing table below the charged one, without edges that are
+        within 0.1 % of parallel to the one before. Edges that would meet the axis below zero are replaced by the
+        steepest line through the origin. With data-parallel attention the other groups are taken to be idle.
         """
         groups = self._tables.groups
         least = np.minimum(self._tables.pure.least(groups), self._tables.mixed.least(groups))
+        # the largest non-decreasing table below the charged one: a larger step that is cheaper bounds the smaller ones
         table = np.minimum.accumulate(least[:0:-1])[::-1]
         steepest = float((table / np.arange(1, len(table) + 1)).min())
         hull = _lower_hull(table)
@@ -130,20 +131,20 @@ class CostBounds:
         return [(c0 / TICKS_PER_SECOND, c1 / TICKS_PER_SECOND) for c0, c1 in lines]
 
     def context_cost_s(self) -> float:
-        """The largest c with decode attention >= c C for all batches within the pool's limits.
+        """Return the largest c with decode attention >= c C for all batches within the pool's limits.
 
         Attention is affine between knots, so the ratio is smallest at an end of some segment. Slopes are rounded down
-        to whole ticks, by less than one per context token: no segment ends lower than the knots say, less that one,
-        so only of the batches whose knots come near to the lowest are the segments looked at.
+        to whole ticks, by less than one per context token: no segment ends more than that below its knots, so segments
+        are examined only for batches whose knots come near to the lowest.
         """
         return _least_attention(self._tables).context_s
 
     def least_attention_s(self) -> float:
-        """Decode attention does not fall with the context, so the shortest contexts tell."""
+        """Least seconds of decode attention: it does not fall with the context, so the shortest contexts have it."""
         return _least_attention(self._tables).any_s
 
     def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
-        """Attention seconds of whole prompts, however they are cut into chunks; the first tokens may be cached.
+        """Seconds of attention of whole prompts, however they are cut into chunks; the first tokens may be cached.
 
         The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
         Prompts longer than max_model_len count as if they were that long.
@@ -151,15 +152,15 @@ class CostBounds:
         return _Prompts(self._tables).least_s(prompt_tokens, cached_tokens)
 
     def head_cost_s(self) -> float:
-        """The largest c with head and sampling >= c n for all numbers n of sampled rows."""
+        """Return the largest c with head and sampling >= c n for all numbers n of sampled rows."""
         least = map(min, self._tables.pure.head[1:], self._tables.mixed.head[1:])
         return min(ticks / n for n, ticks in enumerate(least, start=1)) / TICKS_PER_SECOND
 
 
 def _lower_hull(table: Ints) -> list[tuple[int, int]]:
-    """The corners of the lower convex hull of (1, table[0]), (2, table[1]), ...
+    """Return the corners of the lower convex hull of (1, table[0]), (2, table[1]), ...
 
-    What lies above the hull of some of the points is no corner, so first that of every 32nd is made.
+    A point above the hull of some of the points is no corner, so the hull of every 32nd point is made first.
     """
     at = np.arange(1, len(table) + 1)
     some = np.unique(np.append(at[::32], at[-1]))
@@ -178,12 +179,12 @@ def _hull(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
-    """Whether b lies on or above the line from a to c."""
+    """True if b lies on or above the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 class _Prompts:
-    """What tables say of whole prompts; it lives on without them."""
+    """Bounds on whole prompts from tables, without a reference to them, so that the tables can be freed."""
 
     def __init__(self, tables: StepTables) -> None:
         self._whole, self._cached, self._chunk = np.array(tables.prefill), np.array(tables.cached), tables.chunk
@@ -191,8 +192,8 @@ class _Prompts:
     def least_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """See `CostBounds.prefill_cost_s`."""
         most = len(self._whole) - 1
-        whole, cached = self._whole[np.minimum(prompt_tokens, most)], self._cached[np.minimum(cached_tokens, most)]
-        seconds: Array = (np.maximum(whole - cached, 0) + self._chunk) / TICKS_PER_SECOND
+        full_ticks, cached = self._whole[np.minimum(prompt_tokens, most)], self._cached[np.minimum(cached_tokens, most)]
+        seconds: Array = (np.maximum(full_ticks - cached, 0) + self._chunk) / TICKS_PER_SECOND
         return seconds
 
 
@@ -217,7 +218,7 @@ def _least_attention(tables: StepTables) -> _LeastAttention:
 
 
 def _context_ticks(tables: StepTables, attention: DecodeTable, num_decodes: int) -> float:
-    """The same of one number of decodes, in ticks."""
+    """Least ticks per context token for one number of decodes."""
     knots, values, slopes = map(np.array, attention.rows[num_decodes] or attention.make(num_decodes))
     starts, ends = knots[:-1], np.array([*knots[1:-1], int(tables.contexts[-1]) * num_decodes])
     at_ends = (values + slopes * (ends - starts)) / ends

@@ -2,7 +2,7 @@
 
 A profile describes kernels; an engine adds what no kernel table shows, and another release may be faster or slower by
 a common factor. One scale and one offset for steps with prompt tokens, and one of each for steps without, repair most
-of that: they lean on different kernels. The offset stands for the host too, whose time in the profile no longer counts.
+of that: they depend on different kernels. The offset replaces the host too, whose time in the profile no longer counts.
 
 | log | known by | a step |
 |---|---|---|
@@ -39,43 +39,44 @@ Kind = Literal["decode", "prefill"]
 
 SCHEMA = "simtune/steps@1"
 FEWEST = 8
-"""Steps of one kind that a correction needs: its two numbers are judged by halves."""
+"""Steps of one kind that a correction needs: its two numbers are tested on halves."""
 LARGEST_SCALE = 10.0
-"""A larger scale, or one below its inverse, says that the log is of another device or model."""
+"""A larger scale, or one below its inverse, means that the log is of another device or model."""
 LARGEST_ERROR = 0.5
-"""Where the median step is farther off after the correction, two numbers do not describe the log."""
+"""If the median step is farther off after the correction, two numbers do not describe the log."""
 
 _DIGITS = 6
 _MOST_TOKENS = 1e12
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e4
-_IDENTITY = ("model", "tp", "device")  # what a log may say of itself
+# columns and keys by which a log states its origin
+_IDENTITY = ("model", "tp", "device")
 _COUNTS = ("decodes", "context_tokens", "draft_tokens")
 _CSV = ("num_decodes", "context_tokens", "prefill_tokens", "seconds")
 _SPLITWISE = ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
 
 
 class TimedStep(NamedTuple):
-    """A step an engine took, and its seconds."""
+    """A step that an engine ran, and its seconds."""
 
     batch: StepWork
     seconds: float
 
     @property
     def kind(self) -> Kind:
-        """The correction that it counts for: `prefill` with any prompt tokens, else `decode`."""
+        """Return the correction that the step counts for: `prefill` with any prompt tokens, else `decode`."""
         return "prefill" if self.batch.chunks else "decode"
 
 
 @dataclass
 class Log:
-    """Steps of one model on one device, and how many lines were passed over, by reason."""
+    """Steps of one model on one device, and the number of lines passed over, by reason."""
 
     steps: list[TimedStep] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
 class _Subject(NamedTuple):
-    """What the log must be of."""
+    """Model, tp and device that the log must be of."""
 
     model: Model
     tp: int
@@ -83,9 +84,9 @@ class _Subject(NamedTuple):
 
 
 def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
-    """The steps of a log, in any of the formats above.
+    """Return the steps of a log, in any of the formats above.
 
-    Raises SpecError where it cannot be read, or was taken of another model, tp or device as far as it tells.
+    Raises SpecError if it cannot be read, or states another model, tp or device.
     """
     subject = _Subject(model, tp, hardware.device.name)
     if path.name.removesuffix(".gz").endswith(".csv"):
@@ -110,14 +111,14 @@ def read_log(path: Path, model: Model, hardware: Hardware, tp: int) -> Log:
 
 
 def read_steps(path: Path) -> Log:
-    """The steps of a log of simtune's own, JSON lines, whatever they are of. Raises SpecError where it is none."""
+    """Return the steps of one of simtune's own logs, JSON lines, of any model. Raises SpecError for another format."""
     number, header, lines = _opened(path)
     _check_schema(path, number, header)
     return Log([_own(path, line, data) for line, data in lines])
 
 
 def write_steps(steps: Iterable[TimedStep], **identity: str) -> str:
-    """The text of such a log; `identity` says of which model, tp and device it is."""
+    """Return the text of such a log; `identity` states its model, tp and device."""
     lines: list[dict[str, Any]] = [{"schema": SCHEMA, **identity}]
     for work, seconds in steps:
         chunks = {"chunks": [list(chunk) for chunk in work.chunks]} if work.chunks else {}
@@ -128,7 +129,7 @@ def write_steps(steps: Iterable[TimedStep], **identity: str) -> str:
 
 
 def _opened(path: Path) -> tuple[int, dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
-    """Number and content of the first line of a log, and the lines behind it."""
+    """Return number and content of the first line of a log, and the lines after it."""
     lines = json_lines(read_packed_text(path), str(path))
     number, header = next(lines, (1, {}))
     return number, header, lines
@@ -141,28 +142,28 @@ def _check_schema(path: Path, number: int, header: Mapping[str, Any]) -> None:
 
 
 def _check(path: Path, subject: _Subject, identity: Mapping[str, str]) -> None:
-    """Raises SpecError where what a log says of itself is not the subject."""
-    wanted = {"model": subject.model.name, "tp": str(subject.tp), "device": subject.device}
+    """Raise SpecError if a log states another identity than the subject's."""
+    expected = {"model": subject.model.name, "tp": str(subject.tp), "device": subject.device}
     alike: dict[str, Callable[[str], str]] = {"model": _plain, "tp": str, "device": designation}
     problems = [
-        Problem(str(path), f"the log is of {value}, not of {wanted[name]}", name)
+        Problem(str(path), f"the log is of {value}, not of {expected[name]}", name)
         for name, value in identity.items()
-        if alike[name](value) != alike[name](wanted[name])
+        if alike[name](value) != alike[name](expected[name])
     ]
     if problems:
         raise SpecError(problems)
 
 
 def _plain(name: str) -> str:
-    """A model's name as letters and digits: llama318b of `meta-llama/Llama-3.1-8B`."""
+    """Return a model's name as letters and digits: llama318b for `meta-llama/Llama-3.1-8B`."""
     return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())
 
 
 def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
     try:
         counts = tuple(data.pop(name, 0) for name in _COUNTS)
-        seconds, given = data.pop("seconds", 0), data.pop("chunks", ())
-        chunks = tuple((past, new) for past, new in given)
+        seconds, pairs = data.pop("seconds", 0), data.pop("chunks", ())
+        chunks = tuple((past, new) for past, new in pairs)
         good = not data and _is_step(counts, chunks) and 0 < seconds < float("inf")
     except (TypeError, ValueError):
         good = False
@@ -178,23 +179,24 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
 
 
 def _is_step(counts: tuple[Any, ...], chunks: tuple[tuple[Any, Any], ...]) -> bool:
-    """Raises TypeError for what cannot be compared with a number."""
+    """Return whether the counts and chunks are those of a step. Raises TypeError if one cannot be compared to a
+    number."""
     decodes, _, drafts = counts
-    whole = {type(n) for n in (*counts, *(n for pair in chunks for n in pair))} <= {int}
+    integers = {type(n) for n in (*counts, *(n for pair in chunks for n in pair))} <= {int}
     lengths = all(past >= 0 and new > 0 for past, new in chunks)
-    return whole and lengths and min(counts) >= 0 and (decodes > 0 or (len(chunks) > 0 and drafts == 0))
+    return integers and lengths and min(counts) >= 0 and (decodes > 0 or (len(chunks) > 0 and drafts == 0))
 
 
 def _csv(columns: Columns, subject: _Subject) -> Log:
-    """Chunks of one row are taken as equal, each after the same past."""
+    """Read rows; the chunks of one row are taken as equal, each after the same past."""
     _check(columns.path, subject, _identity(columns))
     count = len(columns)
-    given = {
+    columns_or_defaults = {
         name: columns.numbers(name) if name in columns.names else np.full(count, default)
         for name, default in (*((name, 0.0) for name in _CSV), ("prefill_chunks", 1.0), ("prefill_past", 0.0))
     }
     log = Log()
-    for at, row in enumerate(zip(*given.values(), strict=True)):
+    for at, row in enumerate(zip(*columns_or_defaults.values(), strict=True)):
         if not np.isfinite(row).all() or min(row) < 0:
             log.left_out["a value is missing or negative"] += 1
             continue
@@ -212,11 +214,11 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
 
 
 def _timed(batch: StepWork, seconds: float, path: Path, line: int) -> TimedStep:
-    """Raises SpecError for a step that no engine takes."""
+    """Return the step. Raises SpecError for a step that no engine runs."""
     counts = (batch.num_decodes, batch.context_tokens, batch.draft_tokens)
     largest = max(*counts, *(n for chunk in batch.chunks for n in chunk), 0)
     if largest > _MOST_TOKENS:
-        raise SpecError(Problem(str(path), f"is no step: it has {largest:,} of something", "", line))
+        raise SpecError(Problem(str(path), f"is no step: a count of {largest:,} exceeds {_MOST_TOKENS:g}", "", line))
     if batch.context_tokens < batch.num_decodes or bool(batch.context_tokens) > bool(batch.num_decodes):
         message = f"cannot be {batch.context_tokens:,} for {batch.num_decodes:,} decodes: each has a token at least"
         raise SpecError(Problem(str(path), message, "context_tokens", line))
@@ -227,7 +229,7 @@ def _timed(batch: StepWork, seconds: float, path: Path, line: int) -> TimedStep:
 
 
 def _identity(columns: Columns) -> dict[str, str]:
-    """What the columns say of the log. Raises SpecError where one has several values."""
+    """Return the identity in the columns. Raises SpecError if a column has several values."""
     identity = {}
     for name in _IDENTITY:
         if name in columns.names and len(columns):
@@ -239,28 +241,30 @@ def _identity(columns: Columns) -> dict[str, str]:
 
 
 def _equal_chunks(tokens: int, count: int, past: int) -> tuple[tuple[int, int], ...]:
-    """(past, new) of so many chunks that share the tokens; those that would get none are left out."""
+    """Return (past, new) of `count` chunks that share the tokens; those that would get none are left out."""
     share, more = divmod(tokens, count)
     sizes = [share + (i < more) for i in range(count)]
     return tuple((past, size) for size in sizes if size)
 
 
 def _splitwise(columns: Columns, subject: _Subject) -> Log:
-    """Rows of the model, device and tp asked for. Token times are of decodes half-way through their output."""
+    """Read rows of the subject's model, device and tp. Token times are of decodes half-way through their output."""
     columns.require("model", "hardware", "tensor_parallel")
-    wanted = (
+    of_subject = (
         np.array([_plain(name) == _plain(subject.model.name) for name in columns.text("model")], dtype=np.bool_)
         & np.array([designation(name) == designation(subject.device) for name in columns.text("hardware")])
         & (columns.numbers("tensor_parallel") == subject.tp)
     )
-    if not wanted.any():
+    if not of_subject.any():
         names = (columns.text("model"), columns.text("hardware"), columns.text("tensor_parallel"))
-        held = ", ".join(sorted({f"{model} on {device} at tp {tp}" for model, device, tp in zip(*names, strict=True)}))
-        asked = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
-        raise SpecError(Problem(str(columns.path), f"holds no row of {asked}; it holds {held}"))
+        available = ", ".join(
+            sorted({f"{model} on {device} at tp {tp}" for model, device, tp in zip(*names, strict=True)})
+        )
+        subject_words = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
+        raise SpecError(Problem(str(columns.path), f"holds no row of {subject_words}; it holds {available}"))
     log = Log()
-    log.left_out["of another model, device or tp"] = int((~wanted).sum())
-    for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[wanted]:
+    log.left_out["of another model, device or tp"] = int((~of_subject).sum())
+    for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[of_subject]:
         if not (row > 0).all():
             log.left_out["a value is missing or not positive"] += 1
             continue
@@ -271,14 +275,14 @@ def _splitwise(columns: Columns, subject: _Subject) -> Log:
 
 
 class _RequestState:
-    """How far a request of a step log has come."""
+    """Progress of one request in a step log."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.known, self.computed, self.prompt_tokens = prompt_tokens, 0, prompt_tokens
 
 
 def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict[str, Any]]], subject: _Subject) -> Log:
-    """Every step's batch follows from what was scheduled before it; see the README of the format."""
+    """Read a steplog/1: every step's batch follows from the lines before it; see the README of the format."""
     shape, model = header.get("model") or {}, subject.model
     sizes = (shape.get("layers"), shape.get("hidden"), shape.get("vocab"))
     if sizes != (model.num_layers, model.hidden_size, model.vocab_size):
@@ -314,14 +318,14 @@ def _steplog(path: Path, header: dict[str, Any], lines: Iterable[tuple[int, dict
 
 
 def _count(value: Any) -> int:
-    """Raises TypeError for what is no count of tokens."""
+    """Return a count of tokens. Raises TypeError for anything else."""
     if type(value) is not int or value < 0:
         raise TypeError(f"{value!r} is no count of tokens")
     return value
 
 
 def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> StepWork:
-    """The batch in which these requests get so many tokens each; the requests move on."""
+    """Return the batch in which each request gets its number of tokens, and advance the requests."""
     decodes = context = samples = 0
     chunks = []
     for request, tokens in work:
@@ -338,9 +342,9 @@ def _scheduled(work: Sequence[tuple[_RequestState, int]]) -> StepWork:
 
 
 def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Path) -> Calibration:
-    """Scale and offset for the kinds of steps of which the log has at least FEWEST.
+    """Return scale and offset for the kinds of steps of which the log has at least FEWEST.
 
-    Raises SpecError where there is none, and where a correction is so large that the log must be of something else.
+    Raises SpecError if there is none, or a correction is so large that the log must be of another model or device.
     """
     plain = StepModel(model, hardware.model_copy(update={"calibration": None}), pool)
     corrections: dict[str, Correction] = {}
@@ -351,15 +355,17 @@ def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Pa
             predicted_s = np.array([plain.gpu_s(step.batch) for step in steps])
             corrections[kind] = _correction(source, kind, predicted_s, np.array([step.seconds for step in steps]))
     if not corrections:
-        held = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
-        raise SpecError(Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {held}"))
+        available = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+        raise SpecError(
+            Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {available}")
+        )
     return Calibration(
         model=model.name, tp=pool.parallelism.tp, pp=pool.parallelism.pp, source=source.name, **corrections
     )
 
 
 def _check_usable(source: Path, kind: str, scale: float, median_after: float) -> None:
-    """Raises SpecError for a correction that nobody should use."""
+    """Raise SpecError for a correction that is too large, or leaves too large an error, to be used."""
     if not 1 / LARGEST_SCALE <= scale <= LARGEST_SCALE:
         message = f"{kind} steps would be scaled by {scale:.3g}: " + (
             "this is a log of another device or model than the profile is used for, or its times are in another unit"
@@ -377,13 +383,15 @@ def _check_usable(source: Path, kind: str, scale: float, median_after: float) ->
 
 
 def _correction(source: Path, kind: str, predicted_s: Array, measured_s: Array) -> Correction:
-    """Fitted on all steps; its errors are those of fits on either half of them, on the other half. Raises SpecError for
-    one that nobody should use."""
+    """Return the correction fitted on all steps; its errors are those of fits on either half, tested on the other.
+
+    Raises SpecError as `_check_usable` does.
+    """
     halves = np.array_split(np.random.default_rng(0).permutation(len(predicted_s)), 2)
     errors = []
-    for fitted, held in (halves, halves[::-1]):
+    for fitted, held_back in (halves, halves[::-1]):
         scale, offset_s = two_numbers(predicted_s[fitted], measured_s[fitted])
-        errors.append(np.abs((scale * predicted_s[held] + offset_s) / measured_s[held] - 1))
+        errors.append(np.abs((scale * predicted_s[held_back] + offset_s) / measured_s[held_back] - 1))
     before, after = np.abs(predicted_s / measured_s - 1), np.concatenate(errors)
     scale, offset_s = two_numbers(predicted_s, measured_s)
     _check_usable(source, kind, scale, float(np.median(after)))
@@ -399,7 +407,7 @@ def _correction(source: Path, kind: str, predicted_s: Array, measured_s: Array) 
 
 
 def two_numbers(predicted_s: Array, measured_s: Array) -> tuple[float, float]:
-    """scale, offset_s >= 0 that bring predictions nearest to measurements: soft-L1 of the log ratio, three starts."""
+    """Fit scale, offset_s >= 0 by a soft-L1 loss of the log ratio, from three starts."""
     from scipy.optimize import least_squares
 
     log_measured = np.log(measured_s)
@@ -422,7 +430,7 @@ def _short(value: float) -> float:
 
 
 def words(calibration: Calibration) -> str:
-    """One sentence for reports."""
+    """Return the calibration as one sentence for reports."""
     parts = [
         f"{kind} steps x {c.scale:.3g} + {1e3 * c.offset_s:.3g} ms (median error {c.median_before:.1%} before, "
         f"{c.median_after:.1%} after, {c.steps:,} steps)"

@@ -1,20 +1,20 @@
-"""A deployment's step costs frozen into integer tables: about a microsecond per question, exact under jumps.
+"""A deployment's step costs frozen into integer tables: about a microsecond per lookup, exact under jumps.
 
 `StepTables` tabulates `StepModel` once: `linear` per number of tokens, `head` per number of sampled
-rows, `prefill` per prompt length, and for each number of decodes, when first asked, a row of decode
-attention: knots over the mean context, eight per octave but where a line is as good, with whole ticks at the
+rows, `prefill` per prompt length, and for each number of decodes, when first used, a row of decode
+attention: knots over the mean context, eight per octave unless a line is as good, with whole ticks at the
 knots and whole ticks per context token between them. Because both are integers, a pure decode step is exactly
-affine in the context tokens between two knots, which is what `simtune.costs.protocol.StepCosts` asks for.
+affine in the context tokens between two knots, which is what `simtune.costs.protocol.StepCosts` requires.
 `CompiledCosts` reads steps off them, `simtune.costs.drafting.CompiledRounds` rounds of drafting and verifying.
 
-Base times are tabulated densely. What residuals and curves add to them costs a thousand times more to
-evaluate and is smooth: its logarithm is taken on knots, summed over all operators of a table, and
-interpolated. Two things a residual may do on noisy data are not let through: decode attention that falls with
-the context, and prefill attention that falls with the length of the prompt. Where they do, a table follows the
-middle between what it has reached before and what it comes down to later (`rising`), so that no chunk of a
-prompt takes less than no time.
+Base times are tabulated densely. The factors of residuals and curves cost a thousand times more to
+evaluate and are smooth: the logarithm is taken on knots, summed over all operators of a table, and
+interpolated. Two artefacts of residuals on noisy data are removed: decode attention that falls with
+the context, and prefill attention that falls with the length of the prompt. There a table follows the
+middle between the largest value before and the smallest value after (`rising`), so that no chunk of a
+prompt takes negative time.
 
-`LinearCosts` is the same face on four numbers, for oracles and for users with a formula of their own.
+`LinearCosts` has the same interface on four numbers, for oracles and for users with a formula.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from simtune.specs.pool import Pool
 
 CORRECTION_KNOTS_PER_OCTAVE = 4
 _ENTRY_BYTES = 200.0
-"""Of a table's entry while it is made."""
+"""Bytes of a table's entry while the table is made."""
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -49,15 +49,15 @@ _ENTRY_BYTES = 200.0
 AttentionRow = tuple[list[int], list[int], list[int]]
 """Decode attention of one number of decodes, piecewise affine in the context tokens of the step: (context tokens at the
 knots, ascending, then more than there can be; ticks at the knots; ticks per context token from each knot on). Plain
-tuples, for they are taken apart at every step."""
+tuples, because they are unpacked at every step."""
 
 DecodeRow = tuple[list[int], list[int], list[int], int, int]
-"""Ticks of pure decode steps of so many sequences, by context tokens: on the GPU as in an `AttentionRow`, at least so
-many, and so many after that."""
+"""Ticks of pure decode steps of one number of sequences, by context tokens: on the GPU as in an `AttentionRow`, then
+the least ticks on the GPU, and the ticks added after that."""
 
 
 class TokenTables(NamedTuple):
-    """What steps of one kind take, in ticks, corrected where the profile is; attention apart."""
+    """Ticks of steps of one kind without attention, corrected if the profile is."""
 
     linear: list[int]  # by tokens
     head: list[int]  # by sampled rows
@@ -75,7 +75,7 @@ class TokenTables(NamedTuple):
 
 
 class _Models(NamedTuple):
-    """A step model, and the same by its base parameters alone; one object where nothing corrects these."""
+    """A step model, and the same by its base parameters alone; one object if nothing corrects these."""
 
     model: StepModel
     plain: StepModel
@@ -84,7 +84,7 @@ class _Models(NamedTuple):
     def of(cls, model: Model, hardware: Hardware, pool: Pool, factors: Mapping[str, float] | None) -> _Models:
         step_model = StepModel(model, hardware, pool, factors=factors)
         corrected = any(operator.residual or operator.curves for operator in hardware.operators.values())
-        # Where another device is waited for, attention may take no time more: no ratio interpolates that.
+        # With feed-forward blocks on other devices attention may add no time: no ratio can interpolate zeros.
         if not corrected or pool.parallelism.afd is not None:
             return cls(step_model, step_model)
         nothing = {"residual": None, "curves": ()}
@@ -93,7 +93,7 @@ class _Models(NamedTuple):
         return cls(step_model, StepModel(model, plain, pool, factors=factors))
 
     def dense(self, seconds: Callable[[StepModel, Array], Array], x: Array) -> Array:
-        """Seconds at all x: the plain model's, times what the step model makes of them at knots among the x."""
+        """Seconds at all x: the plain model's, times the ratio of the step model to it at knots among the x."""
         plain = seconds(self.plain, x)
         if self.plain is self.model:
             return plain
@@ -106,12 +106,12 @@ class _Models(NamedTuple):
 
 
 _BLOCK = 64
-"""Numbers of decodes whose attention is asked for at once."""
+"""Numbers of decodes whose attention is computed at once."""
 
 
 class DecodeTable:
     """Decode attention in steps whose longest prefill chunk has `chunk` tokens, 0 for none, with `width` query tokens
-    for each sequence: a row for each number of decodes, made when first asked for. `scale` multiplies all of it.
+    for each sequence: a row for each number of decodes, made when first used. `scale` multiplies all of it.
     """
 
     def __init__(
@@ -124,19 +124,19 @@ class DecodeTable:
         self._blocks: dict[int, Ints] = {}
 
     def ticks(self, num_decodes: int, context_tokens: int) -> int:
-        """Of a step in which the decodes read so many context tokens."""
+        """Ticks in a step whose decodes read `context_tokens` in all."""
         starts, values, slopes = self.rows[num_decodes] or self.make(num_decodes)
         at = bisect_right(starts, context_tokens, 1) - 1
         return values[at] + slopes[at] * (context_tokens - starts[at])
 
     def make(self, num_decodes: int) -> AttentionRow:
-        """The row of one number of decodes, which is kept."""
+        """Make and store the row of one number of decodes."""
         contexts = self._contexts
         ticks = self.at_knots(num_decodes)
         starts = contexts.astype(np.int64) * num_decodes
-        kept = bends(starts, ticks)
-        starts, ticks = starts[kept], ticks[kept]
-        # Rounded down, so that no segment ends above the knot it leads to.
+        at_bends = bends(starts, ticks)
+        starts, ticks = starts[at_bends], ticks[at_bends]
+        # Rounded down, so that no segment ends above the knot at its end.
         slopes = np.diff(ticks) // np.diff(starts)
         row = [*starts[:-1].tolist(), UNBOUNDED * num_decodes], ticks[:-1].tolist(), slopes.tolist()
         self.rows[num_decodes] = row
@@ -154,8 +154,8 @@ class DecodeTable:
         return ticks
 
     def _seconds(self, numbers: Array) -> Array:
-        """Of numbers of decodes, a row each, at all contexts: base times what was interpolated between numbers of
-        decodes, then between contexts."""
+        """Seconds of numbers of decodes, a row each, at all contexts: base times factors that are interpolated between
+        numbers of decodes, then between contexts."""
         (model, base), contexts = self._models, self._contexts
         batch, context = np.repeat(numbers, len(contexts)), np.tile(contexts, len(numbers))
         plain = base.decode(batch, context, self._width, self.chunk).reshape(len(numbers), len(contexts))
@@ -171,7 +171,7 @@ class DecodeTable:
 
     @cached_property
     def _correction(self) -> tuple[Array, Array, Array]:
-        """(log numbers of decodes, log contexts, log ratio of the step model to the plain one at both)."""
+        """Return (log numbers of decodes, log contexts, log ratio of the step model to the plain one at both)."""
         model, plain = self._models
         counts = knots(CORRECTION_KNOTS_PER_OCTAVE, self._max_num_seqs)
         contexts = knots(CORRECTION_KNOTS_PER_OCTAVE, int(self._contexts[-1]), model.windows)
@@ -182,7 +182,7 @@ class DecodeTable:
 
 @dataclass(frozen=True, eq=False)
 class StepTables:
-    """All that steps and rounds of one model on one instance of a pool are read off; see the module.
+    """Tables from which steps and rounds of one model on one instance of a pool are read; see the module.
 
     Each of pure, mixed is of steps without and with prefill chunks.
     """
@@ -197,28 +197,29 @@ class StepTables:
     beside: tuple[DecodeTable, ...]
     """Decode attention beside prefill, by the length of the longest chunk."""
     prefill: list[int]
-    """Attention of a prompt, by its tokens."""
+    """Ticks of the attention of a prompt, by its tokens."""
     cached: list[int]
-    """What a chunk after so many cached tokens is not charged: their prefill, less what it does again for them."""
+    """Ticks that a chunk is not charged, by the cached tokens before it: their prefill, less the work repeated for
+    them."""
     chunk: int
     """Ticks of every prefill chunk."""
     imbalance: tuple[list[int], list[int]]
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
     groups: int
-    """Of ranks with data-parallel attention, that share experts."""
+    """Ranks with data-parallel attention that share experts."""
 
     @property
     def model(self) -> StepModel:
-        """What was tabulated."""
+        """The step model that was tabulated."""
         return self.models.model
 
     def scale(self, mixed: bool) -> float:
-        """By which a correction multiplies the GPU's time."""
+        """Factor by which a correction multiplies the GPU's time."""
         correction = self.model.correction(mixed)
         return 1.0 if correction is None else correction.scale
 
     def attention(self, chunk: int, mixed: bool, width: int = 1) -> DecodeTable:
-        """A table of decode attention, with `width` query tokens for each sequence."""
+        """Return a table of decode attention, with `width` query tokens for each sequence."""
         return DecodeTable(self.models, self.contexts, self.max_num_seqs, chunk, self.scale(mixed), width)
 
 
@@ -230,7 +231,7 @@ def compile_tables(
     factors: Mapping[str, float] | None = None,
     width: int = 1,
 ) -> StepTables:
-    """The tables of one instance of the pool; with `width` a sequence may have so many tokens in a step, all sampled.
+    """Compile the tables of one instance of the pool; a sequence may have `width` tokens in a step, all sampled.
 
     Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or link.
     """
@@ -304,12 +305,12 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
 
 
 def _launched(pure: TokenTables, models: _Models, pool: Pool) -> TokenTables:
-    """Of steps with chunks, where these differ from others by their launches at most."""
+    """Return the tables of steps with chunks that differ from other steps by their launches at most."""
     return pure._replace(floor=_floors(models.model, pool, with_chunks=True)) if pool.prompt_launch_s else pure
 
 
 def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
-    """The least ticks of a step by its sequences: what its kernels take to launch, and the host where it hides."""
+    """Least ticks of a step by its sequences: the launch of its kernels, and the host if it hides behind the GPU."""
     correction, seqs = model.correction(with_chunks), pool.batching.max_num_seqs
     launch = to_ticks((1.0 if correction is None else correction.scale) * model.launch_s[with_chunks])
     if correction is not None or not pool.hides_host:
@@ -336,7 +337,7 @@ def _total(by_kind: dict[str, Array]) -> Array:
 def compile_costs(
     model: Model, hardware: Hardware, pool: Pool, max_model_len: int, factors: Mapping[str, float] | None = None
 ) -> CompiledCosts:
-    """The step costs of one instance of the pool for requests of up to max_model_len tokens.
+    """Compile the step costs of one instance of the pool for requests of up to max_model_len tokens.
 
     `factors` multiply the times of kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are
     off. Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or
@@ -346,9 +347,9 @@ def compile_costs(
 
 
 class CompiledCosts:
-    """Step costs of one instance; see the module. Answers for any batch within the pool's limits.
+    """Step costs of one instance, for any batch within the pool's limits; see the module.
 
-    What goes to another process is what it was compiled from; it is compiled there again.
+    Pickling passes on the arguments; the other process compiles the tables again.
     """
 
     def __init__(
@@ -372,7 +373,7 @@ class CompiledCosts:
 
     @property
     def balanced(self) -> bool:
-        """Whether `imbalance` is always 0."""
+        """True if `imbalance` is always 0."""
         return not any(any(row) for row in self.tables.imbalance)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
@@ -384,18 +385,19 @@ class CompiledCosts:
         span = -((context_tokens - starts[at]) // num_decodes)
         if ticks >= floor:
             return ticks + after, per_token * num_decodes, span
+        # steps stay at the floor until attention outgrows it
         if per_token:
             span = min(span, (floor - ticks) // (per_token * num_decodes) + 1)
         return floor + after, 0, span
 
     def _make_step(self, num_decodes: int) -> DecodeRow:
-        """The row of attention, everything else that a pure decode step takes on the GPU added."""
+        """Make the row of attention with all other GPU time of a pure decode step added."""
         alone, pure = self.tables.alone, self.tables.pure
         starts, values, slopes = alone.rows[num_decodes] or alone.make(num_decodes)
-        rest = pure.linear[num_decodes] + pure.head[num_decodes]
+        other_ticks = pure.linear[num_decodes] + pure.head[num_decodes]
         row = self._steps[num_decodes] = (
             starts,
-            [ticks + rest for ticks in values],
+            [ticks + other_ticks for ticks in values],
             slopes,
             pure.floor[num_decodes],
             pure.after[num_decodes],
@@ -432,7 +434,7 @@ class CompiledCosts:
         return per_token * (longest_context * num_decodes - context_tokens) // num_decodes if per_token else 0
 
     def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
-        """See `simtune.costs.protocol.GroupCosts`; where groups differ the experts take what they take for the mean."""
+        """See `simtune.costs.protocol.GroupCosts`; if groups differ, the experts take the time of the mean."""
         tables = self._mixed if with_chunks else self.tables.pure
         floor, after, experts = tables.floor[num_seqs], tables.after[num_seqs], tables.experts
         if not experts or ticks - after <= floor:

@@ -3,10 +3,10 @@
 Prompts are dealt out so that all ranks relate equally many pairs of tokens, and keys and values go round them in a ring
 while each attends to those it has (ring attention, Liu, Zaharia and Abbeel, arXiv 2310.01889): a prompt takes
 max(attention / cp, (cp - 1) sends). Going both ways halves what a link carries one way (TokenRing, arXiv 2412.20501).
-Decodes read a context that is cp times as short on each rank; their queries are gathered by all ranks, and what comes
-of them is summed and scattered (KV parallelism, Mnemosyne, arXiv 2409.17264).
+Decodes read a context that is cp times as short on each rank; their queries are gathered by all ranks, and the outputs
+are summed and scattered (KV parallelism, Mnemosyne, arXiv 2409.17264).
 
-To the fast side: the keys and values of the tokens before a chunk are not sent round again for it.
+To the fast side: the keys and values of the tokens before a chunk are not sent round repeatedly for it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from simtune.specs.pool import Parallelism
 
 
 class Ranks(NamedTuple):
-    """The groups of ranks that share a sequence, and what exchanging bytes among them takes."""
+    """Groups of ranks that share a sequence, and the time to exchange bytes among them."""
 
     number: int
     send: Callable[[Array], Array]
-    """Seconds of sending so many bytes to the next."""
+    """Seconds of sending a number of bytes to the next rank."""
     collect: Callable[[Array], Array]
-    """Seconds of gathering rows of so many bytes in all, or of summing and scattering them."""
+    """Seconds of gathering rows of a number of bytes in all, or of summing and scattering them."""
     row_bytes: float
-    """Of a value of a query or of what comes of it."""
+    """Bytes of a value of a query or of an output."""
     kv_bytes: float
-    """Of a value in the cache."""
+    """Bytes of a value in the cache."""
     directions: int
 
     @classmethod
     def of(cls, parallelism: Parallelism, profile: Profile, dtype: str, kv_dtype: str) -> Self:
-        """Between nodes by the link between them, which the data sheet knows; collectives were measured in one only."""
+        """Return the ranks of a plan; between nodes by the data sheet's link, since collectives were measured in one
+        node."""
         cp = parallelism.context_ranks
         across = parallelism.tp * cp > profile.hardware.device.devices_per_node
         sends = profile.predictor("send_recv", dtype, variant="inter_node" if across else None)
@@ -63,7 +64,7 @@ class Ranks(NamedTuple):
 
 
 def across_ranks(costs: AttentionCosts, layer: AttentionLayer, ranks: Ranks) -> AttentionCosts:
-    """The same where each rank has its part of every sequence; see the module."""
+    """Return the costs if each rank has its part of every sequence; see the module."""
     cp, mixed = ranks.number, costs.mixed
 
     def part(context: Array) -> Array:

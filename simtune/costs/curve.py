@@ -1,8 +1,8 @@
 """Time along one line of shapes: collectives over bytes, elementwise operators over bytes, one weight matrix over
 rows.
 
-Straight in log-log between knots, which 20 sizes per curve do not let anything else beat; linear in x beyond
-the last knot, with the slope of the last two, for a link or a memory at full rate; constant below the first.
+Straight in log-log between knots, since 20 sizes per curve support nothing better; linear in x beyond the last knot,
+with the slope of the last two, for a link or a memory at full rate; constant below the first.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from simtune.specs.hardware import Curve
 
 MAX_KNOTS = 12
 FEWEST = 4
-"""Distinct x below which there is no curve."""
+"""Number of distinct x below which there is no curve."""
 
 _SCALE = 0.1  # deviations of 10 % and more count linearly
-_STIFFNESS = 0.02  # how much a bend of one knot against its neighbours weighs beside a deviation
+# weight of a bend of one knot against its neighbours relative to a deviation
+_STIFFNESS = 0.02
 _REWEIGHTINGS = 20
 
 _GROWTH = 0.5
-"""Of the growth from a measured group to the next that goes on beyond: on L40S nearly all of it does, on RTX PRO 6000 a
-sixth, under NVLink none."""
+"""Share of the growth from a measured group to the next that continues beyond: nearly all of it on L40S, a sixth on RTX
+PRO 6000, none under NVLink."""
 
 
 def seconds(curve: Curve, x: Array) -> Array:
-    """Seconds at x."""
+    """Return seconds at x."""
     knots, times = np.array(curve.x), np.array(curve.seconds)
     inside = np.exp(np.interp(np.log(np.maximum(x, knots[0])), np.log(knots), np.log(times)))
     slope = max(0.0, float((times[-1] - times[-2]) / (knots[-1] - knots[-2])))
@@ -37,15 +38,15 @@ def seconds(curve: Curve, x: Array) -> Array:
 
 
 def exact(at: Mapping[str, float], x: Array, measured: Array) -> Curve:
-    """The curve through all measured points; x ascends."""
+    """Return the curve through all measured points; x ascends."""
     return Curve(at=dict(at), x=tuple(x.tolist()), seconds=tuple(measured.tolist()))
 
 
 def fit_curve(at: Mapping[str, float], x: Array, measured: Array, resolution_s: float = 0.0) -> Curve:
-    """The curve of few knots that comes nearest the measured points, outliers counting little.
+    """Fit the curve of few knots that comes nearest the measured points, outliers counting little.
 
-    At most `MAX_KNOTS` knots, evenly spaced in log x and fewer than two thirds of the distinct x. Where times
-    were rounded to `resolution_s`, the rounding widens the scale of the loss.
+    At most `MAX_KNOTS` knots, evenly spaced in log x and fewer than two thirds of the distinct x. If times were rounded
+    to `resolution_s`, the rounding widens the scale of the loss.
     """
     log_x, log_t = np.log(x), np.log(measured)
     distinct = len(np.unique(x))
@@ -70,7 +71,7 @@ def stretched(curve: Curve, bytes_ratio: float) -> Curve:
 
 
 def per_rank_s(curves: Mapping[int, Curve]) -> float:
-    """Latency that each further device adds: the difference of the floors of the smallest and the largest
+    """Return the latency that each further device adds: the difference of the floors of the smallest and the largest
     group, per device between them.
     """
     low, high = min(curves), max(curves)
@@ -80,12 +81,12 @@ def per_rank_s(curves: Mapping[int, Curve]) -> float:
 
 
 def seconds_of_group(curves: Mapping[int, Curve], devices: int, x: Array) -> Array:
-    """Seconds of a collective over so many devices that moves x bytes.
+    """Seconds of a collective over `devices` devices that moves x bytes.
 
-    A group of a size nobody measured takes, for the same bytes moved, what lies on a line in the number of devices
-    between the next smaller and the next larger one. Beyond the largest it takes what that one takes, and the latency
-    of the further devices; but at least `_GROWTH` of the factor by which the last two differ, in logarithms and for
-    every doubling of them: groups that leave a socket share a slower link. 8 devices from 2 and 4 are off by 10-11 / 29
+    The time of an unmeasured size of group, for the same bytes moved, lies on a line in the number of devices between
+    the next smaller and the next larger one. Beyond the largest it is that group's time, plus the latency of the
+    further devices; but at least `_GROWTH` of the factor by which the last two differ, in logarithms and for every
+    doubling of them: groups that leave a socket share a slower link. 8 devices from 2 and 4 are off by 10-11 / 29
     % (median / p90) on cards with NVLink and 13-28 / 29-42 on PCIe, 4 from 2 and 8 by 4-5 / 15-18 and 17-18 / 23-36
     (benchmarks/costs/test_moe_accuracy.py).
     """

@@ -1,12 +1,12 @@
-"""A profile of a device that nobody measured, from one that somebody did: the fit of the one on the data sheet of the
-other.
+"""Profile of an unmeasured device, from that of a measured one: the fits of the one on the data sheet of the other.
 
 Rates are scaled by the ratio of the data sheets, of memory, of the link, or of flops in the operator's dtype;
-overheads, time per block and the residual process stay. How far off that is, `hwprofiles/transfer.yaml` says: found by
-transferring to devices whose tables are known, from each to each of the others. Within one architecture it is a few per
-cent more than a fit of its own; across architectures kernels differ, and 30 measured points are better than a transfer.
+overheads, time per block and the residual process stay. `hwprofiles/transfer.yaml` contains the errors of this: of
+transfers to devices whose tables are known, from each to each of the others. Within one architecture the error is a few
+per cent more than that of a fit of the target; across architectures kernels differ, and 30 measured points are better
+than a transfer.
 
-What is itself carried over may be moved once more, and the errors of both moves add up as if they were independent.
+An operator that was carried over may be moved once more; the errors of both moves add up as if they were independent.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class Pair(Part):
 
 
 class TransferErrors(Spec):
-    """How far off transfers were where it could be checked."""
+    """Errors of transfers between devices that were both measured."""
 
     KIND: ClassVar[str] = "transfer"
     pairs: Seq[Pair]
 
 
 class Expected(NamedTuple):
-    """What is known of the error of a transfer: how large it may be, and of those checked the nearest to it, with the
-    error there and the operator it was seen on."""
+    """Expected error of a transfer: its log deviation, and the nearest checked transfer with its error and operator."""
 
     error: TransferError
     pair: Pair
@@ -68,15 +67,15 @@ class Expected(NamedTuple):
 
 
 def known_errors() -> TransferErrors:
-    """The checked transfers that come with the package."""
+    """Return the checked transfers that come with the package."""
     return TransferErrors.from_file(Path(str(resources.files("simtune") / "hwprofiles" / "transfer.yaml")))
 
 
 def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = None) -> Hardware:
-    """The profile moved to the device of `facts`, with wider intervals. Operators of dtypes that the device has no
-    rate for, or over links it does not have, are left out.
+    """Return the profile moved to the device of `facts`, with wider intervals.
 
-    Raises UsageError where no operator is left, or some were not measured on any device.
+    Operators of dtypes that the device has no rate for, or over links it does not have, are left out. Raises
+    UsageError if no operator is left, or some were not measured on any device.
     """
     if any(o.provenance.kind == "data-sheet" for o in profile.operators.values()):
         raise UsageError(f"{profile.name}: is itself taken from a data sheet; transfer from a measured profile")
@@ -89,8 +88,8 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
             operators[key] = _moved(operator, key, profile, facts, ratios, errors)
     if not operators:
         raise UsageError(f"{facts.name}: the facts have no rate for any operator of {profile.name}")
-    kept = [o.residual.array for o in operators.values() if o.residual is not None]
-    arrays = {name: profile.arrays[name] for name in profile.arrays if name.rsplit(".", 1)[0] in kept}
+    residuals = [o.residual.array for o in operators.values() if o.residual is not None]
+    arrays = {name: profile.arrays[name] for name in profile.arrays if name.rsplit(".", 1)[0] in residuals}
     return Hardware(
         name=facts.name,
         engine=facts.engine,
@@ -102,13 +101,13 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
 
 
 def _check_alike(profile: Hardware, facts: Facts) -> None:
-    """Raise UsageError if only one of the two has a fact that the work of kernels depends on: a fit knows it or does
-    not, and the other device would be predicted by another rule than the fit's."""
+    """Raise UsageError if only one of the two has a fact that the work of kernels depends on: the other device would be
+    predicted by another rule than the fit's."""
     for name in ("architecture", "cache_bytes"):
-        has, asked = (getattr(one.device, name) is not None for one in (profile, facts))
-        if has and not asked:
+        profile_has, facts_have = (getattr(spec.device, name) is not None for spec in (profile, facts))
+        if profile_has and not facts_have:
             raise UsageError(f"{facts.name}: {profile.name} was fitted with device.{name}; add it to the facts")
-        if asked and not has:
+        if facts_have and not profile_has:
             raise UsageError(
                 f"{profile.name}: was fitted without device.{name}, which {facts.name} has; leave it out of the facts, "
                 f"or fit {profile.name} again with it"
@@ -116,10 +115,10 @@ def _check_alike(profile: Hardware, facts: Facts) -> None:
 
 
 def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float, float] | None:
-    """(flops, bytes) per second of the target over those of the source; None where the target has no such rate."""
+    """Return (flops, bytes) per second of the target over those of the source; None if either lacks such a rate."""
     terms = OPERATORS[operator.kind]
-    here, there = profile.device, facts.device
-    bytes_ratio = there.memory_bytes_per_s / here.memory_bytes_per_s
+    source_device, target_device = profile.device, facts.device
+    bytes_ratio = target_device.memory_bytes_per_s / source_device.memory_bytes_per_s
     if terms.link:
         name = operator.variant if operator.variant in facts.links else "intra_node"
         if name not in profile.links or name not in facts.links:
@@ -128,7 +127,7 @@ def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float,
     if not terms.computes:
         return 1.0, bytes_ratio
     dtype = COMPUTES_IN.get(operator.dtype, operator.dtype)
-    source, target = (device.flops_per_s.get(dtype) for device in (here, there))
+    source, target = (device.flops_per_s.get(dtype) for device in (source_device, target_device))
     return None if source is None or target is None else (target / source, bytes_ratio)
 
 
@@ -163,6 +162,7 @@ def _moved(
     return operator.model_copy(
         update={
             "base": base,
+            # a curve along a size cannot be scaled by a rate
             "curves": tuple(curve.stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
             "interval": wider(operator, expected.log_sd),
             "hold_out": hold_out,
@@ -180,13 +180,13 @@ def _moved(
 
 
 def _along_bytes(operator: Operator) -> bool:
-    """Whether its curves run over bytes moved, so that a rate scales them."""
+    """True if the operator's curves run over bytes moved, so that a rate scales them."""
     form = OPERATORS[operator.kind].curve
     return form is not None and form.along is None
 
 
 def wider(operator: Operator, log_sd: float) -> Interval:
-    """The interval of the source, and the error of moving it on top, as if both were independent."""
+    """Return the interval of the source with the error of moving it on top, as if both were independent."""
     before = operator.interval or Interval(method="split", quantile=Z90, log_sd=typical_log_sd(operator))
     carried = _short(float(np.hypot(before.carried_log_sd, log_sd)))
     return before.model_copy(update={"carried_log_sd": carried, "coverage": None})
@@ -197,8 +197,8 @@ def _log_sd(error: TransferError) -> float:
 
 
 _SPREAD = 0.7
-"""Of the errors of the checked transfers that are like this one, the quantile that it is taken for: of 0.5 to 0.8 this
-covers 88-93 % of the rows of each of seven cards left out, from the transfers between the others."""
+"""Quantile of the errors of similar checked transfers that is taken for this one: of 0.5 to 0.8 this covers 88-93 % of
+the rows of each of seven cards left out, from the transfers between the others."""
 
 _STACKED_BYTES_PER_S = 1.9e12
 """Memory stacked beside the processor is faster than this, memory on the board slower, on all cards since 2020 with 80
@@ -210,47 +210,51 @@ _FAMILY = {"sm_103": "sm_100"}
 
 
 def _likeness(source: tuple[str | None, float], target: tuple[str | None, float]) -> int:
-    """Of two devices by architecture and memory rate: 0 of one architecture, 1 of one kind of memory, 2 of two."""
+    """Return 0 if two devices, each (architecture, memory rate), share an architecture, 1 if the kind of memory, else
+    2."""
     if source[0] is not None and _FAMILY.get(source[0], source[0]) == _FAMILY.get(target[0] or "", target[0]):
         return 0
     return 1 if (source[1] > _STACKED_BYTES_PER_S) == (target[1] > _STACKED_BYTES_PER_S) else 2
 
 
 def _expected_error(key: str, profile: Hardware, facts: Facts, errors: TransferErrors) -> Expected:
-    """How far off the transfer of an operator may be, and the checked one that comes nearest. Raises UsageError where
-    none was checked.
+    """Return the expected error of the transfer of an operator. Raises UsageError if no transfer of its kind was
+    checked.
 
-    This very transfer, if it was checked. Else those that are like it: within one architecture, across two with one
-    kind of memory, or with two; of the operator, or of others of its kind, or of matrix products where nothing else was
-    checked. Within one architecture what is usual there is the least that is expected. To another vendor, whose kernels
-    are others, no transfer was checked: the worst is expected.
+    This very transfer is taken if it was checked; else similar ones: within one architecture, across two with one kind
+    of memory, or across both; of the operator, or of others of its kind, or of matrix products if nothing else was
+    checked. Within one architecture the usual error there is the least that is expected. To another vendor, whose
+    kernels are different, no transfer was checked: the worst is expected.
     """
-    here, there = profile.device, facts.device
+    source_device, target_device = profile.device, facts.device
     names = (key, profile.operators[key].kind, "gemm")
     exact = [pair for pair in errors.pairs if (pair.source, pair.target) == (profile.name, facts.name)]
     if this := _checked((key,), exact):
         return this[0]
-    likeness = _likeness((here.architecture, here.memory_bytes_per_s), (there.architecture, there.memory_bytes_per_s))
-    alike = None if here.vendor != there.vendor else _of_like_pairs(names, likeness, errors)
+    likeness = _likeness(
+        (source_device.architecture, source_device.memory_bytes_per_s),
+        (target_device.architecture, target_device.memory_bytes_per_s),
+    )
+    alike = None if source_device.vendor != target_device.vendor else _of_like_pairs(names, likeness, errors)
     if alike is not None:
         return alike
     any_pair = _checked(names, errors.pairs)
     if not any_pair:
-        raise UsageError(f"{errors.name}: no pair tells how far off a transfer of {key} is")
-    return max(any_pair, key=lambda one: one.log_sd)
+        raise UsageError(f"{errors.name}: no checked transfer of {key} or its kind, so its error is unknown")
+    return max(any_pair, key=lambda expected: expected.log_sd)
 
 
 def _of_like_pairs(names: Sequence[str], likeness: int, errors: TransferErrors) -> Expected | None:
-    """What transfers between devices so much alike say, or those a step less alike; None where none was checked."""
+    """Return the expected error by pairs of this likeness, or of the nearest one that was checked; None if none was."""
     for level in sorted(range(3), key=lambda level: (level < likeness, abs(level - likeness))):
         pairs = [pair for pair in errors.pairs if _of_pair(pair) == level]
-        known = _checked(names if level == 0 else names[:2], pairs)
-        if known:
-            spread = float(np.quantile([one.log_sd for one in known], _SPREAD))
+        checked = _checked(names if level == 0 else names[:2], pairs)
+        if checked:
+            spread = float(np.quantile([expected.log_sd for expected in checked], _SPREAD))
             if level == 0:
                 usual = [_log_sd(error) for pair in pairs for error in pair.errors.values()]
                 spread = max(spread, float(np.median(usual)))
-            return min(known, key=lambda one: abs(one.log_sd - spread))._replace(log_sd=spread)
+            return min(checked, key=lambda expected: abs(expected.log_sd - spread))._replace(log_sd=spread)
     return None
 
 
@@ -260,11 +264,11 @@ def _of_pair(pair: Pair) -> int:
 
 
 def _checked(names: Sequence[str], pairs: Sequence[Pair]) -> list[Expected]:
-    """What these pairs say of the first of these operators or kinds that any of them knows."""
+    """Return the errors in these pairs of the first of these operators or kinds that any pair has."""
     for name in names:
-        known = [(pair, key) for pair in pairs for key in pair.errors if key == name or key.startswith(f"{name}.")]
-        if known:
-            return [Expected(pair.errors[key], pair, key, _log_sd(pair.errors[key])) for pair, key in known]
+        matches = [(pair, key) for pair in pairs for key in pair.errors if key == name or key.startswith(f"{name}.")]
+        if matches:
+            return [Expected(pair.errors[key], pair, key, _log_sd(pair.errors[key])) for pair, key in matches]
     return []
 
 

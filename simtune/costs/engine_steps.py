@@ -1,17 +1,17 @@
-"""Step costs by a log of whole steps that an engine took: simtune/steps@1, as `simtune profile --engine` writes it.
+"""Step costs from a log of whole steps that an engine ran: simtune/steps@1, as `simtune profile --engine` writes it.
 
     t = sum of c_i x_i, all c_i >= 0,   times exp(residual)
 
-The x of a step are what its batch comes to: 1, its tokens m (verified drafts among them), m beyond 16 and beyond 128,
+The x of a step follow from its batch: 1, its tokens m (verified drafts among them), m beyond 16 and beyond 128,
 decodes, context tokens, chunks, pairs of a new token and one that it attends to, cached tokens that chunks read, and m
-times all tokens read, for engines whose attention goes over the tokens of all requests under one mask. Which of them an
-engine's time goes by the fit finds out: by non-negative least squares of the relative error. What is left is a Gaussian
+times all tokens read, for engines whose attention covers the tokens of all requests under one mask. The fit selects the
+terms that an engine's time depends on: by non-negative least squares of the relative error. The residual is a Gaussian
 process on its logarithm (`simtune.costs.residual`), which fades to nothing away from the steps measured.
 
 The file is the log itself, fitted when it is read: a longer log is a better cost model. Of equal steps the median
-counts for the shape of the fit. A load takes the sum of its steps, though, and some steps take longer than their like
-for reasons that no batch shows: a batch that has just changed, a collection of garbage. So all times are scaled at the
-end, those with prompt tokens and those without, until the fit adds up to what the log took, as Duan's smearing does
+counts for the shape of the fit. A load takes the sum of its steps, though, and some steps take longer than similar ones
+for reasons that no batch shows: a batch that has just changed, a garbage collection. So all times are scaled at the
+end, those with prompt tokens and those without, until the fit adds up to the total of the log, as Duan's smearing does
 (Journal of the American Statistical Association 78, 1983).
 """
 
@@ -33,11 +33,11 @@ from simtune.costs.ticks import to_ticks
 from simtune.errors import Problem, SpecError
 
 FEWEST = 12
-"""Steps that differ and that a fit needs at least."""
+"""Least number of different steps that a fit needs."""
 HICCUP = 2.0
-"""Times what is said of it: a step that took longer was held up, and is no part of what steps take."""
+"""Factor over the predicted time above which a step was held up, and does not count for the scales."""
 MOST = 250
-"""Steps that the residual keeps; the base is fitted to all."""
+"""Steps that the residual keeps as points; the base is fitted to all."""
 
 _KNEES = (16, 128)
 Chunks = Sequence[tuple[int, int]]
@@ -49,7 +49,7 @@ class EngineSteps:
     """A cost model by a log of steps; see the module."""
 
     def __init__(self, steps: Sequence[TimedStep], name: str = "a log of steps") -> None:
-        """Raises SpecError where there are too few steps that differ."""
+        """Fit the steps. Raises SpecError if too few steps differ."""
         by_key: dict[Key, list[float]] = {}
         for step in steps:
             by_key.setdefault(_key(step.batch), []).append(step.seconds)
@@ -68,23 +68,23 @@ class EngineSteps:
         self._scales = self._smeared(by_key)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
-        """One step, and nothing about the next."""
+        """See `StepCosts.decode`; the step's time is given, and nothing about the next step."""
         return to_ticks(self.seconds(StepWork(num_decodes, context_tokens))), 0, 1
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Chunks, num_samples: int) -> int:
-        """See `StepCosts.mixed`; how many are sampled makes no difference."""
+        """See `StepCosts.mixed`; the number of samples makes no difference."""
         return to_ticks(self.seconds(StepWork(num_decodes, context_tokens, chunks)))
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step: what the fit says, also of one that was measured."""
+        """Seconds of one step by the fit, also of a step that was measured."""
         key = _key(work)
-        known = self._seconds.get(key)
-        if known is None:
-            known = self._seconds[key] = float(self._unscaled([key])[0]) * self._scales.get(bool(key[2]), 1.0)
-        return known
+        step_s = self._seconds.get(key)
+        if step_s is None:
+            step_s = self._seconds[key] = float(self._unscaled([key])[0]) * self._scales.get(bool(key[2]), 1.0)
+        return step_s
 
     def basis(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> Basis:
-        """Whether a step was measured, lies within what was, or outside."""
+        """Return the basis of a step: measured, within the measured steps, or outside."""
         key = _key(StepWork(num_decodes, context_tokens, chunks))
         if key in self._measured:
             return Basis.MEASURED
@@ -93,7 +93,7 @@ class EngineSteps:
 
     @cached_property
     def log_sd(self) -> float:
-        """Standard deviation of the log error of the steps it was fitted to, each as the others say it."""
+        """Standard deviation of the log error of the steps of the fit, each as predicted from the others."""
         if self._residual is None:
             measured = np.array([self._measured[key] for key in self._keys])
             logs = np.log(measured / (_terms(self._keys) @ self._coefficients))
@@ -102,18 +102,18 @@ class EngineSteps:
         return float(np.quantile(np.abs(logs), 0.9)) / 1.645
 
     def _unscaled(self, keys: Sequence[Key]) -> Array:
-        """Seconds of each step of equal ones in the middle."""
+        """Seconds of each step by the fit to medians."""
         times: Array = (_terms(keys) @ self._coefficients) * np.exp(self._correction(keys))
         return times
 
     def _smeared(self, by_key: dict[Key, list[float]]) -> dict[bool, float]:
-        """What steps took over what is said of them, all together, of those with chunks and of those without."""
+        """Return measured over predicted seconds, summed over steps with chunks and over those without."""
         sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
-        for key, said in zip(self._keys, self._unscaled(self._keys).tolist(), strict=True):
-            took = [seconds for seconds in by_key[key] if seconds < HICCUP * said]
+        for key, predicted_s in zip(self._keys, self._unscaled(self._keys).tolist(), strict=True):
+            took = [seconds for seconds in by_key[key] if seconds < HICCUP * predicted_s]
             sums[bool(key[2])][0] += sum(took)
-            sums[bool(key[2])][1] += said * len(took)
-        return {chunks: took / said for chunks, (took, said) in sums.items() if said}
+            sums[bool(key[2])][1] += predicted_s * len(took)
+        return {chunks: took / predicted_s for chunks, (took, predicted_s) in sums.items() if predicted_s}
 
     def _correction(self, keys: Sequence[Key]) -> Array:
         if self._residual is None:
@@ -122,7 +122,7 @@ class EngineSteps:
 
 
 class EngineRounds(EngineSteps):
-    """The same of an engine that drafts: drafting is a part of the steps that were logged."""
+    """Step costs of an engine that drafts: drafting is a part of the steps that were logged."""
 
     def round(
         self,
@@ -133,7 +133,8 @@ class EngineRounds(EngineSteps):
         chunks: Chunks = (),
         completing: int = 0,
     ) -> int:
-        """See `RoundCosts.round`; the depth is that of the log, and how many prompts end makes no difference."""
+        """See `RoundCosts.round`; the depth is that of the log, and the number of completed prompts makes no
+        difference."""
         drafts = verify_tokens - num_decodes
         return to_ticks(self.seconds(StepWork(num_decodes, context_tokens, chunks, draft_tokens=drafts)))
 
@@ -144,14 +145,16 @@ class EngineRounds(EngineSteps):
 
 
 def engine_costs(steps: Sequence[TimedStep], name: str = "a log of steps") -> EngineSteps:
-    """Fitted to a log, of an engine that drafts where a step of it verifies drafts. Raises SpecError where it is too
-    short."""
+    """Fit a log, as of an engine that drafts if a step of it verifies drafts.
+
+    Raises SpecError if the log is too short.
+    """
     drafts = any(step.batch.draft_tokens for step in steps)
     return (EngineRounds if drafts else EngineSteps)(steps, name)
 
 
 def read_engine_costs(path: Path) -> EngineSteps:
-    """Fitted to the log in a file. Raises SpecError where it is none, or too short."""
+    """Fit the log in a file. Raises SpecError if it is not a log, or too short."""
     return engine_costs(read_steps(path).steps, str(path))
 
 
@@ -161,7 +164,7 @@ def _key(work: StepWork) -> Key:
 
 
 def _aggregates(key: Key) -> tuple[float, ...]:
-    """Tokens, decodes, context tokens, chunks, pairs, cached tokens that chunks read."""
+    """Return tokens, decodes, context tokens, chunks, pairs, cached tokens that chunks read."""
     decodes, context, chunks, drafts = key
     new = sum(tokens for _, tokens in chunks)
     pairs = sum(tokens * past + tokens * (tokens + 1) / 2 for past, tokens in chunks)
@@ -176,7 +179,7 @@ def _aggregates(key: Key) -> tuple[float, ...]:
 
 
 def _terms(keys: Sequence[Key]) -> Array:
-    """(steps, terms) of the base; none is negative."""
+    """Return (steps, terms) of the base; none is negative."""
     m, decodes, context, chunks, pairs, past = np.array([_aggregates(key) for key in keys]).T
     new = np.array([sum(tokens for _, tokens in key[2]) for key in keys])
     beyond = [np.maximum(m - knee, 0) for knee in _KNEES]
@@ -185,19 +188,20 @@ def _terms(keys: Sequence[Key]) -> Array:
 
 
 def _base(terms: Array, seconds: Array) -> Array:
-    """Coefficients of at least 0 by which the terms come nearest to the times, in relative error."""
+    """Fit coefficients of at least 0 to the times, in relative error."""
     from scipy.optimize import nnls
 
     size = np.maximum(terms.max(axis=0), 1e-300)
     fitted, _ = nnls(terms / size / seconds[:, None], np.ones(len(seconds)))
-    if not fitted[0]:  # no step takes nothing, however small
+    # every step takes some time, however small
+    if not fitted[0]:
         fitted[0] = 1e-3 * float(seconds.min())
     coefficients: Array = fitted / size
     return coefficients
 
 
 def _features(keys: Sequence[Key]) -> dict[str, Array]:
-    """What the residual goes by."""
+    """Return the features of the residual."""
     m, decodes, context, chunks, pairs, past = np.array([_aggregates(key) for key in keys]).T
     return {
         "tokens": np.log2(m),

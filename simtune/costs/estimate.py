@@ -1,4 +1,4 @@
-"""Operators from the data sheet alone, for what nobody measured."""
+"""Operators from the data sheet alone, if no measurement exists."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ SHEET_SHARE = 0.7
 def estimate(
     kind: OperatorKind, dtype: str, hardware: Hardware, *, kv_dtype: str | None = None, variant: str | None = None
 ) -> Operator | None:
-    """The operator with 70 % of the data sheet's rates, and the overhead and block time usual for its kind.
+    """Return the operator with 70 % of the data sheet's rates, and the overhead and block time usual for its kind.
 
-    None where the device has no rate for the dtype: a device without fp8 runs no fp8 kernels. On such a
-    roofline published GEMM tables lie 9-16 % off at the median and 30-76 % at the 90th percentile; for other
-    kinds nothing is known. `variant` names the link of what moves bytes between devices, intra_node unless
-    given; raises Infeasible where the hardware has no such link.
+    None if the device has no rate for the dtype: a device without fp8 runs no fp8 kernels. On such a roofline
+    published GEMM tables lie 9-16 % off at the median and 30-76 % at the 90th percentile; for other kinds nothing is
+    known. `variant` names the link of operators that move bytes between devices, intra_node unless given; raises
+    Infeasible if the hardware has no such link.
     """
     operator, device = OPERATORS[kind], hardware.device
     flops_per_s = device.flops_per_s.get(cast(Dtype, COMPUTES_IN.get(dtype, dtype)))
     bytes_per_s, overhead_s = device.memory_bytes_per_s, operator.overhead_s
+    # kinds that only move bytes have no flops: any rate does, also if the dtype has none
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:
@@ -58,7 +59,7 @@ def estimate(
 
 
 def link_of(hardware: Hardware, name: str) -> Link:
-    """A link by its name. Raises Infeasible saying that it is missing."""
+    """Return a link by its name. Raises Infeasible if it is missing."""
     link = hardware.links.get(name)
     if link is None:
         raise Infeasible(

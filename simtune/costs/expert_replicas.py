@@ -1,4 +1,4 @@
-"""Where replicas of experts go, and what that leaves on the busiest rank."""
+"""Placement of replicas of experts, and the load of the busiest rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from simtune.costs.operators.moe import visit_probabilities
 
 
 def spread(load: Sequence[float], gpus: int, slots: int) -> tuple[list[list[int]], list[float]]:
-    """(the GPUs of each expert, the load of each GPU) as EPLB places them: replicas share a load equally.
+    """Return (the GPUs of each expert, the load of each GPU) as EPLB places them: replicas share a load equally.
 
     Free slots go, one by one, to the expert whose replicas are heaviest; then the replicas, heaviest first, to the
     lightest GPU with room (DeepSeek, github.com/deepseek-ai/EPLB). The slots must be enough for all experts.
     """
     replicas = [1] * len(load)
-    by_weight = [(-whole, e) for e, whole in enumerate(load)]
+    by_weight = [(-expert_load, e) for e, expert_load in enumerate(load)]
     heapq.heapify(by_weight)
     for _ in range(gpus * slots - len(load)):
         _, e = by_weight[0]
@@ -35,7 +35,7 @@ def spread(load: Sequence[float], gpus: int, slots: int) -> tuple[list[list[int]
 
 @lru_cache(maxsize=256)
 def busiest_share(experts: int, experts_per_token: int, ep: int, skew: float, replicas: int) -> float:
-    """Expected rows of the busiest of `ep` ranks over the mean, with so many replicas placed as EPLB does."""
+    """Expected rows of the busiest of `ep` ranks over the mean, with `replicas` replicas placed as EPLB does."""
     load: list[float] = visit_probabilities(experts, experts_per_token, skew).tolist()
     _, loads = spread(load, ep, -(-(experts + replicas) // ep))
     return max(loads) * ep / sum(load)

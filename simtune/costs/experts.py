@@ -1,12 +1,12 @@
-"""Routed experts of a layer under a plan: the rows that reach a rank, its kernel, and sending tokens there and back.
+"""Routed experts of a layer under a plan: the rows that reach a rank, its kernel, and the exchange of tokens.
 
-Without data-parallel attention every rank has all tokens: it computes what its own experts have to say, and the usual
-all-reduce adds that up. With it tokens are dispatched: each goes once to every rank that holds an expert of its own,
-and what the experts make of it is combined where it came from (DeepEP, github.com/deepseek-ai/DeepEP). A rank's kernel
-then sees no rows but those of its own experts. Either way a step waits for the busiest rank
+Without data-parallel attention every rank has all tokens: it computes the sums of its own experts, and the usual
+all-reduce adds them up. With it tokens are dispatched: each goes once to every rank that has an expert for it, and the
+outputs of the experts are combined on the token's rank (DeepEP, github.com/deepseek-ai/DeepEP). A rank's kernel then
+sees no rows but those of its own experts. Either way a step waits for the busiest rank
 (`simtune.costs.operators.moe.rank_load`).
 
-Experts are woken by real tokens only: rows that pad a step to the size of a CUDA graph are not counted.
+Only real tokens activate experts: rows that pad a step to the size of a CUDA graph are not counted.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from simtune.specs.pool import Pool
 
 LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in
-vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); more go by the high-throughput ones."""
+vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); the high-throughput kernels exchange more."""
 
 _EXCHANGED = "bf16"
-"""The dtype that exchanges were measured in and are known by; how wide a row is, is a parameter of theirs."""
+"""The dtype in which exchanges were measured and are stored; the width of a row is one of their parameters."""
 
 Seconds = Callable[[Array], Array]
-"""Of calls in a step with so many real tokens in each group of ranks."""
+"""Seconds of calls, by the real tokens in each group of ranks."""
 
 
 class Received(NamedTuple):
-    """What a rank gets of tokens that are dispatched to the experts, which ranks share evenly."""
+    """Tokens that one rank receives when they are dispatched to experts, which ranks share evenly."""
 
     tokens: Array
-    """Those that visit at least one of its experts; each arrives once."""
+    """Tokens that visit at least one of the rank's experts; each arrives once."""
     experts_per_token: float
-    """Of its own, that each of these visits on average."""
+    """Experts of the rank that each of these tokens visits on average."""
 
 
 def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Received:
-    """Of all tokens; every one visits experts_per_token different experts, all alike.
+    """Return the part of `tokens` that one rank receives; each visits experts_per_token different experts, all alike.
 
     Rows are conserved: over all `ep` ranks tokens * experts_per_token of them arrive.
     """
     local = experts / ep
     visited = np.arange(experts_per_token)
+    # probability that none of a token's experts, drawn without repetition, is on the rank
     missed = float(np.prod(np.maximum(0.0, 1 - local / (experts - visited))))
     return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 
 
 def _placed(spec: MoeFeedForward, replicas: int | None, ep: int) -> float | None:
-    """Rows of the busiest rank over the mean where experts are placed by their load; None where they are not."""
+    """Return the rows of the busiest rank over the mean if experts are placed by their load; None if they are not."""
     if replicas is None:
         return None
     return busiest_share(spec.experts, spec.experts_per_token, ep, spec.routing_skew, replicas)
@@ -82,7 +83,7 @@ class Experts:
         self._gathers = self._groups > 1 and (not self._whole or pool.expert_exchange == "all_gather")
 
     def parts(self) -> Iterator[tuple[str, Seconds]]:
-        """(kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
+        """Yield (kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
         yield "moe", self._kernel_s
         if self._gathers:
             yield from self._gathering()
@@ -96,7 +97,7 @@ class Experts:
         width = spec.intermediate_size if self._whole else spec.intermediate_size // self._ranks
         shape = {
             "hidden": self._hidden,
-            # Measured kernels are gated, with three matrices: two are taken for as many values of narrower three.
+            # Measured kernels are gated, with three matrices: two are treated as three narrower ones of as many values.
             "intermediate": width if spec.gated else 2 * width // 3,
             "skew": spec.routing_skew,
         }
@@ -107,12 +108,12 @@ class Experts:
                 "ep": ep,
             }
             return self._computed(tokens=everybodys * load, **routed, **shape)
-        own = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
-        routed = {"experts_per_token": own.experts_per_token, "experts": spec.experts / ep, "ep": 1}
-        return self._computed(tokens=own.tokens, **routed, **shape)
+        local = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
+        routed = {"experts_per_token": local.experts_per_token, "experts": spec.experts / ep, "ep": 1}
+        return self._computed(tokens=local.tokens, **routed, **shape)
 
     def _computed(self, **shape: Any) -> Array:
-        """Seconds of the profile's kernel, or of the three products at the rate that the plan's own reaches."""
+        """Seconds of the profile's kernel, or of the three products at the plan's own rate if that is slower."""
         seconds: Array = self._kernel.seconds(**shape)
         if self._most_flops_per_s is None:
             return seconds
@@ -121,7 +122,8 @@ class Experts:
         return np.maximum(seconds, computed)
 
     def _gathering(self) -> Iterator[tuple[str, Seconds]]:
-        """Inputs in the format that the experts read, sums in that of activations, of the tokens of all groups."""
+        """Yield inputs in the format that the experts read and sums in that of activations, of the tokens of all
+        groups."""
         values = DTYPE_BYTES[self._dtype]
         collectives: tuple[tuple[str, OperatorKind, float], ...] = (
             ("moe_dispatch", "all_gather", min(values, ACTIVATION_BYTES.get(self._weights, values))),
@@ -135,9 +137,9 @@ class Experts:
         return collective.seconds(devices=self._ranks, bytes=self._groups * tokens * row_bytes)
 
     def _exchanges(self) -> Iterator[tuple[str, Seconds]]:
-        """Dispatch in the format that the experts read, combine in that of activations.
+        """Yield dispatch in the format that the experts read, combine in that of activations.
 
-        Several nodes were never measured: the data sheet of the link between them answers.
+        Several nodes were never measured: the data sheet of the link between them is used.
         """
         values = DTYPE_BYTES[self._dtype]
         widths: tuple[tuple[OperatorKind, float], ...] = (
@@ -162,23 +164,23 @@ class Experts:
                 )
 
     def _measured(self, kind: OperatorKind, backend: str) -> Predictor | None:
-        """The operator of these kernels; None where the profile has no fit of it."""
+        """Return the operator of these kernels; None if the profile has no fit of it."""
         if operator_key(kind, _EXCHANGED, variant=backend) not in self._profile.hardware.operators:
             return None
         return self._profile.predictor(kind, _EXCHANGED, variant=backend)
 
     def _exchange_s(self, few: Predictor, many: Predictor, row_bytes: float, nodes: int, tokens: Array) -> Array:
-        """By one operator up to `LOW_LATENCY_TOKENS` tokens of a rank, by another above."""
-        own = tokens / self._tp
+        """Seconds by the operator `few` up to `LOW_LATENCY_TOKENS` tokens of a rank, by `many` above."""
+        rank_tokens = tokens / self._tp
         call: dict[str, Any] = {
-            "tokens": own,
+            "tokens": rank_tokens,
             "row_bytes": row_bytes,
             "experts_per_token": self._spec.experts_per_token,
             "experts": self._spec.experts,
             "ep": self._ep,
             "nodes": nodes,
         }
-        return np.where(own <= LOW_LATENCY_TOKENS, few.seconds(**call), many.seconds(**call))
+        return np.where(rank_tokens <= LOW_LATENCY_TOKENS, few.seconds(**call), many.seconds(**call))
 
     def _all_to_all_s(self, exchange: Predictor, row_bytes: float, tokens: Array) -> Array:
         copies = min(self._spec.experts_per_token, self._ep)

@@ -1,6 +1,6 @@
-"""Fit one operator to measured times, and say how far off the fit is on times it did not see.
+"""Fit one operator to measured times, and state how far off the fit is on times that it did not see.
 
-Four steps, each optional but the first: the base parameters; curves for what has one size only; a Gaussian
+Four steps, each optional but the first: the base parameters; curves for kinds with one size only; a Gaussian
 process on the log residuals of the rest; and an interval calibrated on times left out of the fit.
 """
 
@@ -35,41 +35,44 @@ BASE_POINTS = 2000
 """Rows the base is fitted on; more of them change its parameters by less than a per cent."""
 
 CALIBRATION_POINTS = 1000
-"""Rows that calibrate the interval where a table has more than a residual keeps."""
+"""Rows that calibrate the interval if a table has more than a residual keeps."""
 
 WARM_POINTS = 100
-"""Points from which the fits that calibrate an interval start from the lengths of the fit of all points, and leave out
-a fifth of them at a time: of 200 random rows of the tables of seven GPUs that covers 86-94 % where 90 are promised, and
-leaving points out one by one of a process whose lengths all of them had a say in 81-92. Lengths of fewer points know
-too much of each of them: then the fits start afresh, and leave out a third."""
+"""Number of points above which the fits that calibrate an interval start from the lengths of the fit of all points, and
+leave out a fifth of them at a time: of 200 random rows of the tables of seven GPUs that covers 86-94 % where 90 are
+promised; leaving points out one by one of a process whose lengths depend on all of them covers 81-92. With fewer points
+the lengths depend too much on each: then the fits start afresh, and leave out a third."""
 
 _FOLDS, _FEW_FOLDS = 5, 3
 
 OUTSIDE_ROWS = 200
-"""Rows, at random, on which it is looked at how far off a fit is beyond its largest values."""
+"""Random rows that test how far off a fit is beyond its largest values."""
 
-_LEFT_OUT = 0.3  # share of these rows, about, that are beyond
+# share of these rows, about, that are beyond
+_LEFT_OUT = 0.3
 _OUTSIDE_DISTINCT = 4  # values of a parameter below which there is no range to leave out
 _OUTSIDE_KEPT = 60  # rows that must be left
 _LEAST_OUTSIDE = 0.4
-"""Of the quantile inside: what a range left out says is not taken for less. A lucky range says nothing of the next;
-chosen on the tables of seven GPUs, with and without."""
+"""Share of the quantile inside below which the quantile of a range left out is not taken. A lucky range tells nothing
+about the next; chosen on the tables of seven GPUs, with and without."""
 
 FEW_FAMILIES = 24
-"""Weight matrices of two or three models. So few do not say what others take: a table that is to has hundreds."""
+"""Weight matrices of two or three models. So few do not predict others; a table that is to has hundreds."""
 
 CENTRES = 0.75
-"""Of the rows of a published table, the most that are kept as centres; with half of them errors grow by a tenth."""
+"""Largest share of the rows of a published table that is kept as centres; with half of them errors grow by a tenth."""
 
 _SMALLEST_SD = 1e-4
 _FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
 _SCALE = 0.1  # deviations of 10 % and more count linearly
 _SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
 _PRIOR_SD = (0.7, 0.7, 0.5, OperatorForm.block_log_sd, 1.0)
-"""Of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; on a GPU of block_s as the operator says."""
+"""Standard deviations of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; that of block_s on a GPU is
+the operator's own."""
 _STARTS = (0.0, -1.5, 1.0)  # shifts of both log rates from the prior
 _MAX_EVALUATIONS = 200
-_FARTHEST = 6.0  # of a log error: one farther off has no say in which way to go
+# of a log error: one farther off no longer influences the direction of the search
+_FARTHEST = 6.0
 _TINY = float(np.finfo(float).tiny)
 _DIGITS = 6
 
@@ -84,10 +87,10 @@ def fit_operator(
     provenance: Provenance,
     chip: Chip = UNKNOWN,
 ) -> tuple[Operator, dict[str, NDArray[Any]]]:
-    """The operator of a table with all its hold-out errors, and the arrays of its residual by name.
+    """Return the operator of a table with all its hold-out errors, and the arrays of its residual by name.
 
     The rates are those of the data sheet. Tables that the user measured keep their points, as exact curves and in the
-    residual; of others only fitted numbers are kept.
+    residual; of other tables only fitted numbers are kept.
     """
     sheet = (processors, flops_per_s, bytes_per_s)
     operator, arrays = _fit(table, *sheet, provenance, chip)
@@ -110,8 +113,10 @@ def hold_out(
     seed: int = 0,
     chip: Chip = UNKNOWN,
 ) -> HoldOut | None:
-    """Errors of a fit on `train_points` random rows (at most half of them for a random split) of those a split
-    leaves to it, on up to 3,000 others; None if it leaves or tests fewer than 15.
+    """Return the errors of a fit to rows that the split leaves to it, on rows that the split holds back.
+
+    The fit sees `train_points` random rows (at most half of them for a random split); up to 3,000 others are tested.
+    None if the split leaves or tests fewer than 15.
     """
     train, test = split_rows(table, split, train_points, seed)
     if min(len(train), len(test)) < _FEWEST:
@@ -133,22 +138,22 @@ def hold_out(
 
 
 def split_rows(table: Table, split: Split, train_points: int = TRAIN_POINTS, seed: int = 0) -> tuple[Rows, Rows]:
-    """(train, test) rows of a split, disjoint."""
+    """Return disjoint (train, test) rows of a split."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(table))
     if split.held is None:
         count = min(train_points, len(table) // 2)
         return order[:count], order[count:][:TEST_POINTS]
-    held = split.held(table.shape, rng)
-    return order[~held[order]][:train_points], order[held[order]][:TEST_POINTS]
+    held_back = split.held(table.shape, rng)
+    return order[~held_back[order]][:train_points], order[held_back[order]][:TEST_POINTS]
 
 
 def fit_predictor(
     table: Table, processors: int, flops_per_s: float, bytes_per_s: float, chip: Chip = UNKNOWN
 ) -> Predictor:
-    """What `fit_operator` would ship for this table, ready to predict."""
-    nobody = Provenance(kind="assumed", source="a test")
-    operator, arrays = _fit(table, processors, flops_per_s, bytes_per_s, nobody, chip)
+    """Return the predictor that `fit_operator` would store for this table."""
+    provenance = Provenance(kind="assumed", source="a test")
+    operator, arrays = _fit(table, processors, flops_per_s, bytes_per_s, provenance, chip)
     return Predictor(operator, processors, arrays, chip)
 
 
@@ -160,19 +165,20 @@ def _fit(
     lines = _lines(table, setting)
     residual: Residual | None = None
     arrays: dict[str, NDArray[Any]] = {}
+    # curves replace the residual for kinds that have one size only
     if lines and form.curve is not None and not form.curve.exact_only:
         interval = _curve_interval(lines, table)
     else:
-        rows, rest = _kept_back(table, setting)
+        rows, calibration_rows = _kept_back(table, setting)
         process = _fit_process(rows, base, setting) if len(rows) >= _FEWEST else None
         if process is None:
             interval = _flat_interval(np.log(table.seconds / _base_of(table, base, setting)))
         else:
-            kept = _condensed(process, rows, base, setting)
-            residual, arrays = kept.spec(table.key)
+            stored_process = _condensed(process, rows, base, setting)
+            residual, arrays = stored_process.spec(table.key)
             sheet = flops_per_s, bytes_per_s
             full = _Fitted(process, base)
-            interval = _residual_interval(rows, rest, full, kept, setting, sheet)
+            interval = _residual_interval(rows, calibration_rows, full, stored_process, setting, sheet)
             outside = _outside(table, full, setting, sheet, interval.quantile)
             interval = interval.model_copy(update={"outside": outside})
     operator = Operator(
@@ -195,20 +201,20 @@ def _fit(
 
 
 def _joint_box(table: Table, setting: Setting) -> dict[str, Range]:
-    """Ranges of the features that are more than one parameter (`OperatorForm.joint`)."""
+    """Return ranges of the features that are more than one parameter (`OperatorForm.joint`)."""
     box: dict[str, Range] = {}
     chosen = OPERATORS[table.kind].joint
     for name, feature in _features(table, setting).items():
         alone = table.shape.get(name)
-        own = alone is not None and np.allclose(feature, np.log2(np.maximum(alone, 1)))
-        if name in chosen if chosen is not None else not own:
+        is_parameter = alone is not None and np.allclose(feature, np.log2(np.maximum(alone, 1)))
+        if name in chosen if chosen is not None else not is_parameter:
             box[name] = (_short(float(feature.min())), _short(float(feature.max())))
     return box
 
 
 def _families(table: Table) -> tuple[dict[str, float], ...]:
-    """The combinations of the parameters that a curve through a user's points shares, where they are few and each was
-    measured at several points."""
+    """Return the combinations of the parameters that a curve through a user's points shares, if they are few and each
+    was measured at several points."""
     form = OPERATORS[table.kind].curve
     if form is None or not form.exact_only:
         return ()
@@ -219,17 +225,17 @@ def _families(table: Table) -> tuple[dict[str, float], ...]:
 
 
 def _kept_back(table: Table, setting: Setting) -> tuple[Table, Table]:
-    """The rows a residual is fitted on, and random others to calibrate its interval, none of them in a corner."""
+    """Return the rows to fit a residual on, and random others to calibrate its interval, none of them in a corner."""
     if len(table) <= MAX_POINTS:
         return table, take(table, np.empty(0, dtype=np.intp))
     corners = cover(_features(table, setting), MAX_POINTS // 2)
     inner = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(table)), corners))
-    rest = inner[: min(CALIBRATION_POINTS, len(table) // 5)]
-    return take(table, np.setdiff1d(np.arange(len(table)), rest)), take(table, rest)
+    calibration_rows = inner[: min(CALIBRATION_POINTS, len(table) // 5)]
+    return take(table, np.setdiff1d(np.arange(len(table)), calibration_rows)), take(table, calibration_rows)
 
 
 def _fit_process(table: Table, base: BaseFit, setting: Setting, like: Process | None = None) -> Process | None:
-    """The process of all rows, or of `MAX_POINTS` that cover them; `like` one of nearly the same rows."""
+    """Fit the process to all rows, or to `MAX_POINTS` that cover them; `like` is a process of nearly the same rows."""
     by_name, z = _features(table, setting), np.log(table.seconds / _base_of(table, base, setting))
     if len(table) > MAX_POINTS:
         chosen = cover(by_name, MAX_POINTS)
@@ -238,7 +244,10 @@ def _fit_process(table: Table, base: BaseFit, setting: Setting, like: Process | 
 
 
 def _condensed(process: Process, table: Table, base: BaseFit, setting: Setting) -> Process:
-    """What is kept of a process: itself if its points are the user's own and all there are, or else centres."""
+    """Return the process to store: itself if it has all the points of a user's table, otherwise a condensed one.
+
+    Rows of published tables may not be stored, so their process keeps centres instead.
+    """
     if table.origin.kind == "measured" and len(table) <= MAX_POINTS:
         return process
     z = np.log(table.seconds / _base_of(table, base, setting))
@@ -255,7 +264,7 @@ def _base_of(table: Table, base: BaseFit, setting: Setting) -> Array:
 
 
 class _CurveRows(NamedTuple):
-    """Rows that one curve goes through, in ascending x."""
+    """Rows that one curve passes through, in ascending x."""
 
     at: dict[str, float]
     x: Array
@@ -263,9 +272,9 @@ class _CurveRows(NamedTuple):
 
 
 def _lines(table: Table, setting: Setting) -> list[_CurveRows]:
-    """The rows of a table by what one curve shares; none for kinds that have no curves.
+    """Return the rows of a table, grouped by the parameters that one curve shares; none for kinds without curves.
 
-    Exact curves are only of what the user measured: the rows of other people are not ours to keep.
+    Exact curves pass only through rows that the user measured: published rows are not ours to keep.
     """
     form = OPERATORS[table.kind]
     if form.curve is None or (form.curve.exact_only and table.origin.kind != "measured"):
@@ -290,7 +299,7 @@ def _fit_curve(line: _CurveRows, table: Table) -> Curve:
 
 
 class _Fitted(NamedTuple):
-    """A base, and the process of what it leaves over."""
+    """A base, and the process of its residuals."""
 
     process: Process
     base: BaseFit
@@ -311,8 +320,8 @@ def _scores(process: Process, base: BaseFit, rows: Table, setting: Setting) -> _
 def _scores_without(
     table: Table, held: Mask, near: _Fitted | None, setting: Setting, sheet: tuple[float, float]
 ) -> _Scores | None:
-    """Of the rows held back, by a fit of all others that starts from the numbers of another, if one is given; None if
-    no feature varies in the others."""
+    """Return scores of the rows held back, by a fit of all others that starts from `near` if given; None if no feature
+    varies in the others."""
     rows = take(table, np.flatnonzero(~held))
     base = fit_base(rows, setting.processors, *sheet, setting.chip, near=None if near is None else near.base)
     fitted = _fit_process(rows, base, setting, None if near is None else near.process)
@@ -329,10 +338,10 @@ def _residual_interval(
     setting: Setting,
     sheet: tuple[float, float],
 ) -> Interval:
-    """From log errors in units of the sd predicted there: of rows that the process did not see, or, without any, of
-    its own as predicted from the others.
+    """Calibrate an interval by log errors in units of the predicted sd: of rows that the process did not see, or,
+    without any, of its own rows as predicted from the others.
 
-    Rows it did not see are better where there are some: the points of a large table cover it and do not stand for it.
+    Unseen rows are better if there are some: the points of a large table cover it, and are not a sample of it.
     """
     method: Literal["cross-validation", "split"] = "split"
     if len(rest):
@@ -344,7 +353,9 @@ def _residual_interval(
         fold = np.random.default_rng(0).permutation(len(rows)) % folds
         near = None if few else full
         without = (_scores_without(rows, fold == i, near, setting, sheet) for i in range(folds))
-        scores = [one for one in without if one is not None] or [_scores(kept, full.base, rows, setting)]
+        scores = [fold_scores for fold_scores in without if fold_scores is not None] or [
+            _scores(kept, full.base, rows, setting)
+        ]
     off, sd = (np.concatenate(column) for column in zip(*scores, strict=True))
     quantile = conformal_quantile(np.abs(off) / sd)
     return Interval(method=method, quantile=_short(quantile), log_sd=_short(float(np.median(sd)) * quantile / Z90))
@@ -353,10 +364,10 @@ def _residual_interval(
 def _outside(
     table: Table, full: _Fitted, setting: Setting, sheet: tuple[float, float], inside: float
 ) -> dict[str, float]:
-    """By shape parameter, the quantile of log errors beyond its largest values, in units of the sd predicted there and
-    of how far beyond they are (`GROWTH`): those values are left out of a fit of the others.
+    """Return, by shape parameter, the quantile of log errors beyond its largest values, in units of the predicted sd
+    and of how far beyond they are (`GROWTH`): those values are left out of a fit of the others.
 
-    Parameters with few values, and tables with few rows, say nothing of it.
+    Parameters with few values, and tables with few rows, give no quantile.
     """
     some = np.random.default_rng(0).permutation(len(table))[:OUTSIDE_ROWS]
     rows = take(table, np.sort(some))
@@ -367,24 +378,24 @@ def _outside(
             continue
         shares = np.array([(values > value).mean() for value in distinct[:-1]])
         limit = distinct[int(np.abs(shares - _LEFT_OUT).argmin())]
-        held = values > limit
-        if held.sum() < _FEWEST or (~held).sum() < _OUTSIDE_KEPT:
+        beyond = values > limit
+        if beyond.sum() < _FEWEST or (~beyond).sum() < _OUTSIDE_KEPT:
             continue
-        scores = _scores_without(rows, held, full, setting, sheet)
+        scores = _scores_without(rows, beyond, full, setting, sheet)
         if scores is not None:
-            grown = scores.sd * (1 + octaves(values[held], limit)) ** GROWTH
+            grown = scores.sd * (1 + octaves(values[beyond], limit)) ** GROWTH
             quantile = conformal_quantile(np.abs(scores.off) / grown)
             quantiles[name] = _short(max(quantile, _LEAST_OUTSIDE * inside))
     return quantiles
 
 
 def _curve_interval(lines: list[_CurveRows], table: Table) -> Interval:
-    """From every second row of every line, predicted by a curve through the others."""
+    """Calibrate an interval by every second row of every line, predicted by a curve through the others."""
     off = []
     for line in lines:
         for first in (0, 1):
-            kept = _fit_curve(_CurveRows(line.at, line.x[first::2], line.seconds[first::2]), table)
-            off.append(np.log(line.seconds[1 - first :: 2] / curve.seconds(kept, line.x[1 - first :: 2])))
+            half_curve = _fit_curve(_CurveRows(line.at, line.x[first::2], line.seconds[first::2]), table)
+            off.append(np.log(line.seconds[1 - first :: 2] / curve.seconds(half_curve, line.x[1 - first :: 2])))
     return _flat_interval(np.concatenate(off))
 
 
@@ -394,9 +405,11 @@ def _flat_interval(log_errors: Array) -> Interval:
 
 
 def conformal_quantile(scores: Array, level: float = LEVEL) -> float:
-    """The (n + 1) level smallest of n scores, or their maximum: a new score is below it with probability `level` if
-    it is exchangeable with them. Between two ranks it is interpolated, and the probability about that: the next whole
-    rank of 16 scores is their maximum, which 94 % are below.
+    """Return the (n + 1) level smallest of n scores, or their maximum: a new score is below it with probability `level`
+    if it is exchangeable with them.
+
+    Between two ranks it is interpolated, and the probability approximate: the next whole rank of 16 scores is their
+    maximum, which 94 % are below.
     """
     ranks = np.arange(1, len(scores) + 1)
     return float(np.interp((len(scores) + 1) * level, ranks, np.sort(scores)))
@@ -408,7 +421,7 @@ def _sample(table: Table) -> Table:
 
 
 def _short(value: float) -> float:
-    """To six significant digits: more would only look exact."""
+    """Round to six significant digits: more would only look exact."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -425,9 +438,9 @@ def fit_base(
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
     parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time, block time, overlap
-    and, where a kernel goes ahead, its time per value as the operator kind says. The priors keep a fit on
-    a few dozen points sane; a few hundred overrule them. Where times were rounded, the rounding widens the
-    scale of the loss. It is looked for from several starts, or only from a fit of nearly the same rows.
+    and, if a kernel goes ahead, its time per value by the operator kind. The priors keep a fit on a few dozen points
+    sane; a few hundred overrule them. If times were rounded, the rounding widens the scale of the loss. The search
+    runs from several starts, or only from `near`, a fit of nearly the same rows.
     """
     from scipy.optimize import least_squares
 
@@ -470,7 +483,7 @@ def _seconds(terms: Terms, theta: Array) -> Array:
 
 
 def _logarithms(base: BaseFit, count: int) -> Array:
-    """The first numbers of a base as `fit_base` varies them, none of them 0."""
+    """Return the first `count` numbers of a base as `fit_base` varies them, none of them 0."""
     values: Array = np.array([getattr(base, name) for name in BaseFit.model_fields][:count])
     values[4] -= 1
     logarithms: Array = np.log(np.maximum(values, _TINY))
@@ -478,8 +491,8 @@ def _logarithms(base: BaseFit, count: int) -> Array:
 
 
 def base_slopes(terms: Terms, theta: Array) -> Array:
-    """(calls, parameters) derivatives of `base_seconds` with respect to theta: the logarithms of its parameters, of
-    overlap_p less 1, and of ahead_s only if there is one.
+    """Return (calls, parameters) derivatives of `base_seconds` with respect to theta: the logarithms of its parameters,
+    of overlap_p less 1, and of ahead_s only if there is one.
     """
     flops_per_s, bytes_per_s, overhead_s, block_s, overlap, *ahead = np.exp(theta)
     p = 1 + overlap
@@ -488,7 +501,8 @@ def base_slopes(terms: Terms, theta: Array) -> Array:
     share = np.minimum(a, b) / longer
     power = share**p
     work_s = longer * (1 + power) ** (1 / p)
-    lesser = power / (1 + power)  # of the derivative by both logarithms, what falls to the shorter
+    # share of the derivative by both logarithms that falls to the shorter of the two
+    lesser = power / (1 + power)
     by_a = np.where(a >= b, 1 - lesser, lesser)
     by_p = lesser * np.log(np.maximum(share, _TINY)) / p - np.log1p(power) / p**2
     columns = [-work_s * by_a, -work_s * (1 - by_a), np.full(len(a), overhead_s), block_s * terms.blocks]
@@ -497,8 +511,8 @@ def base_slopes(terms: Terms, theta: Array) -> Array:
 
 
 def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) -> float | None:
-    """Seconds per token by which the longest context of a batch exceeds the mean, by least squares on the relative
-    error; None where nothing shows it, or the kind does not depend on it.
+    """Fit seconds per token by which the longest context of a batch exceeds the mean, by least squares on the relative
+    error; None if no rows show it, or the kind does not depend on it.
     """
     rows = form.imbalanced(table.mixed, table.blocks, processors)
     if rows.sum() < _FEWEST:
@@ -510,7 +524,7 @@ def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) ->
 
 
 def fit_host(table: HostTable) -> tuple[float, float]:
-    """(seconds per step, seconds per sequence), both >= 0, by robust least squares on the relative error."""
+    """Fit (seconds per step, seconds per sequence), both >= 0, by robust least squares on the relative error."""
     from scipy.optimize import least_squares, nnls
 
     def relative_error(theta: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A hardware profile from tables: operators fitted, their errors on held-back rows, where the numbers come from."""
+"""Hardware profiles from tables: operators fitted, their errors on held-back rows, the sources of the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Prov
 DIGITS = 6
 
 UNLIKE = 3.0
-"""Times of one kernel on two cards differ by no more than this beyond the ratio of their data sheets."""
+"""Factor beyond the ratio of their data sheets by which times of one kernel on two cards may differ."""
 
 FitProgress = Callable[[int, int, str], None]
 
@@ -34,18 +34,18 @@ def build(
     repair: bool = False,
     progress: FitProgress = lambda done, total, words: None,
 ) -> Hardware:
-    """Screen and fit every operator found; what was done to the rows goes into its provenance.
+    """Screen and fit every operator found; all changes to the rows are recorded in its provenance.
 
-    `repair` is what `screen` takes it for. `progress(done, total, words)` is called before each operator. Raises
-    UsageError when the facts lack a rate or link that a table needs, when a table cannot be of such a device or in its
-    unit, or was measured on another device than the facts name (unless `allow_device`).
+    `repair` is passed on to `screen`. `progress(done, total, words)` is called before each operator. Raises UsageError
+    if the facts lack a rate or link that a table needs, if a table cannot be of such a device or in its unit, or was
+    measured on another device than the facts name (unless `allow_device`).
     """
     if not allow_device:
         _same_device(tables, facts)
     operators: dict[str, Operator] = {}
     arrays: dict[str, NDArray[Any]] = {}
-    for done, (key, table) in enumerate(tables.operators.items()):
-        progress(done, len(tables.operators), key)
+    for fitted, (key, table) in enumerate(tables.operators.items()):
+        progress(fitted, len(tables.operators), key)
         sheet = data_sheet(table, facts)
         clean = screen(table, sheet, repair=repair)
         operators[key], of_operator = fit_operator(
@@ -76,11 +76,13 @@ def usable(
     allow_launches: bool = False,
     sister: Hardware | None = None,
 ) -> Tables:
-    """The tables without those that cannot be what they claim, which are noted: in another unit, of two kernels, faster
-    than the device, of launches (unless `allow_launches`), unlike those of the profile of a `sister` card. One column
-    of a file may be so, and the others be sound. Raises UsageError where none is left.
+    """Return the usable tables; the others are noted.
+
+    A table is unusable if it is in another unit, of two kernels, faster than the device, of launches (unless
+    `allow_launches`), or unlike the profile of a `sister` card. One column of a file may be unusable, and the others
+    sound. Raises UsageError if no table is left.
     """
-    kept: dict[str, Table] = {}
+    accepted: dict[str, Table] = {}
     refused = []
     for key, table in tables.operators.items():
         sheet = data_sheet(table, facts)
@@ -92,24 +94,26 @@ def usable(
         except UsageError as error:
             why = str(error)
         if why is None:
-            kept[key] = table
+            accepted[key] = table
         else:
             refused.append(f"refused: {why}")
-    if not kept:
+    if not accepted:
         raise UsageError("; ".join(refused))
-    return replace(tables, operators=kept, notes=[*tables.notes, *refused])
+    return replace(tables, operators=accepted, notes=[*tables.notes, *refused])
 
 
 def _unlike(table: Table, sheet: Sheet, sister: Hardware) -> str | None:
-    """Why times are not those of the kernels that a sister card was fitted on; None where they may be, or where that
-    card lacks the operator. Between the two cards lie the ratios of their data sheets, and a factor of three.
+    """Return why times are not those of the kernels that a sister card was fitted on; None if they may be.
+
+    Also None if that card lacks the operator. The two cards may differ by the ratios of their data sheets, and a
+    factor of three.
     """
     if table.key not in sister.operators or OPERATORS[table.kind].link:
         return None
-    other = data_sheet(table, sister)
+    sister_sheet = data_sheet(table, sister)
     predictor = Profile(sister).predictor(table.kind, table.dtype, kv_dtype=table.kv_dtype, variant=table.variant)
     ratio = table.seconds / predictor.seconds(**table.shape)
-    ratios = (1.0, other.flops_per_s / sheet.flops_per_s, other.bytes_per_s / sheet.bytes_per_s)
+    ratios = (1.0, sister_sheet.flops_per_s / sheet.flops_per_s, sister_sheet.bytes_per_s / sheet.bytes_per_s)
     off = predictor.inside(**table.shape) & ((ratio > UNLIKE * max(ratios)) | (ratio < min(ratios) / UNLIKE))
     if off.mean() <= MANY:
         return None
@@ -121,7 +125,7 @@ def _unlike(table: Table, sheet: Sheet, sister: Hardware) -> str | None:
 
 
 def data_sheet(table: Table, facts: Facts | Hardware) -> Sheet:
-    """The rates of the data sheet that an operator is judged by. Raises UsageError where the facts lack them."""
+    """Return the data sheet's rates by which an operator is judged. Raises UsageError if the facts lack them."""
     device, operator = facts.device, OPERATORS[table.kind]
     bytes_per_s = device.memory_bytes_per_s
     if operator.link:
@@ -131,6 +135,7 @@ def data_sheet(table: Table, facts: Facts | Hardware) -> Sheet:
         bytes_per_s = link.bytes_per_s
     dtype = COMPUTES_IN.get(table.dtype, table.dtype)
     flops_per_s = device.flops_per_s.get(dtype)
+    # kinds that only move bytes have no flops: any rate does, also if the dtype has none
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:
@@ -181,5 +186,5 @@ def _host(tables: Tables, facts: Facts) -> Host:
 
 
 def _short(value: float) -> float:
-    """To six significant digits: more would only look exact."""
+    """Round to six significant digits: more would only look exact."""
     return float(f"{value:.{DIGITS}g}")

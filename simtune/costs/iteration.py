@@ -1,4 +1,4 @@
-"""From operators to one engine step of a model on a hardware profile.
+"""Time of one engine step of a model on a hardware profile, from its operators.
 
 A step with B decodes and some prefill chunks runs every matrix product once over all its m tokens, decode
 attention once over all decodes, prefill attention once per chunk, and the head over the rows that get a
@@ -7,25 +7,24 @@ token:
     T_gpu = linear(m) + decode(B, C / B) + sum of [prefill(past + tokens) - prefill(past) + past(past) +
     overhead] + head(samples)
 
-summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch
-cost is added, and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without
-graphs nothing is padded, and no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds
-of steps with prompts where an engine's graphs are of decode steps only.
-Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected
-steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset stands for both. With pipeline parallelism
-T_gpu is the latency of one step through all stages and the sends between them.
+summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch cost is added,
+and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
+no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds of steps with prompts if an
+engine has graphs of decode steps only. Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where
+an engine's own log has corrected steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset replaces
+both. With pipeline parallelism T_gpu is the latency of one step through all stages and the sends between them.
 
-What experts cost under a plan, and exchanging tokens with those of other ranks, is told in `simtune.costs.experts`.
-With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; what
-experts take less because tokens that pad wake none is told by `simtune.costs.protocol.GroupCosts`.
+The cost of experts under a plan, and of exchanging tokens with those of other ranks, is in `simtune.costs.experts`.
+With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; the
+time that experts save because padding tokens activate none is in `simtune.costs.protocol.GroupCosts`.
 
-Known leanings. To the slow side: a sliding window over sequences of unequal length is taken at their mean length. To
-the fast side: unless the pool says apart, activations are quantised inside norms and activation functions, and by a
-kernel of their own only behind attention; reading the past of a chunk of few tokens is not counted; logits are
-computed for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under the base
-form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
-sequence alone slower than the batch at its mean, and that floor is not applied. What unequal contexts cost where
-kernels do not split them is counted only where tables show it and the longest context is told.
+Known biases. To the slow side: a sliding window over sequences of unequal length is taken at their mean length. To
+the fast side: unless `quantising` of the pool is `apart`, activations are quantised inside norms and activation
+functions, and by a separate kernel only behind attention; reading the past of a chunk of few tokens is not counted;
+logits are computed for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under
+the base form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
+sequence alone slower than the batch at its mean, and that floor is not applied. The cost of unequal contexts that
+kernels do not split is counted only if tables show it and the longest context is given.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""
 
 LAUNCH_S = 7.5e-6
-"""Of one kernel without a CUDA graph. Assumed: 5-10 us are usual where Python launches them."""
+"""Seconds of one kernel launch without a CUDA graph. Assumed: 5-10 us are usual when Python launches kernels."""
 
 KINDS = (
     "gemm",
@@ -69,12 +68,12 @@ KINDS = (
     "moe_dispatch",
     "moe_combine",
 )
-"""The parts of a step's GPU time, as `StepModel.breakdown` names them."""
+"""Parts of a step's GPU time, as `StepModel.breakdown` names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step works on.
+    """Work of one step.
 
     `context_tokens` and `num_samples` are those of `simtune.costs.protocol.StepCosts`; a chunk is (past,
     new tokens).
@@ -85,11 +84,11 @@ class StepWork:
     chunks: Sequence[tuple[int, int]] = ()
     num_samples: int = 0
     longest_context: int = 0
-    """KV tokens of the decode that reads most; 0 where nobody knows, and all are taken to read the mean."""
+    """KV tokens of the decode that reads most; 0 if unknown: then all are taken to read the mean."""
     shared_tokens: int = 0
-    """The first of every decode's context, that are the same for all and read once for all of them."""
+    """Leading tokens of every decode's context that are the same for all, and are read once for all of them."""
     draft_tokens: int = 0
-    """Drafts that the decodes verify, beside a token each; only logs of whole steps have them."""
+    """Drafts that the decodes verify, besides a token each; only logs of whole steps have them."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,12 +109,13 @@ def padded_tokens(tokens: Array) -> Array:
 
 
 def _chosen(first: Mask, these: Mapping[str, Array], those: Mapping[str, Array]) -> dict[str, Array]:
-    """By kind, these times where `first` is true, and those elsewhere."""
+    """Return, by kind, the times of `these` where `first` is true, and those of `those` elsewhere."""
     return {kind: np.where(first, these[kind], seconds) for kind, seconds in those.items()}
 
 
 def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
-    """Seconds of launching so many kernels one by one, or those that the pool's runtime has; 0 under graphs."""
+    """Seconds of launching `kernels` one by one, or the pool's own number of kernels if it has a runtime; 0 under
+    graphs."""
     if pool.cuda_graphs:
         return 0.0
     if pool.runtime is None:
@@ -126,9 +126,9 @@ def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
 class StepModel:
     """GPU and host time of the steps of one model on the devices of one pool.
 
-    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. `profile` stands in for
-    that of the hardware, to see what it is asked. Raises Infeasible
-    when the model cannot be sharded as the pool asks, or the profile lacks an operator or link.
+    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. `profile` replaces that of
+    the hardware, to record which operators are used. Raises Infeasible when the model cannot be sharded as the pool
+    asks, or the profile lacks an operator or link.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepModel:
     ) -> None:
         model = model.with_weights(pool.weight_dtype)
         check_parallelism(model, pool.parallelism)
-        whole, model = model, attention_side(model, pool)
+        full_model, model = model, attention_side(model, pool)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(
                 f"tp {pool.parallelism.tp} on {hardware.name}: a node has {hardware.device.devices_per_node} "
@@ -154,7 +154,7 @@ class StepModel:
         layers = equal_layers(model, pool.parallelism.tp)
         self._cp = pool.parallelism.context_ranks
         self._attention = [(equal.number, self._attention_costs(equal.attention)) for equal in layers]
-        self._apart = FeedForwardDevices.of(whole, hardware, pool, self._profile)
+        self._apart = FeedForwardDevices.of(full_model, hardware, pool, self._profile)
         calls = StepCalls(model, hardware, pool, self._profile, layers, self._attention)
         self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
         windows = {equal.attention.window for equal in layers}
@@ -163,20 +163,22 @@ class StepModel:
         self.prefill_overhead_s = self._factor("prefill_attention") * sum(
             layers * costs.overhead_s for layers, costs in self._attention
         )
-        """What each prefill chunk costs besides its share of `prefill` and its `past`."""
+        """Seconds of each prefill chunk besides its share of `prefill` and its `past`."""
         self._overlap = pool.overlap
         if pool.overlap is not None:
+            # a model without any collective of the hidden kinds has nothing to hide, and its batch is not halved
             talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
             self._overlap = pool.overlap if talks else None
         self._host = HostWork.of(model, hardware, pool)
+        # one kernel of attention in each layer, and all other calls
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
         launch_s = max(_launch_s(model, pool, kernels), floor_s(self._host))
         self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
-        """What launching the kernels of a step takes where no graph does it, or what the host sends and computes beside
-        them, without and with chunks; no step is shorter."""
+        """Seconds of launching the kernels of a step without a graph, or of what the host sends and computes meanwhile,
+        without and with chunks; no step is shorter."""
 
     def _attention_costs(self, layer: AttentionLayer) -> AttentionCosts:
-        """Of one layer under the pool's policy for the cache, and over the ranks that share a sequence."""
+        """Costs of one layer under the pool's policy for the cache, and over the ranks that share a sequence."""
         model, pool = self._model, self._pool
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         costs = under_policy(layer.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype)
@@ -186,12 +188,12 @@ class StepModel:
 
     @property
     def mixes(self) -> bool:
-        """Whether decodes take another time in steps with prefill chunks."""
+        """True if decodes take another time in steps with prefill chunks."""
         return any(costs.mixed is not None for _, costs in self._attention)
 
     @property
     def routes(self) -> bool:
-        """Whether any layer has routed experts, or feed-forward blocks on devices of their own."""
+        """True if any layer has routed experts, or feed-forward blocks on devices of their own."""
         return bool(self._routed) or self._apart is not None
 
     @property
@@ -201,21 +203,21 @@ class StepModel:
 
     @property
     def estimated(self) -> set[str]:
-        """Operators that no fit covers, by their keys in a profile: their times are off a data sheet."""
+        """Operators that no fit covers, by their keys in a profile: their times come from a data sheet."""
         return set(self._profile.estimated)
 
     @property
     def overlaps(self) -> bool:
-        """Whether communication hides in some steps; which depends on whether they have prompts."""
+        """True if communication hides in some steps; which ones depends on whether they have prompts."""
         return self._overlap is not None
 
     def linear(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
-        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, where communication
+        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, if communication
         hides, on whether it has prompts."""
         return self.padded(num_tokens, prompts) | self.routed(num_tokens, prompts)
 
     def padded(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
-        """Of `linear`, the kinds whose calls are as large as the CUDA graph of the step."""
+        """Seconds of the kinds in `linear` whose calls are as large as the CUDA graph of the step."""
         if self._apart is not None:
             of_part = self._by_kind(self._linear, self._graph_tokens(self._of_part(num_tokens)))
             return {kind: self._apart.parts * seconds for kind, seconds in of_part.items()}
@@ -235,21 +237,21 @@ class StepModel:
         return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
 
     def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
-        """Of `linear`, the kinds that no padding makes longer: routed experts and what is exchanged with them."""
+        """Seconds of the kinds in `linear` that no padding makes longer: routed experts and their exchanges."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._apart is not None:
             return self._waited(self._apart, tokens)
-        whole = self._by_kind(self._routed, tokens)
+        undivided = self._by_kind(self._routed, tokens)
         if self._overlap is None or not self._routed:
-            return whole
+            return undivided
         hides = overlapped(self._overlap, tokens, prompts)
         if not hides.any():
-            return whole
+            return undivided
         hidden = hidden_kinds(self._overlap)
         beside = in_halves(self._overlap, partial(self._by_kind, self._linear), self._graph_tokens(tokens))
         _, room = exposed(beside, hidden=hidden)
         halves = in_halves(self._overlap, partial(self._by_kind, self._routed), tokens)
-        return _chosen(hides, exposed(halves, room, hidden)[0], whole)
+        return _chosen(hides, exposed(halves, room, hidden)[0], undivided)
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -258,8 +260,8 @@ class StepModel:
     def decode(self, num_decodes: int | Array, mean_context: Array, width: int = 1, chunk: int = 0) -> Array:
         """Seconds of decode attention in all layers, with `width` query tokens for each sequence.
 
-        With `chunk` it is what decodes of one token add to a step whose longest prefill chunk has so many; the same as
-        alone unless the profile knows better.
+        With `chunk` it is the time that decodes of one token add to a step whose longest prefill chunk has `chunk`
+        tokens; the same as alone unless the profile has measured it.
 
         The mean is enough for sequences of unequal length: kernels split the KV evenly over processors, and under the
         base form the batch at its mean never takes less than its longest sequence alone, but for the keys that each of
@@ -269,8 +271,8 @@ class StepModel:
         if self._apart is not None:
             return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
         if self._host is not None and self._host.per_context_s:
-            own = np.maximum(1.0, self._host.on_device * context)
-            attention = self._decode_s(num_decodes, own, width, chunk)
+            on_device = np.maximum(1.0, self._host.on_device * context)
+            attention = self._decode_s(num_decodes, on_device, width, chunk)
             return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))
         return self._decode_s(num_decodes, context, width, chunk)
 
@@ -279,14 +281,14 @@ class StepModel:
         return np.maximum(1.0, np.asarray(num_tokens, dtype=np.float64) / self._apart.parts)
 
     def _part(self, apart: FeedForwardDevices, num_tokens: int | Array, attention_s: Array | float = 0.0) -> BatchPart:
-        """One part of a step, whose decodes attend for so long."""
+        """Return one part of a step whose decodes attend for `attention_s` seconds."""
         tokens = self._of_part(num_tokens)
         linear = self._by_kind(self._linear, self._graph_tokens(tokens))
-        own: Array = np.sum(list(linear.values()), axis=0) + attention_s
-        return apart.part(own, tokens)
+        attention_device_s: Array = np.sum(list(linear.values()), axis=0) + attention_s
+        return apart.part(attention_device_s, tokens)
 
     def _waited(self, apart: FeedForwardDevices, tokens: Array) -> dict[str, Array]:
-        """Seconds by which a step outlasts its attention devices: for the other devices, and for the way."""
+        """Seconds by which a step outlasts its attention devices: waiting for the other devices, and transfers."""
         part = self._part(apart, tokens)
         beyond = part.step_s(apart.parts) - apart.parts * part.attention
         computing = np.clip(apart.parts * (part.feed_forward - part.attention), 0.0, beyond)
@@ -295,14 +297,14 @@ class StepModel:
     def _apart_decode_s(
         self, apart: FeedForwardDevices, num_decodes: int | Array, context: Array, width: int, chunk: int
     ) -> Array:
-        """By how much attention makes a step of decodes longer than its products do."""
+        """Seconds by which attention makes a step of decodes longer than its matrix products do."""
         decodes = np.asarray(num_decodes, dtype=np.float64)
         attends = self._decode_s(np.maximum(1.0, decodes / apart.parts), context, width, chunk)
         with_it = self._part(apart, decodes * width, attends).step_s(apart.parts)
         return with_it - self._part(apart, decodes * width).step_s(apart.parts)
 
     def _room(self, num_decodes: int | Array, width: int) -> Array:
-        """Seconds of a step of decodes alone beside their attention, in which another device may attend."""
+        """Seconds of a pure decode step without its attention, in which another device may attend."""
         rows = np.asarray(num_decodes, dtype=np.float64) * width
         total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
         return total
@@ -317,12 +319,13 @@ class StepModel:
         return self._factor("decode_attention") * total
 
     def _shared_s(self, tokens: int, num_decodes: int) -> float:
-        """Seconds in which one token of each decode attends to so many tokens that all share, as a chunk would."""
+        """Seconds in which one token of each decode attends to `tokens` tokens that all share, as a chunk would."""
         through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
         return float(through[0] - through[1]) + self.prefill_overhead_s
 
     def imbalance_s(self, num_decodes: Array, with_chunks: bool) -> Array:
-        """Seconds more for each token by which the longest context of the decodes exceeds the mean, in all layers."""
+        """Additional seconds for each token by which the longest context of the decodes exceeds the mean, in all
+        layers."""
         total = np.zeros(num_decodes.shape)
         for layers, costs in self._attention:
             total += layers * costs.imbalance_s(num_decodes, with_chunks)
@@ -341,9 +344,9 @@ class StepModel:
         return self._factor("prefill_attention") * total
 
     def past(self, num_tokens: Array) -> Array:
-        """Seconds a chunk spends on so many cached tokens before it attends to them, in all layers.
+        """Seconds a chunk spends on `num_tokens` cached tokens before it attends to them, in all layers.
 
-        Latent attention spells out their keys and values again; others have nothing to do.
+        Latent attention expands their keys and values again; other kinds have nothing to do.
         """
         tokens = np.asarray(num_tokens, dtype=np.float64)
         total = np.zeros_like(tokens)
@@ -357,7 +360,7 @@ class StepModel:
         return host.step_s + host.per_sequence_s * num_seqs
 
     def exposed_s(self, num_seqs: int, hides: bool) -> float:
-        """Seconds of that which come on top of the GPU's: all of it, or where it hides what the pool says."""
+        """Seconds of `host_s` that come on top of the GPU's: all of it, or if it hides, what the pool states."""
         exposed = self._pool.exposed_host
         if not hides or exposed == "all":
             return self.host_s(num_seqs)
@@ -372,6 +375,7 @@ class StepModel:
             for kind, seconds in self.head(np.array([batch.num_samples])).items():
                 parts[kind] = float(seconds[0])
         if batch.num_decodes:
+            # shared tokens are read once for all decodes: they are timed like a chunk below
             mean = np.array([batch.context_tokens / batch.num_decodes - batch.shared_tokens])
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
@@ -387,14 +391,15 @@ class StepModel:
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def correction(self, with_chunks: bool) -> Correction | None:
-        """What an engine's log says of steps with prompt tokens, or of those without; None where there is none."""
+        """Return the correction from an engine's log for steps with prompt tokens, or for those without; None if
+        none."""
         calibration = self._hardware.calibration
         if calibration is None:
             return None
         return calibration.prefill if with_chunks else calibration.decode
 
     def gpu_s(self, batch: StepWork) -> float:
-        """Seconds of the kernels and collectives of one step, or of launching them where that takes longer."""
+        """Seconds of the kernels and collectives of one step, or of launching them if that takes longer."""
         return max(sum(self.breakdown(batch).values()), self.launch_s[bool(batch.chunks)])
 
     def seconds(self, batch: StepWork) -> float:
@@ -402,7 +407,7 @@ class StepModel:
         return self.with_host_s(self.gpu_s(batch), batch)
 
     def with_host_s(self, gpu: float, batch: StepWork) -> float:
-        """Seconds of one step whose kernels and collectives take so many."""
+        """Seconds of one step whose kernels and collectives take `gpu` seconds."""
         correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s

@@ -1,10 +1,10 @@
-"""What it takes until a decode instance goes on with a prompt that another one has computed, as two engines took it.
+"""Time until a decode instance continues a prompt that another instance has computed, as measured on two engines.
 
     t = setup + bytes / rate,   both >= 0
 
-by non-negative least squares of the relative error, of the median of equal sizes: a transfer that others on the machine
-held up is no part of what transfers take. The time is that from when the decode engine gets the request to its first
-token, which vLLM samples again from the cache that has come; so the step that does is a part of `setup`.
+by non-negative least squares of the relative error, of the median of equal sizes: the median removes transfers that
+other work on the machine delayed. The time is that from the decode engine's receipt of the request to its first token,
+which vLLM samples anew from the received cache; so the step that samples it is a part of `setup`.
 
 A log is JSON lines: a header, then one line for each transfer.
 """
@@ -25,31 +25,31 @@ from simtune.specs.input_files import json_lines, read_packed_text
 
 SCHEMA = "simtune/transfers@1"
 FEWEST = 3
-"""Sizes that a fit needs."""
+"""Least number of sizes that a fit needs."""
 FASTEST = 1e15
 """Bytes per second of a link whose times do not grow with the size."""
 
 
 class MeasuredTransfer(NamedTuple):
-    """The KV cache of one prompt."""
+    """Transfer of the KV cache of one prompt."""
 
     bytes: int
     seconds: float
 
 
 class TransferFit(NamedTuple):
-    """What transfers take."""
+    """Time of transfers."""
 
     setup_s: float
     bytes_per_s: float
 
     def seconds(self, size: int) -> float:
-        """Of so many bytes."""
+        """Seconds of a transfer of `size` bytes."""
         return self.setup_s + size / self.bytes_per_s
 
 
 def fit_transfers(transfers: Sequence[MeasuredTransfer], name: str = "a log of transfers") -> TransferFit:
-    """Raises SpecError where there are too few sizes."""
+    """Fit the times of transfers. Raises SpecError if there are too few sizes."""
     from scipy.optimize import nnls
 
     by_size: dict[int, list[float]] = {}
@@ -65,13 +65,13 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], name: str = "a log of t
 
 
 def write_transfers(transfers: Iterable[MeasuredTransfer], **identity: str) -> str:
-    """The text of a log; `identity` says of which model and engine it is."""
+    """Return the text of a log; `identity` states its model and engine."""
     lines = [{"schema": SCHEMA, **identity}, *(transfer._asdict() for transfer in transfers)]
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 def read_transfers(path: Path) -> list[MeasuredTransfer]:
-    """Raises SpecError where it is no such log, naming the line."""
+    """Read a log. Raises SpecError naming the line that is not of such a log."""
     lines = json_lines(read_packed_text(path), str(path))
     number, header = next(lines, (1, {}))
     if header.get("schema") != SCHEMA:
@@ -88,5 +88,5 @@ def _transfer(path: Path, line: int, data: dict[str, object]) -> MeasuredTransfe
 
 
 def read_transfer_fit(path: Path) -> TransferFit:
-    """Fitted to the log in a file. Raises SpecError where it is none, or too short."""
+    """Fit the log in a file. Raises SpecError if it is not a log, or too short."""
     return fit_transfers(read_transfers(path), str(path))

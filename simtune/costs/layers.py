@@ -1,7 +1,6 @@
-"""What attention layers of each kind are made of on one tensor-parallel rank.
+"""Parts of attention layers of each kind on one tensor-parallel rank.
 
-A layer names its matrix products, its small operations, what it keeps per token and per sequence, and the
-time of its attention proper. The same lists give the time of a step (`simtune.costs.iteration`) and the
+A layer names its matrix products, its small operations, the bytes it stores per token and per sequence, and the
 memory of a rank (`simtune.costs.memory`). A new attention kind is its spec in `simtune.specs.model`, a class here and
 a line in `ATTENTION_LAYERS`.
 """
@@ -39,27 +38,28 @@ class AttentionCosts(NamedTuple):
     """Seconds of the attention of one layer, without its products and small operations unless it includes them."""
 
     decode: Callable[[int | Array, Array, int], Array]
-    """Of numbers of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
+    """Seconds by numbers of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
     prefill: Callable[[Array], Array]
-    """Of whole prompts of these lengths, less the overhead of a call."""
+    """Seconds by lengths of whole prompts, less the overhead of a call."""
     overhead_s: float
-    """Of a call for one prefill chunk, however short."""
+    """Seconds of a call for one prefill chunk, however short."""
     past: Callable[[Array], Array]
-    """Of what a chunk has to do again for so many cached tokens, before it attends to them."""
+    """Seconds by cached tokens, of the work that a chunk has to repeat for them before it attends to them."""
     mixed: Callable[[int | Array, Array, int], Array] | None = None
-    """Of numbers of decodes and their mean context in the kernel of a prefill chunk of so many tokens; None where that
-    was not measured, and they are taken to cost what they cost alone."""
+    """Seconds by numbers of decodes, their mean context and the tokens of the prefill chunk in whose kernel they run;
+    None if that was not measured: then decodes are taken to cost the same as alone."""
     imbalance_s: Callable[[Array, bool], Array] = lambda num_decodes, with_chunks: np.zeros(num_decodes.shape)
-    """For each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or alone."""
+    """Seconds for each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or
+    alone."""
     includes: frozenset[str] = frozenset()
-    """What these times have in them: `PRODUCTS`, and variants of small operations. A whole block that was measured has
+    """Parts that these times include: `PRODUCTS`, and variants of small operations. A whole block that was measured has
     all its parts; in a step with chunks and decodes its weights are then read for each."""
 
 
 def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) -> AttentionCosts:
-    """The same where a policy keeps a part of the keys and values: decodes read less, prompts leave attention out.
+    """Return the costs if a policy keeps a part of the keys and values: decodes read less, prompts leave attention out.
 
-    Decode attention is that of a context as much shorter, in bytes. What a policy costs itself is not counted.
+    Decode attention is that of a context as much shorter, in bytes. The cost of the policy itself is not counted.
     """
     if policy is None:
         return costs
@@ -77,7 +77,7 @@ def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) 
 
 
 class AttentionLayer(ABC):
-    """One attention layer on one tensor-parallel rank."""
+    """Attention layer on one tensor-parallel rank."""
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class AttentionLayer(ABC):
 
     @property
     def query_width(self) -> int:
-        """Values per token of queries that are read in 8 bits beside a cache of 8 bits; 0 where none are."""
+        """Values per token of queries that are read in 8 bits beside a cache of 8 bits; 0 if none are."""
         return 0
 
     @property
@@ -106,12 +106,12 @@ class AttentionLayer(ABC):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes each token leaves besides, whatever the dtype of the cache."""
+        """Bytes each token stores besides, whatever the dtype of the cache."""
         return 0
 
     @property
     def window(self) -> int | None:
-        """Tokens after which the cache need not grow; None is never."""
+        """Tokens after which the cache need not grow; None if it always grows."""
         return None
 
     def state_bytes(self, dtype: str) -> float:
@@ -120,14 +120,14 @@ class AttentionLayer(ABC):
 
     @abstractmethod
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        """Its times on a device. Raises Infeasible where the profile cannot tell them."""
+        """Return the layer's times on a device. Raises Infeasible if the profile cannot predict them."""
 
 
 class _Softmax(AttentionLayer):
     def __init__(self, model: Model, attention: FullAttention, tp: int) -> None:
         self._hidden = model.hidden_size
         self._heads, self._head_dim = attention.heads // tp, attention.head_dim
-        # KV heads are repeated where there are fewer of them than ranks.
+        # KV heads are repeated if there are fewer of them than ranks.
         self._kv_heads = max(1, attention.kv_heads // tp)
         self._gate, self._norm, self._q_rank = attention.output_gate, attention.qk_norm, attention.q_lora_rank
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
@@ -180,8 +180,8 @@ class _Softmax(AttentionLayer):
             call: dict[str, Any] = {"batch": batch, "context": context, "window": window(context), **shape}
             if width == 1:
                 return decode.seconds(**call)
-            # The decode kernels were measured, wider ones hardly ever: only how time grows with the width is asked of
-            # them, so that two tokens never take less than one.
+            # Decode kernels were measured, wider ones hardly ever: only the growth with the width is taken from the
+            # wider kernels, so that two tokens never take less than one.
             tree = profile.predictor("tree_attention", dtype, kv_dtype=kv_dtype)
             wider: Array = tree.seconds(width=width, **call) / tree.seconds(width=1, **call)
             return decode.seconds(**call) * wider
@@ -202,21 +202,21 @@ class _Softmax(AttentionLayer):
                 return np.zeros(num_decodes.shape)
             if with_chunks and mixed is not None:
                 return np.full(num_decodes.shape, mixed.operator.uneven_s or 0.0)
-            whole = unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
-            return np.where(whole, decode.operator.uneven_s or 0.0, 0.0)
+            in_one_piece = unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
+            return np.where(in_one_piece, decode.operator.uneven_s or 0.0, 0.0)
 
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 
 
 _BLOCK = frozenset({PRODUCTS, "norm", "rope"})
-"""What whole blocks of latent attention have in them."""
+"""Parts that measured whole blocks of latent attention include."""
 
 
 class _Mla(AttentionLayer):
-    """Prefill spells keys and values out for every head; decode works on the latents (absorbed).
+    """Prefill expands keys and values for every head; decode works on the latents (absorbed).
 
-    The product that does either is the same and counted once over all tokens. What no rank shares: the
-    products into the latents, and the cache.
+    Either way the product is the same, and counted once over all tokens. Not divided between ranks: the products into
+    the latents, and the cache.
     """
 
     def __init__(self, model: Model, attention: MlaAttention, tp: int) -> None:
@@ -260,18 +260,19 @@ class _Mla(AttentionLayer):
         return self._attention.index_bytes
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        """Of whole blocks where the profile has measured them, or attention is sparse; else of their kernels."""
+        """Return costs of whole blocks if the profile has measured them, or attention is sparse; else of their
+        kernels."""
         kinds = _SPARSE if self._attention.index_topk is not None else _DENSE
         measured = all(profile.measured(kind, self._weight_dtype, kv_dtype) for kind in kinds)
         if self._attention.q_lora_rank is not None and (measured or kinds is _SPARSE):
             context, decode = (profile.predictor(kind, self._weight_dtype, kv_dtype=kv_dtype) for kind in kinds)
-            # Sparse attention works on the latents, and spells none of the past out.
+            # Sparse attention works on the latents, and expands none of the past.
             past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
             return self._costs_of_blocks(context, decode, past)
         return self._costs_of_kernels(profile, dtype, kv_dtype)
 
     def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:
-        """Seconds of spelling out the keys and values of so many cached tokens."""
+        """Return a function: seconds of expanding the keys and values of a number of cached tokens."""
         gemm = profile.predictor("gemm", self._weight_dtype)
         n, k = self._spell_out
         return lambda tokens: np.where(tokens > 0, gemm.seconds(m=np.maximum(tokens, 1), n=n, k=k), 0.0)
@@ -296,17 +297,17 @@ class _Mla(AttentionLayer):
             alone = decode_block.seconds(batch=batch, context=context, **shape)
             if width == 1:
                 return alone
-            # Only how time grows with the width is asked of blocks of several tokens.
+            # Only the growth with the width is taken from blocks of several tokens.
             past = {"batch": batch, "context": np.maximum(context, width), **shape}
             wider = context_block.seconds(tokens=width, **past) / context_block.seconds(tokens=1, **past)
             return alone * np.maximum(wider, 1.0)
 
-        # Reading the weights is what a chunk costs however short it is.
+        # A chunk reads the weights however short it is: that is the overhead of a call.
         shortest_s = float(context_block.seconds(batch=1, tokens=1, context=1, **shape))
 
         def prefill_s(tokens: Array) -> Array:
-            whole = np.maximum(tokens, 1)
-            seconds = context_block.seconds(batch=1, tokens=whole, context=whole, **shape)
+            at_least_one = np.maximum(tokens, 1)
+            seconds = context_block.seconds(batch=1, tokens=at_least_one, context=at_least_one, **shape)
             return np.where(tokens > 0, np.maximum(seconds - shortest_s, 0.0), 0.0)
 
         return AttentionCosts(decode_s, prefill_s, shortest_s, past, includes=_BLOCK)
@@ -314,12 +315,15 @@ class _Mla(AttentionLayer):
     def _costs_of_kernels(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         a, heads = self._attention, self._heads
         if a.index_topk is not None:
-            raise Infeasible("sparse attention (index_topk): its parameters and its cache are known, its times not yet")
+            raise Infeasible(
+                "sparse attention (index_topk) without q_lora_rank: its memory is modelled, its times are not"
+            )
         decode = profile.predictor("mla_decode", dtype, kv_dtype=kv_dtype)
         prefill = profile.predictor("mla_prefill", dtype, kv_dtype=kv_dtype)
 
         def decode_s(batch: int | Array, context: Array, width: int) -> Array:
-            # All heads of all query tokens read the same cache: a draft is so many more heads.
+            # All heads of all query tokens read the same cache: a draft of `width` tokens is `width` times as many
+            # heads.
             call = {"heads": heads * width, "latent": a.kv_lora_rank, "rope": a.qk_rope_head_dim}
             return decode.seconds(batch=batch, context=context, **call)
 
@@ -361,7 +365,7 @@ class _Linear(AttentionLayer):
         return states + DTYPE_BYTES[dtype] * a.conv_channels * (a.conv_width - 1)
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        """Of a gated delta net, and of the convolution before it, where the profile has measured them."""
+        """Return costs of a gated delta net and of the convolution before it if measured; else of linear attention."""
         a = self._rank
         shape: dict[str, Any] = {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
         kinds: tuple[OperatorKind, OperatorKind] = ("linear_prefill", "linear_decode")
@@ -376,7 +380,7 @@ class _Linear(AttentionLayer):
             seconds = prefill.seconds(batch=batch, tokens=np.maximum(tokens, 1), **shape)
             return seconds if before is None else seconds + before.seconds(batch=batch, tokens=tokens, **conv)
 
-        # Every chunk fetches and stores the state.
+        # Every chunk loads and stores the state.
         shortest_s = float(several(1, 1))
 
         def decode_s(batch: int | Array, context: Array, width: int) -> Array:
@@ -428,5 +432,5 @@ ATTENTION_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] =
 
 
 def attention_layer(model: Model, attention: Attention, tp: int) -> AttentionLayer:
-    """One layer of a model's attention on one of tp ranks."""
+    """Return one layer of a model's attention on one of tp ranks."""
     return ATTENTION_LAYERS[type(attention)](model, attention, tp)

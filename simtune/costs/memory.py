@@ -1,15 +1,15 @@
-"""How many KV blocks fit, by vLLM's accounting: utilisation x memory - weights - everything else.
+"""Number of KV blocks that fit, by vLLM's accounting: utilisation x memory - weights - everything else.
 
 Weights and KV bytes per token follow from the model and agree with published start-up logs within about 1
-%. What vLLM measures by a dummy run is `other_bytes`: activations, the sampler, memory outside torch, and graphs in
-releases that count them. Its constants are those of published logs of single releases (`RELEASES`) and stay within 0.3
-GiB of them on H100; other devices, quantised experts and many ranks are less sure. Where the KV cache is small, give
-`kv_cache.other_memory_gib` or `kv_cache.num_blocks` from a log of the engine itself.
+%. The part that vLLM measures by a dummy run is `other_bytes`: activations, the sampler, memory outside torch, and
+graphs in releases that count them. Its constants are those of published logs of single releases (`RELEASES`) and stay
+within 0.3 GiB of them on H100; other devices, quantised experts and many ranks are less certain. If the KV cache is
+small, give `kv_cache.other_memory_gib` or `kv_cache.num_blocks` from a log of the engine itself.
 
-What a sequence needs however long it is, the states of linear attention, is set aside for max_num_seqs
-sequences; SGLang sets aside a share of memory, and seats are those that have states in it. A sliding window is either
-counted like that, as a whole window for every seat, or in full for every token, whichever leaves more tokens; engines
-share one pool of pages among both and do at least as well as the better of the two.
+Memory that a sequence needs however long it is, the states of linear attention, is reserved for max_num_seqs
+sequences; SGLang reserves a share of memory, and its seats are the sequences that have states in it. A sliding window
+is either counted in the same way, as a whole window for every seat, or in full for every token, whichever leaves more
+tokens; engines share one pool of pages among both and do at least as well as the better of the two.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ GIB = 1 << 30
 
 SCALE_BYTES = 4
 GRAPHS_BYTES = 0.84 * GIB
-"""What vLLM estimates for the graphs of Llama-3.1-8B at 51 sizes; larger models and more ranks take up to 5 GiB."""
+"""Memory that vLLM estimates for the graphs of Llama-3.1-8B at 51 sizes; larger models and more ranks take up to 5
+GiB."""
 STEP_BYTES = 0.14 * GIB
 """Buffers of a step besides those that grow with tokens."""
 EXPERT_COMMUNICATOR_BYTES = 0.4 * GIB
-"""Of data-parallel attention."""
+"""Communicators of data-parallel attention."""
 
 
 class Release(NamedTuple):
-    """What vLLM counts besides weights and KV cache, from a release on."""
+    """Bytes that vLLM counts besides weights and KV cache, from a release on."""
 
     since: tuple[int, int]
     non_torch_bytes: float
-    """Of one device alone, outside torch."""
+    """Bytes of one device alone, outside torch."""
     tensor_parallel_bytes: float
-    """More of it where ranks reduce together, however many."""
+    """Additional bytes outside torch if ranks reduce together, however many."""
     sampler_bytes: float
-    """For each entry of the logits of max_num_seqs sequences, which no rank shares: copies, sorting, probabilities."""
+    """Bytes for each entry of the logits of max_num_seqs sequences, which no rank shares: copies, sorting,
+    probabilities."""
     counts_graphs: bool
 
 
@@ -62,7 +64,7 @@ NEWEST = (0, 24)
 
 
 def release_of(version: tuple[int, int]) -> Release:
-    """What a version of vLLM counts."""
+    """Return the accounting of a version of vLLM."""
     return max((release for release in RELEASES if release.since <= version), key=lambda release: release.since)
 
 
@@ -75,19 +77,19 @@ class Memory:
     weights_bytes: float
     other_bytes: float
     kv_bytes: float
-    """Left for the KV cache, or the size of the cache asked for by `kv_cache.num_blocks`."""
+    """Bytes left for the KV cache, or the size of the cache that `kv_cache.num_blocks` asks for."""
     seats: int
-    """Sequences that memory is set aside for: max_num_seqs, or as many as have states (kv_cache.state_memory_ratio)."""
+    """Sequences that memory is reserved for: max_num_seqs, or as many as have states (kv_cache.state_memory_ratio)."""
     seat_bytes: float
-    """Set aside for these sequences, whatever their lengths: states, and windows where that is better."""
+    """Bytes reserved for these sequences, whatever their lengths: states, and windows if that leaves more tokens."""
     kv_bytes_per_token: float
     block_size: int
     num_blocks: int
-    """Blocks requests can use: one less than the engine logs, since vLLM keeps one for itself."""
+    """Blocks that requests can use: one less than the engine logs, since vLLM reserves one for itself."""
 
 
 def stage_layers(model: Model, pp: int) -> list[list[LayerGroup]]:
-    """The layers of each pipeline stage in order, as evenly as they go, the longer stages first."""
+    """Return the layers of each pipeline stage in order, as even as possible, the longer stages first."""
     layers = [group for group in model.layers for _ in range(group.count)]
     size, longer = divmod(len(layers), pp)
     stages, start = [], 0
@@ -106,7 +108,8 @@ class _Weights(NamedTuple):
 
     @classmethod
     def of(cls, dtype: Dtype) -> _Weights:
-        """8-bit weights have a scale for each output, unless for each block; `DTYPE_BYTES` counts those of 4 bits."""
+        """Return the bytes of a dtype: 8-bit weights have a scale for each output, except block formats; the entries of
+        `DTYPE_BYTES` for 4 bits include their scales."""
         return cls(DTYPE_BYTES[dtype], SCALE_BYTES if dtype in ("fp8", "int8", "int8_wo") else 0)
 
     def of_product(self, n: int, k: int) -> float:
@@ -120,7 +123,7 @@ class _Weights(NamedTuple):
 
 
 def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
-    """Bytes of weights on each rank of a pipeline stage, embeddings and head included where they stand.
+    """Bytes of weights on each rank of a pipeline stage, with embeddings and head on the stages that have them.
 
     With expert parallelism it is the rank with the most experts.
     """
@@ -137,8 +140,8 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             ranks = tp * parallelism.attention_dp
-            held = feed_forward.experts + (parallelism.expert_replicas or 0)
-            experts = -(-held // ranks) if parallelism.expert_parallel else held / ranks
+            num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
+            experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
             width = experts * feed_forward.intermediate_size
             # Each slice of an expert has all of the last outputs.
             last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
@@ -152,12 +155,13 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     vocab = hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
     total += plain * (vocab + hidden * model.learned_positions) * first
+    # a tied head is stored with the embeddings if one stage has both
     total += (head * vocab * (not (model.tie_embeddings and first)) + plain * model.norm_parameters) * last
     return total
 
 
 def kv_bytes_per_token(model: Model, parallelism: Parallelism, stage: int, kv_dtype: str) -> float:
-    """KV bytes one token takes on each rank of a stage, sliding windows counted in full."""
+    """KV bytes of one token on each rank of a stage, sliding windows counted in full."""
     return _cache(model, parallelism, stage, kv_dtype, None)[0]
 
 
@@ -167,7 +171,7 @@ def _cache(
     """(KV bytes per token, bytes per sequence besides) on each rank of a stage.
 
     With `longest`, the most tokens a sequence has, sliding windows are counted per sequence. `held` is the share of the
-    keys and values that a policy keeps.
+    keys and values that a policy stores.
     """
     per_token = per_sequence = 0.0
     for group in stage_layers(model, parallelism.pp)[stage]:
@@ -182,8 +186,10 @@ def _cache(
 
 
 def other_bytes(model: Model, pool: Pool, *, last_stage: bool = True, version: tuple[int, int] = NEWEST) -> float:
-    """Activations of the largest step, sampler, graphs, communicators, per rank: what the plan was told from a log, or
-    else a formula for a version of vLLM. Ranks before the last pipeline stage do not sample.
+    """Bytes per rank of activations of the largest step, sampler, graphs and communicators.
+
+    Taken from `kv_cache.other_memory_gib` if the plan states it from a log; otherwise a formula for a version of vLLM.
+    Ranks before the last pipeline stage do not sample.
     """
     if pool.kv_cache.other_memory_gib is not None:
         return pool.kv_cache.other_memory_gib * GIB
@@ -196,9 +202,9 @@ def other_bytes(model: Model, pool: Pool, *, last_stage: bool = True, version: t
 
 
 def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
-    """Peak of a step of max_num_batched_tokens: in its widest feed-forward block, or in the sampler behind it.
+    """Peak bytes of a step of max_num_batched_tokens: in its widest feed-forward block, or in the sampler after it.
 
-    Kernels for experts keep their workspace: both products of every token and expert.
+    Kernels for experts keep their workspace allocated: both products of every token and expert.
     """
     tokens, tp = pool.batching.max_num_batched_tokens / pool.parallelism.context_ranks, pool.parallelism.tp
     per_value, hidden = DTYPE_BYTES[model.dtype], model.hidden_size
@@ -218,9 +224,11 @@ def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
     if not isinstance(feed_forward, MoeFeedForward):
         return 0.0, 0.0
     inputs, width = 1 + feed_forward.gated, feed_forward.intermediate_size
-    whole = pool.parallelism.expert_parallel
-    width = width if whole else width // (tp * groups)
-    visits = feed_forward.experts_per_token * (1 / tp if whole else groups)  # slices see the tokens of all groups
+    expert_parallel = pool.parallelism.expert_parallel
+    width = width if expert_parallel else width // (tp * groups)
+    visits = feed_forward.experts_per_token * (
+        1 / tp if expert_parallel else groups
+    )  # slices see the tokens of all groups
     workspace = visits * (max(inputs * width, hidden) + width)
     return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 
@@ -234,21 +242,23 @@ def kv_capacity(
     *,
     version: tuple[int, int] = NEWEST,
 ) -> Memory:
-    """Memory of the tightest rank of one instance of the pool.
+    """Return the memory of the tightest rank of one instance of the pool.
 
-    `extra_weights_bytes` stand on every rank beside the model, such as a draft model's, whose keys and values take
-    `extra_kv_bytes_per_token` beside the model's. `version` is that of the vLLM that counts. Raises Infeasible
-    when not even one block is left for requests, saying how much is missing and what would help.
+    `extra_weights_bytes` are on every rank besides the model, such as a draft model's, whose keys and values take
+    `extra_kv_bytes_per_token` besides the model's. `version` is that of the vLLM whose accounting is used. Raises
+    Infeasible if not even one block is left for requests; the message states how much is missing and what would help.
     """
     model = model.with_weights(pool.weight_dtype)
     check_parallelism(model, pool.parallelism)
     last = pool.parallelism.pp - 1
     ranks = []
-    own = model if pool.parallelism.afd is None else model.without_feed_forward()
+    attention_model = model if pool.parallelism.afd is None else model.without_feed_forward()
     for stage in range(pool.parallelism.pp):
-        other = other_bytes(own, pool, last_stage=stage == last, version=version)
-        weights = _on_device(model, pool) * weights_bytes(own, pool.parallelism, stage) + extra_weights_bytes
-        ranks.append(_rank(model, hardware, pool, stage, (weights, other), extra_kv_bytes_per_token))
+        overhead_bytes = other_bytes(attention_model, pool, last_stage=stage == last, version=version)
+        weights = (
+            _on_device(model, pool) * weights_bytes(attention_model, pool.parallelism, stage) + extra_weights_bytes
+        )
+        ranks.append(_rank(model, hardware, pool, stage, (weights, overhead_bytes), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     tightest = replace(tightest, seats=min(rank.seats for rank in ranks))
     if tightest.num_blocks < 1 or tightest.seats < 1:
@@ -260,11 +270,12 @@ def _shortage(pool: Pool, rank: Memory) -> str:
     tp, pp = pool.parallelism.tp, pool.parallelism.pp
     if pool.kv_cache.num_blocks is not None:
         return f"kv_cache.num_blocks {pool.kv_cache.num_blocks} leaves none for requests; give at least 2"
-    missing = 2 * rank.block_size * rank.kv_bytes_per_token - rank.kv_bytes
+    # one block is the engine's own, so that requests need a second one
+    missing_bytes = 2 * rank.block_size * rank.kv_bytes_per_token - rank.kv_bytes
     seats = f", {rank.seats} seats {rank.seat_bytes / GIB:.2f} GiB" if rank.seat_bytes else ""
     share = "" if pool.kv_cache.memory_utilization_of == "free" else f"{rank.utilization:.2f} x "
     return (
-        f"with tp {tp} pp {pp} {missing / GIB:.2f} GiB per device are missing: weights take "
+        f"with tp {tp} pp {pp} {missing_bytes / GIB:.2f} GiB per device are missing: weights take "
         f"{rank.weights_bytes / GIB:.2f} GiB{seats} and everything else {rank.other_bytes / GIB:.2f} GiB "
         f"of {share}{rank.total_bytes / GIB:.2f} GiB; more tp or pp, fp8 weights, a higher "
         "kv_cache.memory_utilization or a smaller batching.max_num_batched_tokens would help"
@@ -274,15 +285,17 @@ def _shortage(pool: Pool, rank: Memory) -> str:
 def _rank(
     model: Model, hardware: Hardware, pool: Pool, stage: int, taken: tuple[float, float], extra_per_token: float
 ) -> Memory:
-    """One rank of a stage, on which weights and all else have taken their bytes; windows counted the better way."""
+    """Return one rank of a stage whose weights and other memory are `taken`; windows are counted the better way."""
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-    held = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
-    held /= pool.parallelism.context_ranks  # each rank has its share of every sequence
+    stored_share = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
+    # each rank stores its share of every sequence
+    stored_share /= pool.parallelism.context_ranks
     at_host = 0.0 if pool.offload is None else pool.offload.kv_cache
-    held *= 1 - at_host
-    counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, held) for limit in (None, longest)}
-    states = min(per_sequence for _, per_sequence in counted)  # the rest of the larger are windows
+    stored_share *= 1 - at_host
+    counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, stored_share) for limit in (None, longest)}
+    # the smaller counts states alone; the difference to the larger are windows
+    states = min(per_sequence for _, per_sequence in counted)
     ranks = [
         _counted(hardware, pool, longest, taken, per_token + extra_per_token, (states, per_sequence - states))
         for per_token, per_sequence in counted
@@ -292,7 +305,7 @@ def _rank(
 
 
 def _on_device(model: Model, pool: Pool) -> float:
-    """Bytes of weights on a device over all of them, with room for two layers of those that are sent."""
+    """Share of the weights' bytes on a device, with room for two layers of those that the host sends."""
     if pool.offload is None:
         return 1.0
     sent = pool.offload.weights * (1 - pool.offload.computed)
@@ -300,7 +313,7 @@ def _on_device(model: Model, pool: Pool) -> float:
 
 
 def _within_host(rank: Memory, pool: Pool, at_host: float) -> Memory:
-    """No more blocks than the host has memory for its part of them, which all ranks put there."""
+    """Limit the blocks to those that the host has memory for; all ranks store their part of a block there."""
     assert pool.offload is not None
     assert pool.offload.memory_gib is not None
     ranks = pool.parallelism.devices // pool.parallelism.pp
@@ -316,18 +329,18 @@ def _counted(
     per_token: float,
     per_sequence: tuple[float, float],
 ) -> Memory:
-    """The memory of a rank; `per_sequence` are the bytes of a sequence's states, and of its windows."""
+    """Return the memory of a rank; `per_sequence` are the bytes of a sequence's states, and of its windows."""
     kv_cache = pool.kv_cache
-    weights, other = taken
+    weights, overhead_bytes = taken
     total, share = hardware.device.memory_bytes, kv_cache.memory_utilization
     if kv_cache.memory_utilization_of == "free":
-        held = share * (total - weights - other)
+        available = share * (total - weights - overhead_bytes)
     else:
-        held = share * total - weights - other
-    num_seats, seats = _seats(pool, held, *per_sequence)
-    kv_bytes = held - seats
+        available = share * total - weights - overhead_bytes
+    num_seats, seats = _seats(pool, available, *per_sequence)
+    kv_bytes = available - seats
     if per_token == 0 and kv_bytes >= 0:
-        # Nothing grows with the tokens: all seats hold requests of any length. They are the cache.
+        # Nothing grows with the tokens: all seats accept requests of any length. The seats are the cache.
         blocks = 1 + num_seats * -(-longest // kv_cache.block_size)
         kv_bytes, seats = seats, 0.0
         per_token = kv_bytes / (blocks * kv_cache.block_size)
@@ -341,18 +354,19 @@ def _counted(
         total_bytes=total,
         utilization=kv_cache.memory_utilization,
         weights_bytes=weights,
-        other_bytes=other,
+        other_bytes=overhead_bytes,
         kv_bytes=kv_bytes,
         seats=num_seats,
         seat_bytes=seats,
         kv_bytes_per_token=per_token,
         block_size=kv_cache.block_size,
+        # vLLM reserves one block for itself
         num_blocks=max(0, blocks - 1),
     )
 
 
 def _seats(pool: Pool, held: float, state: float, windows: float) -> tuple[int, float]:
-    """Return the sequences that find memory for their states and windows, and the bytes set aside for them.
+    """Return the sequences that have memory for their states and windows, and the bytes reserved for them.
 
     With a `state_memory_ratio` r, r / (1 + r) of what is `held` for states, keys and values is cut into states (SGLang:
     `_handle_max_mamba_cache` and `resolve_max_num_reqs` of python/sglang/srt/mem_cache/kv_cache_configurator.py).

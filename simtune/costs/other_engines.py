@@ -1,8 +1,8 @@
-"""Operators whose times are those of another engine's kernels than the engine that a plan names.
+"""Marks operators whose times are those of another engine's kernels than the engine that a plan names.
 
-A profile of one engine answers for another where nobody measured that one's kernels on the card, and single operators
+A profile of one engine is used for another if that engine's kernels were not measured on the card, and single operators
 of a profile are borrowed. Such times stay as they are, are named as another engine's, and get wider intervals. Kernels
-of libraries that all engines call, as NCCL's, and those whose tables name no engine, are nobody's in particular.
+of libraries that all engines call, such as NCCL's, and those whose tables name no engine, belong to no engine.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def for_engine(hardware: Hardware, engine: EngineFamily | None = None) -> Hardwa
 
     Without an engine it is the one that the profile names.
     """
-    wanted = engine or engine_of(hardware.engine)
-    if wanted is None:
+    named_engine = engine or engine_of(hardware.engine)
+    if named_engine is None:
         return hardware
-    if all(_for_engine(operator, wanted) is operator for operator in hardware.operators.values()):
+    if all(_for_engine(operator, named_engine) is operator for operator in hardware.operators.values()):
         return hardware
-    operators = {key: _for_engine(operator, wanted) for key, operator in hardware.operators.items()}
+    operators = {key: _for_engine(operator, named_engine) for key, operator in hardware.operators.items()}
     return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)
 
 

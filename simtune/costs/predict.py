@@ -1,7 +1,7 @@
 """Predicted seconds of one operator, how far off they may be, and the way to find the right operator in a
 hardware profile.
 
-Everything downstream calls `Predictor.seconds(**shape)` and nothing else, whatever stands behind it.
+All users call `Predictor.seconds(**shape)` and nothing else, whether a fit or a data sheet predicts.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ LEVEL = 0.9
 Z90 = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 OUTSIDE = 1.5
-"""Intervals outside the measured box are this much wider where a fit had too few rows to leave ranges out and look."""
+"""Factor of the width of intervals outside the measured box if a fit had too few rows to leave ranges out."""
 
 GROWTH = 0.75
-"""Outside, the log error grows with (1 + octaves beyond the box) to this power, besides what the process says of its
-own distance. Of 0.5, 0.75 and 1 it covers best where ranges of the tables of seven GPUs were left out:
+"""Power of (1 + octaves beyond the box) with which the log error grows outside, besides the process's own growth with
+distance. Of 0.5, 0.75 and 1 it covers best when ranges of the tables of seven GPUs are left out:
 benchmarks/costs/test_coverage.py."""
 
 DATA_SHEET_LOG_SD = 0.35
-"""Log error where nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
+"""Log error if nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
 and 30-76 % at p90 over five GPUs (AIConfigurator's tables), and log(1.76) = 0.35 x 1.645."""
 
 
 class Basis(IntEnum):
-    """What a predicted time rests on, the surest first."""
+    """Source of a predicted time, the surest first."""
 
     MEASURED = 0
     """This very shape was measured on this device."""
     INTERPOLATED = 1
-    """It lies among measured shapes."""
+    """The shape lies among measured shapes."""
     EXTRAPOLATED = 2
-    """It lies outside them."""
+    """The shape lies outside the measured shapes."""
     CARRIED_OVER = 3
     """Measured on another device, and moved to this one by the data sheets."""
     OTHER_ENGINE = 4
     """Kernels of another engine than the one that runs, on this device or carried over to it."""
     DATA_SHEET = 5
-    """Nobody measured it, or it was assumed."""
+    """Not measured by anybody, or assumed."""
 
     @property
     def words(self) -> str:
-        """As reports name it."""
+        """The name in reports."""
         return "kernels of another engine" if self is Basis.OTHER_ENGINE else self.name.lower().replace("_", " ")
 
 
@@ -69,13 +69,14 @@ _NOT_MEASURED_HERE = {
     "data-sheet": Basis.DATA_SHEET,
     "assumed": Basis.DATA_SHEET,
 }
-"""By the provenance of an operator; others depend on the shape."""
+"""Basis by the provenance of an operator; with other provenances it depends on the shape."""
 
 JOINT_SLACK = 0.1
-"""Of the range of a joint feature: what lies beyond is outside. Few points seldom meet the ends of a ratio."""
+"""Share of the range of a joint feature by which a shape may leave it; what lies beyond is outside. Few points seldom
+meet the ends of a ratio."""
 
 _SAME_POINT = 1e-4
-"""Of standardised features, which are kept in single precision, when a shape is that of a point."""
+"""Difference of standardised features, which are stored in single precision, up to which a shape is that of a point."""
 
 _SAME_KERNELS = {"fp16": "bf16"}
 """Both are two bytes wide and run at the same rate on every device with tables here."""
@@ -139,38 +140,40 @@ class Predictor:
         return self._along_curves(x, terms, base) if self._curves else base
 
     def works(self, **shape: ArrayLike) -> Mask:
-        """Whether a call moves anything; what does not takes the overhead of a call."""
+        """True if a call moves any bytes; a call that moves none takes the overhead of a call."""
         moves: Mask = self._form.terms(self._columns(shape), self._setting).bytes > 0
         return moves
 
     def inside(self, **shape: ArrayLike) -> Mask:
-        """Whether every parameter lies within the range that was measured, and so do the products and ratios of
-        parameters that the residual knows: a chunk after a cached past is outside of whole prompts. Collectives have a
-        measured number of devices, and where few combinations were measured it is one of them. Elsewhere the fit
-        extrapolates.
+        """True if every parameter lies within the measured range, and so do the products and ratios of parameters that
+        the residual depends on: a chunk after a cached past is outside of whole prompts.
+
+        Collectives need a measured number of devices, and if few combinations were measured, the shape must be one of
+        them. Elsewhere the fit extrapolates.
         """
         return self._inside(self._columns(shape))
 
     def basis(self, **shape: ArrayLike) -> NDArray[np.intp]:
-        """A `Basis` for each call."""
+        """Return a `Basis` for each call."""
         x = self._columns(shape)
-        of_all = _NOT_MEASURED_HERE.get(self.operator.provenance.kind)
-        if self.operator.other_engine is not None and of_all != Basis.DATA_SHEET:
-            of_all = Basis.OTHER_ENGINE
-        if of_all is not None:
-            return np.full(_size(x), of_all, dtype=np.intp)
+        basis_of_all = _NOT_MEASURED_HERE.get(self.operator.provenance.kind)
+        if self.operator.other_engine is not None and basis_of_all != Basis.DATA_SHEET:
+            basis_of_all = Basis.OTHER_ENGINE
+        if basis_of_all is not None:
+            return np.full(_size(x), basis_of_all, dtype=np.intp)
         basis = np.where(self._inside(x), Basis.INTERPOLATED, Basis.EXTRAPOLATED).astype(np.intp)
-        if self.operator.provenance.kind == "measured":  # of other people's tables no rows are kept
+        # rows of published tables are not stored in the profile, so their shapes never count as measured
+        if self.operator.provenance.kind == "measured":
             basis[self._is_own_point(x)] = Basis.MEASURED
         return basis
 
     def log_sd(self, **shape: ArrayLike) -> Array:
-        """Standard deviation of log(measured / predicted), so scaled that 1.645 of it hold 90 %.
+        """Standard deviation of log(measured / predicted), scaled so that 1.645 of it hold 90 %.
 
         Normalised by conformal scores of points that the fit did not see; outside the measured box by those of ranges
-        that it did not see, and wider the farther outside. An operator that nobody measured gets `DATA_SHEET_LOG_SD`,
-        and so do collectives over a number of devices that nobody measured, or measured on another device: links and
-        switches differ more than processors.
+        that it did not see, and wider the farther outside. An unmeasured operator gets `DATA_SHEET_LOG_SD`, and so do
+        collectives over a number of devices that was not measured, or measured on another device: links and switches
+        differ more than processors.
         """
         x = self._columns(shape)
         interval = self.operator.interval
@@ -187,14 +190,18 @@ class Predictor:
         return sd
 
     def _widening(self, x: dict[str, Array]) -> Array:
-        """How many times as wide intervals are as inside, besides that the process is less sure: the most that any of
-        the parameters outside says."""
+        """Factor of the width of intervals over that inside, besides the process's own growing uncertainty: the largest
+        among the parameters outside."""
         interval, within = self.operator.interval, self._inside(x)
-        known = {} if interval is None else interval.outside
+        quantiles = {} if interval is None else interval.outside
         widening = np.zeros(_size(x))
         for name, (low, high) in self.operator.box.items():
             beyond = np.maximum(octaves(x[name], high), octaves(low, x[name]))
-            factor = known[name] / interval.quantile * (1 + beyond) ** GROWTH if interval and name in known else OUTSIDE
+            factor = (
+                quantiles[name] / interval.quantile * (1 + beyond) ** GROWTH
+                if interval and name in quantiles
+                else OUTSIDE
+            )
             widening = np.where(beyond > 0, np.maximum(widening, factor), widening)
         return np.where(within, 1.0, np.where(widening > 0, widening, OUTSIDE))
 
@@ -225,12 +232,12 @@ class Predictor:
                 rows = x["devices"] == n
                 seconds[rows] = curve.seconds_of_group(by_devices, int(n), at[rows])
             return seconds
-        for values, one in self._curves.items():
+        for values, fitted_curve in self._curves.items():
             rows = np.ones(seconds.shape, dtype=np.bool_)
             for name, value in zip(self._curve_form.shared, values, strict=True):
                 rows &= x[name] == value
             if rows.any():
-                seconds[rows] = curve.seconds(one, at[rows])
+                seconds[rows] = curve.seconds(fitted_curve, at[rows])
         return seconds
 
     def _inside(self, x: dict[str, Array]) -> Mask:
@@ -245,32 +252,32 @@ class Predictor:
                 slack = _SAME_POINT + JOINT_SLACK * (high - low)
                 inside &= (features[name] >= low - slack) & (features[name] <= high + slack)
         if operator.families:
-            known = np.zeros_like(inside)
+            in_family = np.zeros_like(inside)
             for family in operator.families:
-                known |= np.all([x[name] == value for name, value in family.items()], axis=0)
-            inside &= known
+                in_family |= np.all([x[name] == value for name, value in family.items()], axis=0)
+            inside &= in_family
         return inside & self._known_group(x)
 
     def _known_group(self, x: dict[str, Array]) -> Mask:
-        """Whether so many devices were measured, where that matters and is known."""
+        """True if this number of devices was measured, or if the kind does not depend on it or has no curves."""
         if not (self._curve_form.of_groups and self._curves):
             return np.ones(_size(x), dtype=np.bool_)
         return np.isin(x["devices"], [n for (n,) in self._curves])
 
     def _is_own_point(self, x: dict[str, Array]) -> Mask:
-        """Whether a shape is one of those measured: a knot of an exact curve, or a point of the process."""
-        own = np.zeros(_size(x), dtype=np.bool_)
+        """True if a shape is a measured one: a knot of an exact curve, or a point of the process."""
+        is_point = np.zeros(_size(x), dtype=np.bool_)
         along = self._curve_form.x(x, self._form.terms(x, self._setting))
-        for values, one in self._curves.items():
-            rows = np.isin(along, one.x)
+        for values, fitted_curve in self._curves.items():
+            rows = np.isin(along, fitted_curve.x)
             for name, value in zip(self._curve_form.shared, values, strict=True):
                 rows &= x[name] == value
-            own |= rows
+            is_point |= rows
         if self._process is not None:
-            at = self._standardised(x, np.ones_like(own)).reshape(own.size, -1)
-            nearest = [np.abs(self._process.points - one).max(axis=1).min() for one in at]
-            own |= (np.array(nearest) < _SAME_POINT).reshape(own.shape)
-        return own
+            at = self._standardised(x, np.ones_like(is_point)).reshape(is_point.size, -1)
+            nearest = [np.abs(self._process.points - row).max(axis=1).min() for row in at]
+            is_point |= (np.array(nearest) < _SAME_POINT).reshape(is_point.shape)
+        return is_point
 
     def _columns(self, shape: dict[str, Any]) -> dict[str, Array]:
         names = self._form.shape
@@ -280,13 +287,13 @@ class Predictor:
 
 
 def octaves(x: ArrayLike, limit: ArrayLike) -> Array:
-    """How far x lies above a limit, doubling by doubling; 0 below it. Below 1 nothing is halved any further."""
+    """Octaves by which x lies above a limit; 0 below it. Values below 1 count as 1."""
     above: Array = np.log2(np.maximum(x, 1) / np.maximum(limit, 1))
     return np.maximum(above, 0.0)
 
 
 def _size(x: Mapping[str, Array]) -> tuple[int, ...]:
-    """Of the columns of a shape, all alike."""
+    """Shape of the columns of a shape, which are all alike."""
     return next(iter(x.values())).shape
 
 
@@ -300,23 +307,26 @@ def typical_log_sd(operator: Operator) -> float:
 
 
 class Profile:
-    """The operators of a hardware profile, by what a model needs."""
+    """Operators of a hardware profile, found by the needs of a model."""
 
     def __init__(self, hardware: Hardware, *, in_step: bool = False) -> None:
-        """With `in_step` calls are those of an engine's step, which find no keys and values in the cache; otherwise
-        those of tables, which time one batch again and again."""
+        """Take the operators of `hardware`.
+
+        `in_step`: calls are those of an engine's step, which find no keys and values in the cache; otherwise they are
+        those of tables, which time one batch repeatedly.
+        """
         self.hardware, self._in_step = hardware, in_step
         self.estimated: set[str] = set()
-        """Keys of the operators asked for that no fit covers: their times are off the data sheet."""
+        """Keys of the operators asked for that no fit covers: their times come from the data sheet."""
         self.fitted: dict[str, Operator] = {}
-        """Those asked for that a fit covers, by their keys."""
+        """Operators asked for that a fit covers, by their keys."""
 
     def predictor(
         self, kind: OperatorKind, dtype: str, *, kv_dtype: str | None = None, variant: str | None = None
     ) -> Predictor:
-        """The predictor of an operator; from the data sheet where the profile has no fit of it.
+        """Return the predictor of an operator; from the data sheet if the profile has no fit of it.
 
-        fp16 is answered from the bf16 tables. Raises Infeasible naming the operator, and the remedy, where the
+        fp16 is answered from the bf16 tables. Raises Infeasible, which names the operator and the remedy, if the
         device has no rate for its dtype.
         """
         dtype = _SAME_KERNELS.get(dtype, dtype)
@@ -341,7 +351,7 @@ class Profile:
         return Predictor(operator, device.processors, self.hardware.arrays, Chip.of(device, in_step=self._in_step))
 
     def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str) -> bool:
-        """Whether the profile has a fit of the operator, so that `predictor` would not answer from the data sheet."""
+        """True if the profile has a fit of the operator, so that `predictor` does not use the data sheet."""
         same = _SAME_KERNELS.get
         return operator_key(kind, same(dtype, dtype), same(kv_dtype, kv_dtype)) in self.hardware.operators
 
@@ -370,33 +380,36 @@ def _check_names(
 
 
 def _unknown_shapes(operator: Operator, form: OperatorForm) -> Iterator[tuple[str, str]]:
-    used = [("box", name) for name in operator.box]
-    used += [("families", name) for family in operator.families for name in family]
-    for key, name in used:
+    names = [("box", name) for name in operator.box]
+    names += [("families", name) for family in operator.families for name in family]
+    for key, name in names:
         if name not in form.shape:
             yield key, f"{operator.kind} has no {name}; it has {', '.join(form.shape)}"
     shared = () if form.curve is None else form.curve.shared
-    for at, name in product((given.at for given in operator.curves), shared):
+    for at, name in product((fitted_curve.at for fitted_curve in operator.curves), shared):
         if name not in at:
             yield "curves.at", f"a curve of {operator.kind} is at no {name}"
 
 
 def _unknown_features(operator: Operator, form: OperatorForm, setting: Setting) -> Iterator[tuple[str, str]]:
     features = form.features({name: np.ones(1) for name in form.shape}, setting)
-    used = [("joint_box", name) for name in operator.joint_box]
-    used += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
-    for key, name in used:
+    names = [("joint_box", name) for name in operator.joint_box]
+    names += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
+    for key, name in names:
         if name not in features:
             yield key, f"{operator.kind} has no feature {name}; it has {', '.join(features)}"
 
 
 def _profile_beside(arrays: Mapping[str, NDArray[Any]] | None) -> str:
-    """The file of the profile that has the arrays, as far as it is known."""
+    """Return the profile's file if `arrays` are those of a file; otherwise its usual name."""
     return str(Path(str(arrays)).with_name("profile.yaml")) if isinstance(arrays, Arrays) else "profile.yaml"
 
 
 def load_residuals(hardware: Hardware) -> int:
-    """How many operators of a profile have a residual. Raises SpecError where its arrays are not theirs."""
+    """Return the number of operators of a profile that have a residual.
+
+    Raises SpecError if the arrays of a residual do not match it.
+    """
     residuals = [operator.residual for operator in hardware.operators.values() if operator.residual is not None]
     for residual in residuals:
         _process_of(residual, hardware.arrays)
@@ -404,7 +417,7 @@ def load_residuals(hardware: Hardware) -> int:
 
 
 def _process_of(spec: Residual, arrays: Mapping[str, NDArray[Any]]) -> Process:
-    """Raises SpecError where the arrays are not those of the spec."""
+    """Return the process of a residual. Raises SpecError if the arrays do not match the spec."""
     try:
         return Process.load(spec, arrays[f"{spec.array}.points"], arrays[f"{spec.array}.weights"])
     except ValueError as error:

@@ -1,14 +1,14 @@
-"""What the base form misses: a Gaussian process on the logarithm of measured over base.
+"""Residual of the base form: a Gaussian process on the logarithm of measured over base.
 
     z = log(measured / base) ~ GP(0, signal^2 k(r)) + noise,   k(r) = (1 + sqrt(3) r) exp(-sqrt(3) r)
 
 with r^2 the sum of ((x - x') / length)^2 over the standardised features of the operator kind
 (`simtune.costs.operators.OperatorForm.features`), one length each. Far from the points the correction is zero and the
-base rules. Signal, noise and lengths maximise the marginal likelihood times weak priors. One form for every operator;
-benchmarks/costs/test_accuracy.py sets it beside its rivals.
+base remains. Signal, noise and lengths maximise the marginal likelihood times weak priors. One form for every operator;
+benchmarks/costs/test_accuracy.py compares it with alternatives.
 
-It is exact on a user's own points. Of other people's tables it keeps fewer points than they have rows, and weights that
-all rows had a say in (`Process.condensed`): from the exact one their times could be worked out.
+It is exact on a user's own points. Of published tables it keeps fewer points than they have rows, and weights that
+depend on all rows (`Process.condensed`): from the exact process their times could be computed back.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from simtune.arrays import Array
 from simtune.specs.hardware import Residual
 
 MAX_POINTS = 500
-"""Points a process keeps: its fit takes points^3, its answer points."""
+"""Points that a process keeps: its fit takes points^3, its prediction points."""
 
 CLIP = 3.0  # a time off the base by more than a factor 20 is an outlier and counts as that much
-_CLAMP = (0.01, 0.99)  # quantiles of the residuals fitted that no correction passes
+# quantiles of the fitted residuals that limit every correction
+_CLAMP = (0.01, 0.99)
 _MAX_ITERATIONS = 40
 _FEW_ITERATIONS = 10  # from the hyperparameters of nearly the same points
 _LENGTH, _NOISE = (0.5, 1.5), (np.log(0.03), 1.0)  # priors of the logarithms: mean, standard deviation
@@ -45,8 +46,9 @@ class Hyper(NamedTuple):
     noise: float
 
     def kernel(self, squares: Array) -> Array:
-        """Covariance of the signal at points so far apart: squared scaled distances, which are lost."""
-        r = np.maximum(squares, 0, out=squares)  # large ones: every new array costs more than what is done with it
+        """Return the covariance of the signal by squared scaled distances, which are overwritten."""
+        # written in place: the arrays are large, and a new array costs more than the arithmetic
+        r = np.maximum(squares, 0, out=squares)
         np.sqrt(r, out=r)
         r *= _ROOT3
         decay = np.negative(r)
@@ -71,7 +73,7 @@ class Process:
 
     @classmethod
     def load(cls, spec: Residual, points: NDArray[Any], weights: NDArray[Any]) -> Process:
-        """Raises ValueError when the arrays are not those of the spec."""
+        """Return the process of a spec. Raises ValueError if the arrays do not match the spec."""
         if points.shape != (spec.points, len(spec.features)) or weights.shape != (spec.points,):
             raise ValueError(
                 f"{spec.array}: points {points.shape} and weights {weights.shape} are not those of a residual with "
@@ -88,7 +90,7 @@ class Process:
         )
 
     def spec(self, array: str) -> tuple[Residual, dict[str, NDArray[Any]]]:
-        """What `load` reads: numbers for the profile, and the arrays by name."""
+        """Return the numbers for the profile, and the arrays by name, as `load` reads them."""
         residual = Residual(
             features=self.names,
             centre=tuple(self.centre.tolist()),
@@ -103,7 +105,7 @@ class Process:
         return residual, {f"{array}.points": self.points.astype(np.float32), f"{array}.weights": self.weights}
 
     def standardised(self, by_name: dict[str, Array]) -> Array:
-        """(points, features) of shapes given by feature name."""
+        """Return (points, features) of shapes given by feature name."""
         return (np.stack([by_name[name] for name in self.names], axis=-1) - self.centre) / self.spread
 
     def mean(self, x: Array) -> Array:
@@ -117,13 +119,13 @@ class Process:
 
         prior = self.hyper.signal**2 + self.hyper.noise**2
         whitened = [solve_triangular(self._factor, self._covariance(part).T, lower=True) for part in _batches(x)]
-        known = np.concatenate([(part**2).sum(0) for part in whitened])
-        return np.sqrt(np.maximum(prior - known, self.hyper.noise**2))
+        explained = np.concatenate([(part**2).sum(0) for part in whitened])
+        return np.sqrt(np.maximum(prior - explained, self.hyper.noise**2))
 
     def left_out(self) -> tuple[Array, Array]:
-        """Residual and sd of every point as predicted from all the others, hyperparameters kept.
+        """Return residual and sd of every point as predicted from all the others, with the same hyperparameters.
 
-        Of a process that still has the points it was fitted on.
+        Only for a process that still has the points of its fit.
         """
         inverse = _inverse(self._factor)
         sd = 1 / np.sqrt(np.diag(inverse))
@@ -134,11 +136,11 @@ class Process:
         return self.hyper._replace(length=self.hyper.length * self.spread / spread)
 
     def condensed(self, by_name: dict[str, Array], z: Array, count: int) -> Process:
-        """What all these residuals say at no more than `count` centres of their shapes; hyperparameters kept.
+        """Return the process of all these residuals on at most `count` centres of their shapes, hyperparameters kept.
 
         Each centre is the mean of the shapes nearest to one of `count` points that cover those of the process. With
         covariances K among centres c and shapes n, weights are (noise^2 K_cc + K_cn K_nc)^-1 K_cn z: the mean of the
-        process as far as the centres tell its signal (deterministic training conditional; Quinonero-Candela and
+        process as far as the centres determine its signal (deterministic training conditional; Quinonero-Candela and
         Rasmussen, JMLR 6, 2005). On large tables that is nearer than the exact process of as many rows, see
         benchmarks/costs/test_centres.py.
         """
@@ -170,10 +172,10 @@ class Process:
 
 
 def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None) -> Process | None:
-    """The process of log residuals z at shapes given by their features; None if no feature varies.
+    """Fit the process of log residuals z at shapes given by their features; None if no feature varies.
 
-    Takes time with the cube of the number of points; see `cover` for choosing `MAX_POINTS` of them. Most of it goes
-    into the hyperparameters: from those of `like`, where one of the same features is given, they are soon there.
+    Its time grows with the cube of the number of points; see `cover` for choosing `MAX_POINTS` of them. Most of it goes
+    into the hyperparameters: starting from those of `like`, if given and of the same features, takes few iterations.
     """
     from scipy.linalg import cho_solve
 
@@ -191,7 +193,7 @@ def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None
 
 
 def cover(by_name: dict[str, Array], count: int) -> NDArray[np.intp]:
-    """`count` of the shapes that cover all of them, by `maximin` in their standardised features."""
+    """Return the rows of `count` shapes that cover all of them, by `maximin` in their standardised features."""
     raw = np.stack([by_name[name] for name in _varying(by_name)], axis=-1)
     return maximin((raw - raw.mean(0)) / raw.std(0), count)
 
@@ -201,9 +203,7 @@ def _varying(by_name: dict[str, Array]) -> tuple[str, ...]:
 
 
 def maximin(x: Array, count: int) -> NDArray[np.intp]:
-    """Rows that cover the rest well: from the one nearest the centre on, always the farthest from those
-    chosen.
-    """
+    """Return rows that cover the rest well: the one nearest the centre, then always the farthest from those chosen."""
     chosen = np.empty(count, dtype=np.intp)
     at = int(((x - x.mean(0)) ** 2).sum(1).argmin())
     nearest = np.full(len(x), np.inf)
@@ -237,13 +237,13 @@ def _most_likely(x: Array, z: Array, near: Hyper | None = None) -> Hyper:
 
 
 def pair_squares(x: Array) -> Array:
-    """(d, pairs) squared differences of all pairs of different points, feature by feature."""
+    """Return (d, pairs) squared differences of all pairs of different points, feature by feature."""
     pairs = _pairs(len(x))
     return ((x[pairs.first] - x[pairs.second]) ** 2).T.copy()
 
 
 class _Pairs(NamedTuple):
-    """All pairs of n different points: both of them, and where LAPACK has the lower of their two elements in n^2."""
+    """All pairs of n different points: both points, and LAPACK's index of the pair's lower element in n^2."""
 
     first: NDArray[np.intp]
     second: NDArray[np.intp]
@@ -283,7 +283,8 @@ def negative_log_posterior(theta: Array, squares: Array, z: Array) -> tuple[floa
     value = 0.5 * z @ weights + np.log(np.diag(factor)).sum()
     inverse = dpotri(factor, lower=1, overwrite_c=1)[0].T.ravel()
     q_diagonal = weights**2 - inverse[:: n + 1]
-    q = weights[pairs.first] * weights[pairs.second] - inverse[pairs.at]  # each stands for two elements of Q
+    # each element of q stands for two elements of the symmetric Q
+    q = weights[pairs.first] * weights[pairs.second] - inverse[pairs.at]
     by_signal, by_noise = -2 * q @ covariance - signal**2 * q_diagonal.sum(), -(noise**2) * q_diagonal.sum()
     q *= decay
     gradient = np.concatenate([-3 * signal**2 * (squares @ q) / length**2, [by_signal, by_noise]])
@@ -320,6 +321,6 @@ def _batches(x: Array) -> list[Array]:
 
 
 def _short(values: Any) -> Array:
-    """To six significant digits, as the profile will hold them."""
+    """Round to six significant digits, as they are stored in the profile."""
     digits: Array = np.vectorize(lambda value: float(f"{value:.6g}"))(values)
     return digits

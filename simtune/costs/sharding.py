@@ -1,4 +1,4 @@
-"""Whether a model can be split over the ranks of a plan as engines split it."""
+"""Checks that a model can be split over the ranks of a plan as engines split it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simtune.specs.pool import Afd, Parallelism
 
 
 def check_parallelism(model: Model, parallelism: Parallelism) -> None:
-    """Raises Infeasible where vLLM would refuse to shard this model this way."""
+    """Raise Infeasible if vLLM would refuse to shard this model this way."""
     if parallelism.pp > model.num_layers:
         raise Infeasible(f"model {model.name}: pp {parallelism.pp} exceeds its {model.num_layers} layers")
     if parallelism.afd is not None:
@@ -30,7 +30,7 @@ def check_parallelism(model: Model, parallelism: Parallelism) -> None:
 
 
 def _check_apart(model: Model, parallelism: Parallelism, afd: Afd) -> None:
-    """Attention is split as without experts; every device for feed-forward blocks needs an expert."""
+    """Check attention as without experts, and that every device for feed-forward blocks gets an expert."""
     where = f"model {model.name} with afd"
     _check_tensor_parallelism(model.without_feed_forward(), parallelism)
     if parallelism.pp > 1 or parallelism.context_ranks > 1:
@@ -41,7 +41,7 @@ def _check_apart(model: Model, parallelism: Parallelism, afd: Afd) -> None:
 
 
 def _check_context_parallelism(model: Model, parallelism: Parallelism) -> None:
-    """Windows and states go from rank to rank, experts are woken by all ranks together: neither is modelled."""
+    """Raise Infeasible for windows, states and experts: passing them from rank to rank is not modelled."""
     where = f"model {model.name} with cp {parallelism.cp}"
     if any(type(group.attention) not in (FullAttention, MlaAttention, NoAttention) for group in model.layers):
         raise Infeasible(f"{where}: ranks share sequences of full attention only; set cp to 1")
@@ -50,7 +50,7 @@ def _check_context_parallelism(model: Model, parallelism: Parallelism) -> None:
 
 
 def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
-    """Heads and feed-forward widths must come out even; KV heads may be fewer than ranks, and are then repeated."""
+    """Check that heads and feed-forward widths divide evenly; KV heads may be fewer than ranks: they are repeated."""
     tp, where = parallelism.tp, _where(model, parallelism)
     for group in model.layers:
         heads, shared = group.attention.heads, group.attention.shared_heads
@@ -81,7 +81,7 @@ def _where(model: Model, parallelism: Parallelism) -> str:
 
 
 def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[tuple[int, int]]:
-    """Widths, and among how many ranks each is split."""
+    """Return widths, and the number of ranks among which each is split."""
     tp = parallelism.tp
     if isinstance(feed_forward, DenseFeedForward):
         return [(feed_forward.intermediate_size, tp)]

@@ -1,4 +1,4 @@
-"""Operators between devices under a link whose rate is stated: what is stated outranks the table.
+"""Operators between devices under a link whose rate is stated: the statement outranks the table.
 
 Times of small messages stay as measured. Large ones follow the stated rate: a curve keeps its times and takes them for
 stated / measured times the bytes, the measured rate being that of its largest message; an operator without curves takes

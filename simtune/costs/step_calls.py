@@ -1,4 +1,4 @@
-"""What one engine step calls: products, small operations, collectives, and how communication hides behind them."""
+"""Calls of one engine step: products, small operations, collectives, and how communication hides behind them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from simtune.specs.model import DenseFeedForward, FeedForward, LayerGroup, Model
 from simtune.specs.pool import Overlap, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
-"""Kinds that keep links busy and not processors."""
+"""Kinds that occupy links and not processors."""
 
 Behind = Literal["norm", "activation", "attention"]
-"""What the inputs of a product come from."""
+"""The operation that produces the inputs of a product."""
 
 
 class EqualLayers(NamedTuple):
@@ -44,15 +44,20 @@ class StepCall(NamedTuple):
 
 
 def equal_layers(model: Model, tp: int) -> list[EqualLayers]:
-    """The layers of a model on one of tp ranks, equal ones together."""
+    """Return the layers of a model on one of tp ranks, equal ones together."""
     equal: dict[LayerGroup, int] = {}
     for group in model.layers:
         kind = group.model_copy(update={"count": 1})
         equal[kind] = equal.get(kind, 0) + group.count
     layers = [(model.of_group(group), group, count) for group, count in equal.items()]
     return [
-        EqualLayers(attention_layer(own, group.attention, tp), group.feed_forward, count, own.dtype_of("attention"))
-        for own, group, count in layers
+        EqualLayers(
+            attention_layer(group_model, group.attention, tp),
+            group.feed_forward,
+            count,
+            group_model.dtype_of("attention"),
+        )
+        for group_model, group, count in layers
     ]
 
 
@@ -60,7 +65,7 @@ EXCHANGE = frozenset({"all_to_all", "moe_dispatch", "moe_combine"})
 """Kinds in which ranks exchange tokens with the experts of others."""
 
 DECODE_THRESHOLD, PROMPT_THRESHOLD = 32, 512
-"""Tokens from which on vLLM works on a step in two batches, without and with prompts: dbo_decode_token_threshold and
+"""Number of tokens from which vLLM runs a step as two batches, without and with prompts: dbo_decode_token_threshold and
 dbo_prefill_token_threshold of its ParallelConfig."""
 
 
@@ -70,7 +75,7 @@ def hidden_kinds(overlap: Overlap) -> frozenset[str]:
 
 
 def overlapped(overlap: Overlap, tokens: Array, prompts: bool) -> Mask:
-    """True for steps of so many tokens in which communication hides, with `prompts` or of decodes alone."""
+    """True for steps of `tokens` tokens in which communication hides, with `prompts` or of decodes alone."""
     if overlap == "two_batches":
         enough: Mask = tokens >= (PROMPT_THRESHOLD if prompts else DECODE_THRESHOLD)
         return enough
@@ -80,30 +85,32 @@ def overlapped(overlap: Overlap, tokens: Array, prompts: bool) -> Mask:
 def exposed(
     by_kind: Mapping[str, Array], room: Array | float = 0.0, hidden: Set[str] = COMMUNICATION
 ) -> tuple[dict[str, Array], Array]:
-    """Seconds by kind where kinds of communication (`hidden`) hide behind computation, and what room is left behind it.
+    """Return seconds by kind if the `hidden` kinds of communication hide behind computation, and the unused
+    computation.
 
-    T = max(computation + room, communication) - room: the kinds that hide keep what nothing hides.
+    T = max(computation + room, communication) - room: the kinds that hide keep the part that nothing hides.
     """
     total: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind not in COMMUNICATION], axis=0) + room
     busy: Array = np.sum([seconds for kind, seconds in by_kind.items() if kind in hidden], axis=0) + 0.0 * total
-    seen = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
-    left = np.maximum(total - busy, 0.0)
-    return {kind: seconds * seen if kind in hidden else seconds for kind, seconds in by_kind.items()}, left
+    exposed_share = np.divide(np.maximum(busy - total, 0.0), busy, out=np.zeros_like(total), where=busy > 0)
+    spare_s = np.maximum(total - busy, 0.0)
+    return {kind: seconds * exposed_share if kind in hidden else seconds for kind, seconds in by_kind.items()}, spare_s
 
 
 def in_halves(overlap: Overlap, seconds: Callable[[Array], dict[str, Array]], tokens: Array) -> dict[str, Array]:
-    """Seconds by kind of a step whose tokens are worked on in two halves, unless nothing is split (ladder)."""
+    """Seconds by kind of a step whose tokens are processed in two halves, unless nothing is split (ladder)."""
     if overlap == "ladder":
         return seconds(tokens)
     return {kind: 2 * half for kind, half in seconds(np.maximum(1.0, tokens / 2)).items()}
 
 
 _FUSED_MIB: dict[str, dict[int, float]] = {"sm_90": {2: 64, 4: 2, 8: 0.5}, "sm_100": {2: 64, 4: 32, 8: 1}}
-"""MiB up to which an all-reduce of so many ranks holds the norm behind it (vLLM 0.16, allreduce_rms_fusion.py)."""
+"""MiB up to which an all-reduce of a number of ranks includes the norm after it (vLLM 0.16,
+allreduce_rms_fusion.py)."""
 
 
 def fused_bytes(architecture: str | None, ranks: int) -> float:
-    """Bytes up to which an all-reduce holds the norm behind it; 0 where no kernel does."""
+    """Bytes up to which an all-reduce includes the norm after it; 0 if no kernel does."""
     sizes = _FUSED_MIB.get("sm_100" if architecture == "sm_103" else architecture or "", {})
     return sizes.get(ranks, 0.0) * (1 << 20)
 
@@ -130,7 +137,7 @@ class StepCalls:
             self._fused_tokens = fused_bytes(hardware.device.architecture, self._tp) / self._row_bytes
 
     def linear(self) -> list[StepCall]:
-        """Calls by the tokens of a step, routed experts apart."""
+        """Return the calls by the tokens of a step, without routed experts."""
         model, tp = self._model, self._tp
         parts: list[StepCall] = []
         for layers, (_, costs) in zip(self._layers, self._attention, strict=True):
@@ -139,16 +146,20 @@ class StepCalls:
             parts += self._feed_forward_parts(feed_forward, count)
             sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
             norms = model.norms_per_sublayer * sublayers
-            own = norms - sublayers if self._fused_tokens else norms
-            parts.append(self._elementwise("norm", own, 4 * model.hidden_size))  # with the residual added
+            # with the fused kernel the norm after each sublayer's all-reduce is a call apart, see below
+            separate = norms - sublayers if self._fused_tokens else norms
+            # 4 widths: the norm adds the residual, so it reads and writes two tensors
+            parts.append(self._elementwise("norm", separate, 4 * model.hidden_size))
             if self._fused_tokens:
                 parts.append(self._unless_fused(self._elementwise("norm", sublayers, 4 * model.hidden_size)))
             if tp > 1:
                 parts.append(self._all_reduce(sublayers))
-        parts.append(self._elementwise("add", 1, 2 * model.hidden_size))  # embedding: one row read, one written
+        # the embedding reads one row and writes one
+        parts.append(self._elementwise("add", 1, 2 * model.hidden_size))
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:
-            parts.append(self._all_reduce(1))  # the embedding is split over the vocabulary
+            # the embedding is split over the vocabulary
+            parts.append(self._all_reduce(1))
         parts += self._send_parts()
         runtime = self._pool.runtime
         if runtime is not None:
@@ -157,7 +168,7 @@ class StepCalls:
         return parts
 
     def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str], dtype: Dtype) -> list[StepCall]:
-        """What runs beside the attention of a layer, less what its times include."""
+        """Return the calls besides the attention of a layer, less those that its times include."""
         elsewhere = included | (set(self._pool.fused) & {"rope"})
         small = [(variant, width) for variant, width in layer.small if variant not in elsewhere]
         parts = [self._elementwise(variant, layers, width) for variant, width in small]
@@ -186,7 +197,7 @@ class StepCalls:
         return parts
 
     def routed(self) -> list[StepCall]:
-        """Routed experts, and what is exchanged with them."""
+        """Return routed experts, and the exchange of tokens with them."""
         return [
             StepCall(kind, layers.number, seconds)
             for layers in self._layers
@@ -216,7 +227,7 @@ class StepCalls:
         return send.seconds(bytes=rows * self._row_bytes)
 
     def head(self) -> list[StepCall]:
-        """Calls by the sampled rows."""
+        """Return the calls by the sampled rows."""
         model, tp = self._model, self._tp
         vocab = -(-model.vocab_size // tp)
         gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
@@ -232,7 +243,7 @@ class StepCalls:
         return parts
 
     def _gemm(self, times: int, n: int, k: int, dtype: str | None = None, *, behind: Behind = "norm") -> StepCall:
-        """A product, with quantising its inputs where what comes before it does not, if it reads such."""
+        """Return a product, with quantising its inputs if it needs quantised ones and the operation before does not."""
         dtype = dtype or self._model.weight_dtype
         gemm = self._profile.predictor("gemm", dtype)
         timed = self._quantises(dtype)
@@ -242,14 +253,17 @@ class StepCalls:
         quantise = self._quantising(dtype)
 
         def seconds(m: Array) -> Array:
-            whole, own = gemm.seconds(m=m, n=n, k=k), quantise.seconds(m=m, k=k)
-            without, with_it = (np.maximum(whole - own, whole / 2), whole) if timed else (whole, whole + own)
+            full_s, quantising_s = gemm.seconds(m=m, n=n, k=k), quantise.seconds(m=m, k=k)
+            # if the product was timed with quantising, that is subtracted, at most half of the total
+            without, with_it = (
+                (np.maximum(full_s - quantising_s, full_s / 2), full_s) if timed else (full_s, full_s + quantising_s)
+            )
             return np.where(self._quantised(m, behind), without, with_it)
 
         return StepCall("gemm", times, seconds)
 
     def _quantised(self, tokens: Array, behind: Behind) -> Mask | bool:
-        """Whether what is before a product quantises its inputs, in steps of so many tokens."""
+        """True if the operation before a product quantises its inputs, in steps of `tokens` tokens."""
         if behind == "attention":
             return "attention" in self._pool.fused
         if self._pool.quantising != "apart":
@@ -257,22 +271,24 @@ class StepCalls:
         return tokens <= self._fused_tokens if behind == "norm" else False
 
     def _quantising(self, dtype: str) -> Predictor:
-        """Quantising to a format, by known scales where products of it were timed so."""
-        known = self._profile.predictor("gemm", dtype).operator.scales == "known"
-        return self._quantise(dtype, "static" if known else None)
+        """Return the predictor of quantising to a format, by known scales if its products were timed with them."""
+        known_scales = self._profile.predictor("gemm", dtype).operator.scales == "known"
+        return self._quantise(dtype, "static" if known_scales else None)
 
     def _quantise(self, dtype: str, variant: str | None) -> Predictor:
-        """Quantising to a format, or to fp8 where only that was measured: the inputs that it reads are the same; by
-        scales that it finds where no other was.
+        """Return the predictor of quantising to a format, or to fp8 if only that was measured: both read the same
+        inputs.
+
+        The scales are computed if no other variant was measured.
         """
         measured = self._profile.hardware.operators
         ways = [(to, how) for how in dict.fromkeys((variant, None)) for to in (dtype, "fp8")]
-        known = (way for way in ways if operator_key("quantise", way[0], variant=way[1]) in measured)
-        to, how = next(known, (dtype, None))
+        measured_ways = (way for way in ways if operator_key("quantise", way[0], variant=way[1]) in measured)
+        to, how = next(measured_ways, (dtype, None))
         return self._profile.predictor("quantise", to, variant=how)
 
     def _quantises(self, dtype: str) -> bool:
-        """Whether products of a format were timed with the quantising of their inputs."""
+        """True if products of a format were timed including the quantising of their inputs."""
         return self._profile.predictor("gemm", dtype).operator.base.ahead_s > 0
 
     def _elementwise(self, variant: str, times: int, width: int) -> StepCall:
@@ -280,7 +296,7 @@ class StepCalls:
         return StepCall("elementwise", times, lambda m: operator.seconds(rows=m, width=width))
 
     def _unless_fused(self, norm: StepCall) -> StepCall:
-        """A norm behind an all-reduce, which has no time of its own where that is small enough to hold it."""
+        """Return a norm after an all-reduce, with no time if the all-reduce is small enough to include it."""
         return StepCall(norm.kind, norm.times, lambda m: np.where(m <= self._fused_tokens, 0.0, norm.seconds(m)))
 
     def _all_reduce(self, times: int) -> StepCall:

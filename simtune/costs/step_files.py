@@ -1,4 +1,4 @@
-"""Files that say what steps take: a table of them (`StepTable`), or a log (`EngineSteps`)."""
+"""Files of step times: a table (`StepTable`), or a log (`EngineSteps`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from simtune.costs.step_table import StepTable
 
 
 def read_costs(path: Path) -> StepTable | EngineSteps:
-    """A log where the file ends in .jsonl or .jsonl.gz, else a table. Raises SpecError, or UsageError where there is
-    no such file."""
+    """Read a log if the file ends in .jsonl or .jsonl.gz, else a table.
+
+    Raises SpecError for a bad file, UsageError if there is none.
+    """
     if path.exists() and path.name.removesuffix(".gz").endswith(".jsonl"):
         return read_engine_costs(path)
     return StepTable.read(path)

@@ -1,20 +1,20 @@
-"""Step costs by a file: a table of whole engine steps that somebody measured.
+"""Step costs from a file: a table of whole engine steps that were measured.
 
-A row is a step: `decodes` sequences that decode and read `context_tokens` tokens of KV between them, chunks of
-`prefill_tokens` prompt tokens in all after `past_tokens` cached ones, and how long it took, in a column `seconds`,
-`milliseconds` or `microseconds`. Columns that are not there are taken as zero, but for the first two and the time. CSV,
-plain or gzipped, or Parquet. Tables of single operators are for `simtune fit`.
+A row is a step: `decodes` sequences that decode and read `context_tokens` tokens of KV in all, chunks of
+`prefill_tokens` prompt tokens in all after `past_tokens` cached ones, and the time it took, in a column `seconds`,
+`milliseconds` or `microseconds`. Absent columns are taken as zero, except the first two and the time. CSV, plain or
+gzipped, or Parquet. Tables of single operators are for `simtune fit`.
 
-Rows are answered as they are; of equal ones the median counts. Between them time never falls with any of the four
-numbers. Of the functions that go through the rows, never fall, and grow nowhere faster than the rows do, the middle
-between the largest and the smallest is taken (McShane's and Whitney's extension of a Lipschitz function, with a
-distance that counts only what a step has more of):
+A step that is a row gets the time of the row; of equal rows the median counts. Between rows time never falls with any
+of the four numbers. Among the functions that pass through the rows, never fall, and grow nowhere faster than the rows
+do, the middle between the largest and the smallest is taken (McShane's and Whitney's extension of a Lipschitz function,
+with a distance that counts only the numbers that a step has more of):
 
     low(x) = max over rows of t - K d(row, x)    high(x) = min over rows of t + K d(x, row)    t(x) = (low + high) / 2
 
-d(x, y) is what a linear model of the rows, fitted with slopes of at least 0, makes of all that x has more of than y, in
-seconds. Rows that fall where they ought to rise, by noise, count between rows as the middle of the longest before and
-the shortest after them, and as smooth as nearly all pairs of them are. Outside the table the linear model goes on.
+d(x, y) is the seconds of all that x has more of than y, by a linear model of the rows, fitted with slopes of at least
+0. Rows that fall where they ought to rise, by noise, count between rows as the middle of the longest before and the
+shortest after them, and as smooth as nearly all pairs of them are. Outside the table the linear model continues.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ REQUIRED = COLUMNS[:2]
 UNITS = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6}
 
 LONGEST_S = 60.0
-"""No engine's shortest step takes a minute: then the time is in another unit than its column says."""
+"""Upper limit of the shortest step of a table: above it the time is in another unit than its column states."""
 
 MOST_ROWS = 2000
-"""Rows that say what lies between: with more, evenly chosen ones. All are answered as they are."""
+"""Rows that are interpolated between: of more, evenly chosen ones. All rows are returned as they are."""
 
 _FEWEST = 2
-_LEAST_SLOPE = 1e-3  # of a number, as a share of what all rows span, so that none is for nothing
+# share of the span of all rows, the least slope of a number, so that none is free
+_LEAST_SLOPE = 1e-3
 _NEARLY_ALL = 0.95  # of pairs of rows
 _NEAR = 1e-12  # seconds
 _BLOCK = 256  # rows whose distances to all others are held at a time
@@ -56,9 +57,9 @@ class StepTable:
 
     def __init__(self, rows: Array, seconds: Array, name: str = "a table of steps") -> None:
         self._name = name
-        distinct, which = np.unique(rows, axis=0, return_inverse=True)
-        which = which.ravel()
-        times = np.array([np.median(seconds[which == i]) for i in range(len(distinct))])
+        distinct, row_of = np.unique(rows, axis=0, return_inverse=True)
+        row_of = row_of.ravel()
+        times = np.array([np.median(seconds[row_of == i]) for i in range(len(distinct))])
         self._measured: dict[Key, float] = {
             (int(b), int(c), int(p), int(past)): float(t) for (b, c, p, past), t in zip(distinct, times, strict=True)
         }
@@ -69,16 +70,18 @@ class StepTable:
 
     @classmethod
     def read(cls, path: Path) -> StepTable:
-        """A table from its file. Raises SpecError naming every column that is missing, and the line of the first cell
-        of each that cannot be; UsageError where there is no such file.
+        """Read a table from its file.
+
+        Raises SpecError naming every column that is missing, and the line of the first cell of each that is not valid;
+        UsageError if there is no such file.
         """
         if not path.exists():
             raise UsageError(f"{path}: no such file; give a table of whole steps, CSV or Parquet")
         columns = read_parquet(path) if path.suffix == ".parquet" else read_csv(path)
         unit = _unit(columns)
         columns.require(*REQUIRED)
-        wanted = [*(name for name in COLUMNS if name in columns.names), unit]
-        by_name = {name: columns.numbers(name) for name in wanted}
+        present = [*(name for name in COLUMNS if name in columns.names), unit]
+        by_name = {name: columns.numbers(name) for name in present}
         problems = [p for name, values in by_name.items() if (p := _impossible(columns, name, values)) is not None]
         if problems:
             raise SpecError(problems)
@@ -88,24 +91,25 @@ class StepTable:
         return cls(rows, UNITS[unit] * by_name[unit], path.name)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
-        """One step, and nothing about the next."""
+        """See `StepCosts.decode`; the step's time is given, and nothing about the next step."""
         return to_ticks(self.seconds(num_decodes, context_tokens, ())), 0, 1
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Chunks, num_samples: int) -> int:
-        """See `StepCosts.mixed`; how many are sampled makes no difference."""
+        """See `StepCosts.mixed`; the number of samples makes no difference."""
         return to_ticks(self.seconds(num_decodes, context_tokens, chunks))
 
     def seconds(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> float:
-        """Of one step. Raises UsageError for a step with what no row of the table has any of."""
+        """Seconds of one step. Raises UsageError if the step has decodes or prompt tokens and no row of the table has
+        any."""
         key = _key(num_decodes, context_tokens, chunks)
-        known = self._measured.get(key) or self._seconds.get(key)
-        if known is None:
+        step_s = self._measured.get(key) or self._seconds.get(key)
+        if step_s is None:
             self._check_known(key)
-            known = self._seconds[key] = self._between(np.array(key, dtype=np.float64))
-        return known
+            step_s = self._seconds[key] = self._between(np.array(key, dtype=np.float64))
+        return step_s
 
     def basis(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> Basis:
-        """Whether a step is a row, lies between rows, or is longer or shorter than any in some way."""
+        """Return the basis of a step: a row of the table, between rows, or beyond all rows in some way."""
         key = _key(num_decodes, context_tokens, chunks)
         if key in self._measured:
             return Basis.MEASURED
@@ -115,13 +119,14 @@ class StepTable:
 
     @cached_property
     def log_sd(self) -> float:
-        """Standard deviation of the log error between rows, so scaled that 1.645 of it hold 90 %: of every row as
-        predicted from the others with the slopes of all.
+        """Standard deviation of the log error between rows, scaled so that 1.645 of it hold 90 %.
+
+        Every row is predicted from the others with the slopes of all.
         """
         logs = []
         for i in np.unique(np.linspace(0, len(self._rows) - 1, min(200, len(self._rows))).round().astype(int)):
-            rest = np.arange(len(self._rows)) != i
-            logs.append(np.log(self._middle(self._features(self._rows[i]), rest) / self._times[i]))
+            without_row = np.arange(len(self._rows)) != i
+            logs.append(np.log(self._middle(self._features(self._rows[i]), without_row) / self._times[i]))
         return float(np.quantile(np.abs(logs), 0.9)) / 1.645
 
     def _check_known(self, key: Key) -> None:
@@ -145,7 +150,8 @@ class StepTable:
 
     @staticmethod
     def _features(rows: Array) -> Array:
-        """The four numbers, and the pairs of a new token and one that it attends to; none falls with any of them."""
+        """Return the four numbers, and the pairs of a new token and one that it attends to; none falls with any of
+        them."""
         new, past = rows[..., 2], rows[..., 3]
         features: Array = np.concatenate([rows, (new * (past + new / 2))[..., None]], axis=-1)
         return features
@@ -156,7 +162,7 @@ class StepTable:
 
     @cached_property
     def _slopes(self) -> Array:
-        """Seconds for each more of a feature: of a linear model with slopes of at least nearly 0."""
+        """Seconds for one more of each feature, by a linear model with slopes of at least nearly 0."""
         from scipy.optimize import nnls
 
         size = np.maximum(np.ptp(self._points, axis=0), 1.0)
@@ -168,7 +174,7 @@ class StepTable:
 
     @cached_property
     def _monotone(self) -> Array:
-        """The times of the rows, made such that none falls."""
+        """Times of the rows, smoothed so that none falls."""
         middle: Array = np.empty_like(self._times)
         for i, row in enumerate(self._rows):
             before, after = (self._rows <= row).all(axis=1), (self._rows >= row).all(axis=1)
@@ -177,8 +183,8 @@ class StepTable:
 
     @cached_property
     def _steepest(self) -> float:
-        """How many times as fast as the linear model all pairs of rows grow, or nearly all where some fall: then noise
-        alone is steeper between two that are next to each other."""
+        """Factor by which all pairs of rows grow faster than the linear model, or nearly all pairs if some rows fall:
+        then noise alone is steeper between neighbours."""
         steepness = [np.ones(1)]
         for begin in range(0, len(self._points), _BLOCK):
             block = slice(begin, begin + _BLOCK)
@@ -195,29 +201,29 @@ def _key(num_decodes: int, context_tokens: int, chunks: Chunks) -> Key:
 
 
 def _unit(columns: Columns) -> str:
-    """The column that has the time. Raises SpecError where there is none, or several."""
-    named = [unit for unit in UNITS if unit in columns.names]
-    if len(named) != 1:
-        what = f"{' and '.join(named)} are both there" if named else "column is missing"
-        message = f"{what}; give the time of a step in one column: {', '.join(UNITS)}"
-        raise SpecError(Problem(str(columns.path), message, named[-1] if named else "seconds", 1))
-    return named[0]
+    """Return the column that has the time. Raises SpecError if there is none, or several."""
+    time_columns = [unit for unit in UNITS if unit in columns.names]
+    if len(time_columns) != 1:
+        problem = f"{' and '.join(time_columns)} are both present" if time_columns else "column is missing"
+        message = f"{problem}; give the time of a step in one column: {', '.join(UNITS)}"
+        raise SpecError(Problem(str(columns.path), message, time_columns[-1] if time_columns else "seconds", 1))
+    return time_columns[0]
 
 
 def _impossible(columns: Columns, name: str, values: Array) -> Problem | None:
-    """The first cell of a column that cannot be."""
+    """Return the first cell of a column that is not valid; None if all are."""
     time = name in UNITS
     wrong = ~np.isfinite(values) | (values <= 0 if time else (values < 0) | (values != np.rint(values)))
     if not wrong.any():
         return None
     at = int(wrong.argmax())
-    wanted = "a time above 0 is wanted" if time else "a whole number of at least 0 is wanted"
+    rule = "must be a time above 0" if time else "must be a whole number of at least 0"
     cell = columns.cells(name)[at]
-    return Problem(str(columns.path), f"{cell!r}: {wanted}; mend or leave out the row", name, columns.line(at))
+    return Problem(str(columns.path), f"{cell!r}: {rule}; correct or remove the row", name, columns.line(at))
 
 
 def _check_steps(columns: Columns, rows: Array, seconds: Array, unit: str) -> None:
-    """Raises SpecError where rows are too few, a step does nothing, or the time is in another unit."""
+    """Raise SpecError if rows are too few, a step does nothing, or the time is in another unit."""
     file = str(columns.path)
     if len(rows) < _FEWEST:
         raise SpecError(Problem(file, f"has {len(rows)} rows; at least {_FEWEST} steps are needed"))

@@ -1,4 +1,4 @@
-"""The serving engine's own decisions: which requests get how many tokens in the next step.
+"""Decisions of the serving engine: the requests of the next step, and the tokens of each.
 
 Nothing here knows a clock or a cost. The simulator drives these objects with a cost model and simulated time;
 a real executor drives the same objects with torch and the wall clock. A policy sees prompts, the tokens emitted so

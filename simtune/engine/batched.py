@@ -1,8 +1,8 @@
-"""The common ground of schedulers that keep their residents in a `Batch`.
+"""Base of schedulers that keep their residents in a `Batch`.
 
-A rule that decides by the batch as a whole (does all of it fit the blocks, the budget) costs the same for a thousand
-residents as for one, and many steps can be taken at once. What follows from a rule's choice stands here: the step and
-its repetitions, tokens delivered, and what vLLM calls features, each a small object of its own:
+A rule that decides by the batch as a whole (do all members fit the blocks, the budget) costs the same for a thousand
+residents as for one, and many steps can be taken at once. The consequences of a rule's choice are implemented here: the
+step and its repetitions, tokens delivered, and the features that vLLM also has, each a small object of its own:
 
 * prefix caching: `KvBlocks` or `PrefixCache`;
 * drafts: the kind of batch, and `DraftNeeds`;
@@ -25,13 +25,13 @@ from simtune.engine.scheduler import Scheduler, Settings
 from simtune.engine.settling import OneStepLate, Settling, Synchronous
 from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
 
-NOBODY: Sequence[Request] = ()
+NO_REQUESTS: Sequence[Request] = ()
 
 request_of = attrgetter("request")
 
 
 class BatchSettings(Settings, total=False):
-    """The settings of a `BatchScheduler`."""
+    """Settings of a `BatchScheduler`."""
 
     prefix_caching: bool
     hash_block_tokens: int | None
@@ -41,7 +41,7 @@ class BatchSettings(Settings, total=False):
 
 
 class BatchScheduler(Scheduler):
-    """Residents that decode are in `decoding`, those whose prompt is under way in `prefilling`."""
+    """Scheduler with its decoding residents in `decoding`, and those with a prompt in prefill in `prefilling`."""
 
     offers = frozenset({"async_scheduling", "prefix_caching", "speculation", "swap", "watermark"})
 
@@ -61,9 +61,9 @@ class BatchScheduler(Scheduler):
         """
         super().__init__(**settings)
         if prefix_caching and preemption == "swap":
-            raise ValueError("preemption by swap does not go with prefix caching")
+            raise ValueError("preemption swap and prefix_caching are mutually exclusive; disable one")
         if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
-            raise ValueError("async_scheduling does not go with drafts whose number is known only when they are made")
+            raise ValueError("async_scheduling requires a number of drafts known in advance; disable async_scheduling")
         if prefix_caching:
             total, block_size = self.kv.total, self.kv.block_size
             drops_last_hit = speculation is not None and speculation.drops_last_hit
@@ -72,12 +72,12 @@ class BatchScheduler(Scheduler):
         self.decoding = self._new_batch(speculation)
         self.drafting = self.decoding.drafting
         self.prefilling: list[Request] = []
-        """Residents whose prompt (or recomputation) is under way, in order of admission."""
+        """Residents whose prompt (or recomputation) is in prefill, in order of admission."""
         self._needs = DraftNeeds.of(speculation, self.max_num_batched_tokens, self.max_model_len)
         self._settling: Settling = (OneStepLate if async_scheduling else Synchronous)(self.decoding, self._free_request)
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
-        self._swapped_out_blocks = 0  # theirs
+        self._swapped_out_blocks = 0  # of the preempted requests
         self._left_out: list[Request] = []  # members of the batch without a part in the step under way
         self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
@@ -91,44 +91,44 @@ class BatchScheduler(Scheduler):
 
     @property
     def tally(self) -> Tally:
-        """What verifications of drafts came to so far."""
+        """Totals of verifications of drafts so far."""
         return self.decoding.tally
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait as the engine sees it, those included that were preempted after they had ended."""
+        """Requests that wait in the engine's view, including those that were preempted after they had ended."""
         return len(self.waiting) + len(self._late) + self._settling.num_preempted
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a seat as the engine sees it, those included that have ended without its knowing."""
-        here = self.decoding.count + len(self.prefilling) + len(self._reserved)
-        return here + len(self._settling.ended) + len(self._left_out)
+        """Requests with a seat in the engine's view, including those that have ended unknown to it."""
+        seated = self.decoding.count + len(self.prefilling) + len(self._reserved)
+        return seated + len(self._settling.ended) + len(self._left_out)
 
     def _has_seat(self) -> bool:
-        """Whether a newcomer would find a seat once those that have ended have left theirs."""
+        """True if a newcomer would find a seat once the requests that have ended have left theirs."""
         batch = self.decoding
-        here = batch.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
+        seated = batch.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
         if self.drafting:
-            here -= len(batch.discarded)
-        return here < self.max_num_seqs
+            seated -= len(batch.discarded)
+        return seated < self.max_num_seqs
 
     @property
     def _comes_back(self) -> bool:
-        """Whether an engine with nothing to run would know more if it looked once more at once."""
+        """True if an engine with nothing to run would know more if it scheduled again at once."""
         return bool(self._settling.ended or self._left_out or self._late)
 
     @property
     def unsettled(self) -> bool:
-        """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
+        """True if seats or blocks will come free with the running step, though no request finishes in it."""
         return self._settling.num_ended > 0
 
     def emitted(self, request: Request) -> int:
-        """Output tokens that a request which is here has delivered so far."""
+        """Output tokens that a request in the scheduler has delivered so far."""
         return self.decoding.emitted_by(request) if request.decoding else request.emitted
 
     def composition(self) -> dict[Request, int]:
-        """Tokens of each request in the step given last, decodes first. Costs O(residents)."""
+        """Return the tokens of each request in the step returned last, decodes first. Costs O(residents)."""
         assert self._under_way is not None, "no step is under way"
         tokens = {request: self.decoding.width_of(request) for request in self.decoding}
         return tokens | {chunk.request: chunk.tokens for chunk in self._under_way.chunks}
@@ -136,9 +136,9 @@ class BatchScheduler(Scheduler):
     # --- the step ---------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> Step | None:
-        """The step in which the batch does nothing but decode, as most are; None where budget or blocks are short.
+        """Return the step in which the batch only decodes, as in most steps; None if budget or blocks are short.
 
-        Written out for speed, where nobody else is here: the rule and `_step` come to the same.
+        Inlined for speed, for the case without other requests: same result as the rule and `_step`.
         """
         assert self._under_way is None, "the step given last was not completed"
         batch = self.decoding
@@ -149,16 +149,17 @@ class BatchScheduler(Scheduler):
         if self.tells_longest:
             step.longest_context = batch.longest_context
         if self._late:
-            step.repeat = 1  # newcomers are seen after it
+            step.repeat = 1  # newcomers are admitted after it at the earliest
         if blocks:
             self.kv.take(blocks)
         self._under_way = step
         return step
 
     def _step(self, chunks: list[Chunk], newcomers: int, repeats: bool) -> Step:
-        """The step of the batch and these chunks, the last ones those of newcomers, the blocks for all of them taken.
+        """Return the step of the batch and these chunks, the last ones those of newcomers; all blocks are taken
+        already.
 
-        Where there are no chunks, it `repeats` as long as members do the same and blocks suffice.
+        With `repeats`, a step without chunks is repeated as long as members do the same and blocks suffice.
         """
         assert self._under_way is None, "the step given last was not completed"
         batch, count, preempted = self.decoding, self.decoding.count, self._preempted
@@ -183,24 +184,26 @@ class BatchScheduler(Scheduler):
     def _repeat(self, step: Step, blocks: int) -> None:
         """Let a step without chunks be repeated; the first repetition's `blocks` are taken already."""
         batch = self.decoding
+        # this step frees blocks and seats, or newcomers are admitted after it: the next one differs
         if step.discarded or self._late or (self._settling.ended and self.waiting):
-            return  # with it blocks and seats come free, or newcomers are seen
+            return
         step.repeat = batch.steps_that_fit(self.kv.free + blocks, batch.steps_to_completion())
         if step.repeat > 1:
             step.contexts = batch.contexts(step.repeat)
 
     def _allocate(self, prompt: Request, num_tokens: int, new_blocks: int, padding: int = 0) -> Chunk:
-        """Take blocks for the next tokens of a prompt under way."""
+        """Take blocks for the next tokens of a prompt in prefill."""
         if new_blocks:
             self.kv.take(new_blocks)
-        if self._needs.lookahead or padding:  # else they are those that will be computed
+        # otherwise the blocks are exactly those of the computed tokens
+        if self._needs.lookahead or padding:
             prompt.reserved_tokens = max(prompt.reserved_tokens, self._needs.slots(prompt.computed, num_tokens))
         if self.kv.caches:
             self.kv.name(prompt, prompt.computed + num_tokens - padding)
         return Chunk(prompt, prompt.computed, num_tokens, padding)
 
     def _preempt(self, victim: Request, tokens: int = 0) -> None:
-        """Take the blocks of a resident, which has so many tokens in the coming step; it waits again."""
+        """Take the blocks of a resident, which has `tokens` tokens in the coming step; it waits again."""
         self._preempted.append(victim)
         if self._settling.has_ended(victim):
             self._settling.preempt(victim, tokens > 0)
@@ -216,7 +219,7 @@ class BatchScheduler(Scheduler):
         self.waiting.appendleft(victim)
 
     def _leave_out(self, residents: Iterable[Request]) -> None:
-        """Let the coming step go on without these: those that decode leave the batch for so long."""
+        """Leave these residents out of the coming step: those that decode leave the batch for its duration."""
         for request in residents:
             if request.decoding:
                 ended = self._settling.has_ended(request)
@@ -227,13 +230,13 @@ class BatchScheduler(Scheduler):
                     self._left_out.append(request)
 
     def _rejoin(self) -> None:
-        """The step is over: those left out are in the batch again."""
+        """Return the requests left out of the step that is over to the batch."""
         for request in self._left_out:
             self.decoding.rejoin(request)
         self._left_out.clear()
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """The step given last has run so often: see `Scheduler.complete`."""
+        """End the step returned last, which ran `repetitions` times: see `Scheduler.complete`."""
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
@@ -242,12 +245,13 @@ class BatchScheduler(Scheduler):
             settling.settle(batch.end_discarded() if step.discarded else ())
         if repetitions > 1:  # the first one's blocks were taken with the step
             self.kv.take(batch.blocks_for(repetitions - 1, 1))
-        finished, first_token = batch.advance(repetitions), NOBODY
+        finished, first_token = batch.advance(repetitions), NO_REQUESTS
         if step.chunks:
             first_token, also_finished = _end_chunks(step.chunks, self.prefilling, batch)
             finished = [*finished, *also_finished] if also_finished else finished
         if finished:
-            if self._overtakes:  # in order of admission, the order of blocks to be found
+            # blocks are freed in order of admission, since that decides which are found later
+            if self._overtakes:
                 finished = sorted(finished, key=attrgetter("seat"))
             settling.finish(finished)
         if self._left_out:
@@ -259,7 +263,7 @@ class BatchScheduler(Scheduler):
         return Progress(first_token, finished) if first_token or finished else NO_PROGRESS
 
     def _draft(self, step: Step) -> None:
-        """Those that decode make drafts beside the others of a step that is over."""
+        """Let requests that decode make drafts after a step."""
         for request in self.decoding.draft(step.num_decodes + len(step.chunks)):
             self._settling.ended.remove(request)  # it is in the next step all the same
 
@@ -279,7 +283,7 @@ class BatchScheduler(Scheduler):
         return True
 
     def release(self, request: Request) -> None:
-        """Give back the blocks of a request that is held or expected; of one that has ended, when the engine knows."""
+        """Free the blocks of a request that is held or expected; of one that has ended, when the engine knows."""
         if self._settling.has_ended(request):
             request.hold = False
         else:
@@ -290,7 +294,7 @@ class BatchScheduler(Scheduler):
         if self._needs.padding_after(request.computed):
             self.decoding.pad(request)
         else:
-            self.decoding.cut(request, 1)  # nobody has made drafts for it yet
+            self.decoding.cut(request, 1)  # it has no drafts yet
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:
@@ -308,8 +312,10 @@ class BatchScheduler(Scheduler):
 def _end_chunks(
     chunks: Sequence[Chunk], prefilling: list[Request], batch: Batch
 ) -> tuple[list[Request], list[Request]]:
-    """Prompts are so much further, and those that are complete begin to decode: (who has its first token, who
-    needs no more)."""
+    """Advance prompts by their chunks; those that are complete begin to decode.
+
+    Returns (requests with their first token, requests that are complete).
+    """
     first_token, finished = [], []
     for chunk in chunks:
         request = chunk.request

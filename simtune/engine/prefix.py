@@ -1,16 +1,16 @@
-"""Prefix caching as vLLM V1 does it: free blocks keep what they contain until they are needed.
+"""Prefix caching as vLLM V1 does it: free blocks retain their content until they are needed.
 
-A prompt's hash blocks have names (`Request.blocks`). What is cached under a name is a `CachedRun` of one hash block's
-KV blocks, shared by all requests that hold it. Runs that nobody holds wait in one queue: a request that gives its
-blocks back appends them tail first, blocks that nobody can ever find (partial ones) are taken first, then the queue's
-head, block by block from the tail of a run; a hit takes a run out of the queue. At least one token of a request is
-computed again, so that there is something to sample from.
+A prompt's hash blocks have names (`Request.blocks`). The content cached under a name is a `CachedRun` of one hash
+block's KV blocks, shared by all requests that use it. Runs without users wait in one queue: a request that frees its
+blocks appends them tail first, blocks without findable content (partial ones) are taken first, then the queue's head,
+block by block from the tail of a run; a hit takes a run out of the queue. At least one token of a request is computed
+again, so that there is something to sample from.
 
-Blocks without a name (answers, the private part of a prompt) are one run per request. Nobody else can find it, but its
-owner can when it comes back from preemption, and until then it takes its turn in the queue like any other.
+Blocks without a name (answers, the private part of a prompt) are one run per request. No other request can find it, but
+its owner can when it comes back from preemption; until then it is in the queue like any other.
 
 With one KV block per hash block this is the engine's rule exactly: tests/engine/test_steplogs.py. With more (traces
-name larger blocks), a run of which another request holds a part is not extended by a second one that computes the
+name larger blocks), a run of which another request uses a part is not extended by a second one that computes the
 rest; and the rest of an idle run, of which a request may use only the beginning, is forgotten.
 """
 
@@ -24,12 +24,12 @@ from simtune.engine.request import CachedRun, Request
 
 
 class PrefixCache(KvBlocks):
-    """KV blocks that can be found again by what they contain."""
+    """KV blocks that can be found by their content."""
 
     __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:
-        """With `drops_last_hit` the last KV block of every hit counts as not found.
+        """Make the cache of `total` blocks; with `drops_last_hit` the last KV block of every hit counts as not found.
 
         Raises ValueError unless hash_block_tokens is a multiple of block_size.
         """
@@ -43,16 +43,17 @@ class PrefixCache(KvBlocks):
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free, and what they contained is lost."""
+        """Free all blocks; their content is lost."""
         super().clear()
         self._blank = self.total  # free blocks with nothing to find in them
         self._idle: deque[CachedRun] = deque()  # the others, in order of eviction, among runs that are held again
         self._cached: dict[Hashable, CachedRun] = {}
 
     def find(self, request: Request) -> Hit:
-        """The longest cached beginning of a request; changes nothing."""
+        """Return the longest cached beginning of a request; changes nothing."""
+        # the last token is always computed: the step samples from it
         limit = (request.known_tokens - 1) // self.block_size
-        cached, whole = self._cached, self._hash_blocks
+        cached, run_blocks = self._cached, self._hash_blocks
         runs: list[CachedRun] = []
         blocks = idle = 0
         for name in request.blocks:
@@ -64,46 +65,47 @@ class PrefixCache(KvBlocks):
             blocks += size
             if not run.holders:
                 idle += size
-            if size < whole:
+            if size < run_blocks:
                 break
         private = cached.get(request)
+        # the private run continues the text only if all shared blocks before it were found
         if private is not None and blocks == request.shared < limit:
-            own = min(private.size, limit - blocks)
-            blocks += own
-            idle += own
+            private_blocks = min(private.size, limit - blocks)
+            blocks += private_blocks
+            idle += private_blocks
         else:
             private = None
         hit = Hit(runs, private, blocks, idle)
         return self._less_one(hit, request.shared) if self._drops and blocks else hit
 
     def _less_one(self, hit: Hit, shared: int) -> Hit:
-        """A hit without its last block; of one with a private run so many blocks are shared."""
+        """Return a hit without its last block; in one with a private run, `shared` blocks are shared."""
         runs, private, blocks, idle = hit
         if private is not None:
             return Hit(runs, private if blocks - 1 > shared else None, blocks - 1, idle - 1)
-        used = blocks - (len(runs) - 1) * self._hash_blocks
-        return Hit(runs if used > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
+        last_blocks = blocks - (len(runs) - 1) * self._hash_blocks
+        return Hit(runs if last_blocks > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
 
     def hold(self, request: Request, hit: Hit) -> None:
-        """Let a request hold what was found of it: those tokens count as computed."""
-        rest = hit.blocks if hit.private is None else request.shared
-        own = hit.blocks - rest
-        request.shared = rest
+        """Let a request hold the blocks of a hit: their tokens count as computed."""
+        remaining = hit.blocks if hit.private is None else request.shared
+        private_blocks = hit.blocks - remaining
+        request.shared = remaining
         for run in hit.runs:
             if not run.holders:
                 self.free -= run.size
-                if run.size > rest:
-                    self.give(run.size - rest)
-                    run.size = rest
+                if run.size > remaining:
+                    self.give(run.size - remaining)
+                    run.size = remaining
             run.holders += 1
-            rest -= run.size
+            remaining -= run.size
         private = self._cached.get(request) if request.preemptions else None
         if private is not None:
             self._forget(private)
             private.name = None
         if hit.private is not None:
-            self.free -= own
-            hit.private.size -= own
+            self.free -= private_blocks
+            hit.private.size -= private_blocks
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size
         if not request.preemptions:
@@ -112,36 +114,36 @@ class PrefixCache(KvBlocks):
 
     def name(self, request: Request, tokens: int) -> None:
         """Let others find the first `tokens` tokens of a request, for which it holds blocks."""
-        whole, full, names = self._hash_blocks, tokens // self.block_size, request.blocks
+        run_blocks, full, names = self._hash_blocks, tokens // self.block_size, request.blocks
         runs = request.runs
         if runs is None:
             runs = request.runs = []
             request.shared = 0
         if runs:
-            part = request.shared - (len(runs) - 1) * whole
-            if part < whole:
+            part = request.shared - (len(runs) - 1) * run_blocks
+            if part < run_blocks:
                 last = runs[-1]
-                more = min(whole, full - (len(runs) - 1) * whole) - part
+                more = min(run_blocks, full - (len(runs) - 1) * run_blocks) - part
                 if last.holders > 1 or last.size != part or more <= 0:
                     return
                 last.size += more
                 request.shared += more
-                if part + more < whole:
+                if part + more < run_blocks:
                     return
         cached, start = self._cached, len(runs)
-        stop = min(len(names), full // whole)
+        stop = min(len(names), full // run_blocks)
         for name in names[start:stop]:
-            run = CachedRun(name, whole, 1)
+            run = CachedRun(name, run_blocks, 1)
             if cached.setdefault(name, run) is not run:
                 self._add_twin(run)
             runs.append(run)
-        request.shared += max(0, stop - start) * whole
-        if start <= stop < len(names) and full > stop * whole:
-            runs.append(self._remember(CachedRun(names[stop], full - stop * whole, 1)))
+        request.shared += max(0, stop - start) * run_blocks
+        if start <= stop < len(names) and full > stop * run_blocks:
+            runs.append(self._remember(CachedRun(names[stop], full - stop * run_blocks, 1)))
             request.shared += runs[-1].size
 
     def take(self, blocks: int) -> None:
-        """Take so many of the free blocks, blank ones first, then those that wait longest to be found again."""
+        """Take `blocks` of the free blocks: blank ones first, then those in the queue for longest."""
         assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
         self.free -= blocks
         self._blank -= blocks
@@ -169,7 +171,7 @@ class PrefixCache(KvBlocks):
         self._blank = blank
 
     def _queue(self, runs: Iterable[CachedRun]) -> None:
-        """One holder less for each of these runs; those without any are the last to be evicted, in this order."""
+        """Remove one holder from each of these runs; runs without holders go to the end of the queue, in this order."""
         idle, freed = self._idle, 0
         for run in runs:
             run.holders -= 1
@@ -178,7 +180,8 @@ class PrefixCache(KvBlocks):
                 run.queued += 1
                 idle.append(run)
         self.free += freed
-        if len(idle) > 4 * self.total:  # most places are old ones, for a run has at least one block
+        # a run has at least one block, so most entries are old ones: rebuild the queue
+        if len(idle) > 4 * self.total:
             last = []
             for run in idle:
                 run.queued -= 1
@@ -189,18 +192,18 @@ class PrefixCache(KvBlocks):
             self._idle = deque(last)
 
     def give(self, blocks: int) -> None:
-        """Give blocks back that contain nothing to be found again."""
+        """Free blocks without content that could be found."""
         super().give(blocks)
         self._blank += blocks
 
     def release(self, request: Request, named_tokens: int | None = None, *, returns: bool = False) -> None:
-        """Give back all blocks of a request: those of its named tokens wait to be found again, its tail first."""
+        """Free all blocks of a request: those of its named tokens can be found until evicted, its tail first."""
         if named_tokens is None:
             named_tokens = request.computed
         if request.blocks:
             self.name(request, named_tokens)
-        held, full = self.held_by(request), max(named_tokens // self.block_size, request.shared)
-        self.give(held - full)
+        held_blocks, full = self.held_by(request), max(named_tokens // self.block_size, request.shared)
+        self.give(held_blocks - full)
         if full > request.shared:
             self._idle_run(request if returns else None, full - request.shared)
         if request.runs:
@@ -248,10 +251,10 @@ class PrefixCache(KvBlocks):
 
 
 def hit_rate(prompts: Iterable[Sequence[Hashable]], capacity: int | None = None) -> float:
-    """Share of all hash blocks that are cached when prompts, each a sequence of names, are served one after the other.
+    """Return the share of hash blocks that are cached when prompts, each a sequence of names, are served in turn.
 
-    `capacity` is in hash blocks, unbounded unless given; the least recently used are evicted, tails first. It never
-    falls when the capacity grows: what a small cache contains, a larger one contains too.
+    `capacity` is in hash blocks, unbounded unless given; the least recently used are evicted, tails first. The rate
+    never falls when the capacity grows: the content of a small cache is also in a larger one.
     """
     cache: OrderedDict[Hashable, None] = OrderedDict()
     hits = total = 0

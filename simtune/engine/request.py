@@ -1,4 +1,4 @@
-"""One request's state inside an engine instance, and what it may share with others there."""
+"""State of one request inside an engine instance, and what it may share with others there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ NO_LIMIT = 1 << 62
 
 
 class CachedRun:
-    """The leading `size` KV blocks of what has this name, in a prefix cache: see `simtune.engine.prefix`."""
+    """Leading `size` KV blocks of the content with this name, in a prefix cache: see `simtune.engine.prefix`."""
 
     __slots__ = ("holders", "name", "queued", "size", "twin")
 
     def __init__(self, name: Hashable, size: int, holders: int) -> None:
-        self.name = name  # a Request for its private run, None once nobody can ask for it
+        self.name = name  # a Request for its private run, None once no request can look it up
         self.size = size
         self.holders = holders
-        self.queued = 0  # its places in the queue; only the last one counts, and only while nobody holds it
+        self.queued = 0  # entries in the queue; only the last one counts, and only while holders is 0
         self.twin: CachedRun | None = None  # the next copy under this name, computed before the first could be found
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt to answer.
+    """Prompt to answer, and its progress.
 
     While a request is a member of a `Batch`, its `computed`, `emitted`, `reserved_tokens` and `verifications` are those
     at the step it joined: the batch knows what became of its members since, and writes it down when they leave, so that
@@ -33,45 +33,45 @@ class Request:
     """
 
     id: int
-    """Requests are numbered in order of arrival: of two with equal priority the smaller number goes first."""
+    """Number of the request in order of arrival: of two with equal priority the smaller number goes first."""
     prompt_tokens: int
     output_tokens: int
-    """How many tokens it will emit. Known to the world (and to a trace), never to a policy."""
+    """Number of tokens it will emit. Known to the simulation (and to a trace), never to a policy."""
     priority: int = 0
     """Smaller is sooner, for policies that look at it."""
     predicted_tokens: int = 0
-    """How many tokens the world says it will emit, for policies that go by it: as far off as the world makes it."""
+    """Predicted number of output tokens, for policies that read it: as inaccurate as the simulation makes it."""
     max_tokens: int = NO_LIMIT
-    """The most output tokens that the client allows: engines that reserve room for output go by it."""
+    """Most output tokens that the client allows: engines that reserve room for output use it."""
     deadline: float = inf
-    """When its answer should be complete, by whatever clock the world keeps; only the order of deadlines counts."""
+    """Time when its answer should be complete, on any clock; only the order of deadlines counts."""
     blocks: tuple[Hashable, ...] = ()
-    """Names of what its leading hash blocks (of the scheduler's `hash_block_tokens`) contain, the whole text before
-    them included: equal names, equal keys and values. They may go on into the answer, where a later prompt repeats it.
-    Tokens beyond the named blocks are shared with nobody."""
+    """Names of the content of its leading hash blocks (of the scheduler's `hash_block_tokens`), the whole text before
+    them included: equal names, equal keys and values. They may continue into the answer, if a later prompt repeats it.
+    Tokens beyond the named blocks are shared with no other request."""
     hold: bool = False
-    """Whether its KV blocks stay taken when it is finished, until `Scheduler.release`."""
+    """True if its KV blocks stay taken when it is finished, until `Scheduler.release`."""
     computed: int = 0
     """Tokens whose keys and values are in the cache."""
     emitted: int = 0
     """Output tokens delivered so far."""
     preemptions: int = 0
     decoding: bool = False
-    """Whether it is resident and all its known tokens but the newest are in the cache: a step takes it further."""
+    """True if it is resident and all its known tokens but the newest are in the cache: a step advances it."""
     admission: int = 0
-    """Its number in the order in which requests began to decode, given by the batch."""
+    """Number in the order in which requests began to decode, set by the batch."""
     seat: int = 0
-    """Its number in the order in which requests became residents, given by schedulers that go by it."""
+    """Number in the order in which requests became residents, set by schedulers that use it."""
     reserved_tokens: int = 0
-    """Tokens it holds KV blocks for, where that is more than `computed`: room for drafts, or for tokens to come."""
+    """Tokens it has KV blocks for, if more than `computed`: room for drafts, or for tokens to come."""
     verifications: int = 0
-    """How many times drafts of it were verified: the number of its next verification."""
+    """Number of verifications of its drafts so far: the number of its next verification."""
     runs: list[CachedRun] | None = None
-    """What it holds of the prefix cache, in order of its prompt."""
+    """Runs of the prefix cache that it holds, in order of its prompt."""
     shared: int = 0
-    """KV blocks it holds that are part of `runs`."""
+    """KV blocks of the request that are part of `runs`."""
 
     @property
     def known_tokens(self) -> int:
-        """Prompt plus delivered output: what a (re)computation has to cover."""
+        """Prompt plus delivered output: the tokens that a (re)computation has to cover."""
         return self.prompt_tokens + self.emitted

@@ -1,4 +1,4 @@
-"""What a batching policy is to whoever drives it, be it simulated or real: `Scheduler`."""
+"""Interface of batching policies to their driver, simulated or real: `Scheduler`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Feature = Literal[
     "swap",
     "watermark",
 ]
-"""What a plan may ask of a policy that offers it."""
+"""Features of a policy that a plan may ask for."""
 SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "async_scheduling": frozenset({"async_scheduling"}),
     "long_prefills": frozenset({"long_prefill_token_threshold"}),
@@ -34,13 +34,13 @@ SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "swap": frozenset({"preemption"}),
     "watermark": frozenset({"watermark_blocks"}),
 }
-"""The settings by which a policy that offers a feature is told of it."""
+"""Settings that are passed to a policy that offers a feature."""
 Hint = Literal["deadline", "predicted_tokens"]
-"""Fields of a request that are filled for policies that read them."""
+"""Fields of a request that are filled in for policies that read them."""
 
 
 class Settings(TypedDict, total=False):
-    """The settings every policy has; see `Scheduler`."""
+    """Settings of every policy; see `Scheduler`."""
 
     num_blocks: int
     block_size: int
@@ -54,46 +54,46 @@ class Settings(TypedDict, total=False):
 class Scheduler(ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks.
 
-    A driver calls it in this order, again and again:
+    A driver calls it in this order, repeatedly:
 
     1. Between steps, any of these, any number of times: `add` for a request that arrives; `expect`, and later
-       `receive`, for one whose prompt is computed elsewhere; `release` for one whose blocks were to stay. `add` may
+       `receive`, for one whose prompt is computed elsewhere; `release` for one whose blocks were held. `add` may
        also be called while a step runs.
-    2. `schedule` says what to run next and takes the blocks for it, or None when nothing can run.
-    3. `complete(n)`, when that step has run n times over, says who got a first token and who is finished.
+    2. `schedule` returns the step to run next and takes its blocks, or returns None if nothing can run.
+    3. `complete(n)`, when that step has run n times, returns who got a first token and who is finished.
 
     A request waits from `add` on, is admitted to a seat and to blocks by a step, computes its prompt in one chunk or
     several, and decodes until it is finished; a preempted one loses its blocks and waits again. One with `hold` keeps
     its blocks when it is finished, until `release`. `withdraw` takes back those that wait; `abandon` takes back
-    everybody, at any time, and leaves the scheduler as new.
+    all requests, at any time, and leaves the scheduler as new.
 
-    A step says how often it may be `repeat`ed before the policy could decide otherwise: while nobody finishes, nobody
-    can be admitted and the KV blocks suffice, the next steps are this one with every context one token longer. A real
-    executor runs it once and asks again; the simulator takes all repetitions in one jump, but one at a time if the
-    policy `would_notice` an arrival meanwhile. There is one scheduler for both.
+    A step states how often it may be `repeat`ed before the policy could decide otherwise: while no request finishes,
+    none can be admitted and the KV blocks suffice, the next steps are this one with every context one token longer. A
+    real executor runs it once and schedules again; the simulator takes all repetitions in one jump, but one at a time
+    if policy `would_notice` an arrival meanwhile. There is one scheduler for both.
 
-    A policy sees prompts, delivered tokens and free blocks, never `Request.output_tokens`. It implements what is
-    abstract here; `ListScheduler` and `BatchScheduler` have done most of that. What a plan may ask of it is stated on
-    its class. The constructor takes every setting below by name, those of the features it offers (`SETTINGS_OF`), and
-    options of its own.
+    A policy sees prompts, delivered tokens and free blocks, never `Request.output_tokens`. It implements the abstract
+    methods; `ListScheduler` and `BatchScheduler` implement most of them. The features that a plan may ask for are
+    stated on the class. The constructor takes every setting below by name, those of the offered features
+    (`SETTINGS_OF`), and its own options.
     """
 
     offers: ClassVar[frozenset[Feature]] = frozenset({"watermark"})
     cuts_prompts: ClassVar[Literal["always", "if asked", "never"]] = "if asked"
-    """Whether prompts are spread over steps: if `chunked_prefill` asks for it, or whatever it says."""
+    """Condition for spreading prompts over steps: if `chunked_prefill` is set, always, or never."""
     reads: ClassVar[frozenset[Hint]] = frozenset()
     takes_over: ClassVar[bool] = True
-    """Whether it serves a decode pool: whether `expect` ever takes a request whose prompt is computed elsewhere."""
+    """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
     first_come: ClassVar[bool] = False
-    """Whether first tokens come in the order in which requests were added, those of one step at once, and nobody new is
-    admitted while somebody preempted waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
-    inherited: a policy derived from another one may have another order."""
+    """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
+    admitted while a preempted one waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
+    inherited: a derived policy may have another order."""
     recomputes: bool = True
     """True if a request may lose its blocks and compute all its tokens again, in one step without chunked prefill."""
 
     @classmethod
     def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
-        """Return `recomputes` of a scheduler with these options of its own."""
+        """Return `recomputes` of a scheduler with these options."""
         return cls.recomputes
 
     def __init_subclass__(cls) -> None:
@@ -101,7 +101,7 @@ class Scheduler(ABC):
         cls.first_come = vars(cls).get("first_come", False)
 
     tells_longest = True
-    """Whether steps say how long their longest context is; may be switched off by who does not ask."""
+    """True if steps state their longest context; a driver that does not read it may switch it off."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class Scheduler(ABC):
         chunked_prefill: bool = True,
         watermark_blocks: int = 0,
     ) -> None:
-        """`watermark_blocks` must stay free when a request is admitted beside others.
+        """Make an empty scheduler; `watermark_blocks` must stay free when a request joins others.
 
-        Raises ValueError for settings with which an admitted request could wait for ever.
+        Raises ValueError for settings with which an admitted request could wait forever.
         """
         self.kv = KvBlocks(num_blocks, block_size)
         if self.kv.blocks_for(max_model_len) > num_blocks:
@@ -136,9 +136,9 @@ class Scheduler(ABC):
         self.chunked_prefill = chunked_prefill
         self.watermark_blocks = watermark_blocks
         self.async_scheduling = False
-        """Whether a step is scheduled before the engine knows what came of the one before."""
+        """True if a step is scheduled before the engine knows the result of the one before."""
         self.drafting = False
-        """Whether requests that decode may compute more than one token in a step: their drafts."""
+        """True if requests that decode may compute more than one token in a step: their drafts."""
         self.waiting: WaitingQueue = deque()
         self._late = LateArrivals()
         self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
@@ -148,28 +148,28 @@ class Scheduler(ABC):
 
     @classmethod
     def settings(cls) -> frozenset[str]:
-        """Names of what the constructor is given by a plan, whatever options it may have besides."""
+        """Return the names of the settings that a plan passes to the constructor, besides the policy's own options."""
         return frozenset(Settings.__annotations__).union(*(SETTINGS_OF[feature] for feature in cls.offers))
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
-        """Queue a request; False when it is refused, see `outgrows`."""
+        """Queue a request; False if it is refused, see `outgrows`."""
         if self.outgrows(request):
             return False
         self._queue(request)
         return True
 
     def _queue(self, request: Request) -> None:
-        """Let a request wait, where the policy's order puts it."""
+        """Put a request into the waiting queue, at its place in the policy's order."""
         self.waiting.append(request)
 
     def add_late(self, request: Request, repetition: int) -> bool:
-        """Queue a request that comes during this repetition (from 1) of the step under way, or at the instant when a
-        step ends; False when it is refused.
+        """Queue a request that comes during this repetition (from 1) of the running step, or at the instant when a step
+        ends; False if it is refused.
 
-        An engine that schedules asynchronously has dispatched the next step when the one under way began: the request
-        is seen by the one that follows it.
+        An engine that schedules asynchronously dispatched the next step when the running one began: the request is seen
+        by the step after that.
         """
         if not self.async_scheduling:
             return self.add(request)
@@ -180,36 +180,36 @@ class Scheduler(ABC):
 
     def outgrows(self, request: Request) -> bool:
         """True if a request could become longer than max_model_len, or no step has room for its prompt."""
-        whole = not (self.chunked_prefill or self.recomputes)
-        most = min(self.max_model_len, request.prompt_tokens + self.longest_answer) if whole else self.max_model_len
+        uncut = not (self.chunked_prefill or self.recomputes)
+        most = min(self.max_model_len, request.prompt_tokens + self.longest_answer) if uncut else self.max_model_len
         beyond = request.prompt_tokens + request.output_tokens > most
-        return beyond or (whole and request.known_tokens > self.max_num_batched_tokens)
+        return beyond or (uncut and request.known_tokens > self.max_num_batched_tokens)
 
     def expect(self, request: Request) -> bool:
         """Reserve a seat, and blocks for all known tokens, for a request whose KV cache is computed elsewhere.
 
-        False, and nothing is changed, when there is no room now. To be called between steps. The request cannot be
+        Returns False, and changes nothing, if there is no room now. To be called between steps. The request cannot be
         preempted until it is received; `release` gives it up.
         """
         assert self._under_way is None, "a step is under way"
-        needed = self.kv.blocks_for(request.known_tokens)
-        if self.num_running >= self.max_num_seqs or needed > self.room:
+        blocks = self.kv.blocks_for(request.known_tokens)
+        if self.num_running >= self.max_num_seqs or blocks > self.room:
             return False
-        self.kv.take(needed)
+        self.kv.take(blocks)
         self._reserved[request] = None
         return True
 
     def receive(self, request: Request) -> None:
         """Let an expected request, whose KV cache has come, decode from the next step on.
 
-        The step computes its newest known token: of one that has emitted nothing the last of its prompt, which samples
-        the first token again.
+        The step computes its newest known token: for a request that has emitted nothing the last of its prompt, which
+        samples the first token.
         """
         assert request in self._reserved, "it was not expected"
         self._received.append(request)
 
     def release(self, request: Request) -> None:
-        """Give back the blocks of a request that is finished and held, or that was expected and will not come."""
+        """Free the blocks of a request that is finished and held, or that was expected and will not come."""
         if request in self._reserved:
             del self._reserved[request]
             self.kv.give(self.kv.blocks_for(request.known_tokens))
@@ -220,34 +220,34 @@ class Scheduler(ABC):
             self.kv.release(request)
 
     def abort(self, request: Request) -> bool:
-        """Let a request leave that nobody waits for any more, wherever it is; what it delivered stays delivered. False,
-        and nothing is changed, where it is not here. To be called between steps."""
+        """Remove a request that its client has given up, wherever it is; delivered tokens stay delivered. Returns
+        False, and changes nothing, if it is not here. To be called between steps."""
         assert self._under_way is None, "a step is under way"
         if self._late.take_out(request):
             return True
         if request not in self.waiting:
             return self._expel(request)
-        remaining = [other for other in self.waiting if other is not request]
+        remaining = [queued for queued in self.waiting if queued is not request]
         self.waiting.clear()
-        for other in remaining:
-            self.waiting.append(other)
+        for queued in remaining:
+            self.waiting.append(queued)
         return True
 
     def withdraw(self) -> list[Request]:
-        """Take back all waiting requests, in order of the queue. The residents go on."""
+        """Take back all waiting requests, in order of the queue. The residents stay."""
         self._late.move_all(self._queue)
         requests = list(self.waiting)
         self.waiting.clear()
         for request in requests:
-            request.computed = request.shared = 0  # what was swapped out is lost
+            request.computed = request.shared = 0  # swapped-out blocks are lost
         return requests
 
     def abandon(self) -> list[Request]:
-        """The instance is lost, perhaps in the middle of a step; the scheduler is as new.
+        """Reset the scheduler, since the instance is lost, perhaps in the middle of a step.
 
         Returns every request whose KV cache is lost or was still to come, in this order: those that decode and those
-        in prefill, in order of admission; expected ones; finished ones that were held; waiting ones. Nothing of them
-        is computed, and what they emitted in completed steps was delivered.
+        in prefill, in order of admission; expected ones; finished ones that were held; waiting ones. None of their
+        tokens is computed, and tokens emitted in completed steps were delivered.
         """
         self._late.move_all(self._queue)
         lost = [*self._lose_residents(), *self._reserved, *self._held, *self.waiting]
@@ -265,58 +265,58 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def num_running(self) -> int:
-        """Requests that hold a seat: residents, and those that are expected."""
+        """Requests that have a seat: residents, and those that are expected."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a seat, those that the engine does not see yet among them."""
+        """Requests that wait for a seat, including those that the engine does not see yet."""
         return len(self.waiting) + len(self._late)
 
     @property
     def unsettled(self) -> bool:
-        """Whether seats or blocks will come free with the step under way, though nobody finishes in it."""
+        """True if seats or blocks will come free with the running step, though no request finishes in it."""
         return False
 
     @property
     def tally(self) -> Tally:
-        """What verifications of drafts came to so far."""
+        """Totals of verifications of drafts so far."""
         return Tally()
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits or holds a seat."""
+        """True if any request waits or has a seat."""
         return bool(self.waiting or self._late) or self.num_running > 0
 
     @property
     def room(self) -> int:
-        """Blocks that a newcomer may need."""
+        """Blocks that a newcomer may take."""
         return self.kv.free - (self.watermark_blocks if self.num_running else 0)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def schedule(self) -> Step | None:
-        """The next step, its blocks taken; None when nothing can run: no request is here, or all of them wait for
+        """Return the next step, its blocks taken; None if nothing can run: no request is here, or all of them wait for
         others to `release` blocks or to be received. `complete` must follow."""
 
     @abstractmethod
     def complete(self, repetitions: int = 1) -> Progress:
-        """The step given last has run `repetitions` times, at most its `repeat`."""
+        """End the step returned last, which has run `repetitions` times, at most its `repeat`."""
 
     @abstractmethod
     def would_notice(self) -> bool:
-        """Whether one more waiting request could change the schedule before the present step's repetitions are over."""
+        """True if one more waiting request could change the schedule before the present step's repetitions are over."""
 
     def emitted(self, request: Request) -> int:
-        """Output tokens that a request which is here has delivered so far."""
+        """Output tokens that a request in the scheduler has delivered so far."""
         return request.emitted
 
     @abstractmethod
     def composition(self) -> dict[Request, int]:
-        """Tokens of each request in the step given last, in the engine's order. Costs O(residents)."""
+        """Return the tokens of each request in the step returned last, in the engine's order. Costs O(residents)."""
 
     def _begin(self) -> None:
-        """To be called first by `schedule`: requests received since then join the batch."""
+        """Let requests that were received join the batch; `schedule` calls this first."""
         assert self._under_way is None, "the step given last was not completed"
         if self._received:
             for request in self._received:
@@ -328,23 +328,23 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _enter(self, request: Request) -> None:
-        """A request with its prompt computed elsewhere, and blocks for it, becomes a resident."""
+        """Make a request a resident whose prompt was computed elsewhere and which has its blocks."""
 
     @abstractmethod
     def _expel(self, request: Request) -> bool:
-        """Take a resident out and give back its blocks; False where it is none."""
+        """Remove a resident and free its blocks; False if it is not a resident."""
 
     @abstractmethod
     def _lose_residents(self) -> list[Request]:
-        """Take out all that decode or are in prefill, in order of admission; their blocks are cleared afterwards."""
+        """Remove all residents and return them, in order of admission; the caller clears their blocks."""
 
     def _finish(self, request: Request, finished: list[Request]) -> None:
-        """A request that is no resident any more is complete: its blocks are free, unless it is held."""
+        """Record a request that is complete and no longer a resident; its blocks are freed, unless it is held."""
         finished.append(request)
         self._free_request(request)
 
     def _free_request(self, request: Request, named_tokens: int | None = None) -> None:
-        """Give back the blocks of a request that is complete, unless it is held; see `KvBlocks.release`."""
+        """Free the blocks of a request that is complete, unless it is held; see `KvBlocks.release`."""
         if request.hold:
             self._held[request] = None
         else:

@@ -1,9 +1,9 @@
-"""Block sharing as transformers' continuous batching does it: complete blocks are known by what they contain.
+"""Block sharing as transformers' continuous batching does it: complete blocks are identified by their content.
 
-A block is complete when a step has computed the last token in it; a block that turns out to contain what another one
-contains already is given back, and the other is held by both. Complete blocks that nobody holds can be found until the
-engine runs out of blank ones; then the one that came free last is blanked first. A request looks for the beginning of
-its text when it comes in, also after a reset; at least one token is computed again.
+A block is complete when a step has computed the last token in it; a block with the same content as another one is given
+back, and the other is shared by both. Complete blocks without holders can be found until the engine runs out of blank
+ones; then the one that became free last is blanked first. A request looks up the beginning of its text when it is
+admitted, also after a reset; at least one token is computed again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from simtune.engine.request import Request
 
 
 class SharedBlocks(KvBlocks):
-    """KV blocks that several requests may hold. Blocks are counted, and complete ones known by name."""
+    """KV blocks that several requests may share. Blocks are counted, and complete ones identified by name."""
 
     __slots__ = ("_blank", "_complete", "_hash_blocks", "_holders", "_idle", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int) -> None:
-        """Raises ValueError unless hash_block_tokens is a multiple of block_size."""
+        """Make the pool. Raises ValueError unless hash_block_tokens is a multiple of block_size."""
         super().__init__(total, block_size)
         if hash_block_tokens < block_size or hash_block_tokens % block_size:
             raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
@@ -30,7 +30,7 @@ class SharedBlocks(KvBlocks):
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free, and what they contained is lost."""
+        """Free all blocks; their content is lost."""
         super().clear()
         self._blank = self.total  # free blocks with nothing to find in them
         self._holders: dict[Hashable, int] = {}  # of every complete block, by its name
@@ -38,7 +38,7 @@ class SharedBlocks(KvBlocks):
         self._complete: dict[Request, list[Hashable]] = {}  # the complete blocks of a request, the first it holds
 
     def take(self, blocks: int) -> None:
-        """Take so many of the free blocks, blank ones first, then what came free last."""
+        """Take `blocks` of the free blocks, blank ones first, then those that became free last."""
         super().take(blocks)
         self._blank -= blocks
         while self._blank < 0:
@@ -47,12 +47,12 @@ class SharedBlocks(KvBlocks):
             self._blank += 1
 
     def give(self, blocks: int) -> None:
-        """Give blocks back that contain nothing to be found."""
+        """Free blocks without content that could be found."""
         super().give(blocks)
         self._blank += blocks
 
     def match(self, request: Request) -> int:
-        """Let a request that comes in hold what is found of its text; how many tokens that is, all but one at most."""
+        """Let a newcomer hold the cached beginning of its text; return its number of tokens, at most all but one."""
         hits: list[Hashable] = []
         for block in range((request.known_tokens - 1) // self.block_size):
             name = self._name(request, block)
@@ -69,7 +69,7 @@ class SharedBlocks(KvBlocks):
         return tokens
 
     def name(self, request: Request, tokens: int) -> None:
-        """The first `tokens` tokens of a request are computed: the blocks they fill are complete."""
+        """Mark the blocks filled by the first `tokens` tokens of a request, which are computed, as complete."""
         complete = self._complete.setdefault(request, [])
         for block in range(len(complete), tokens // self.block_size):
             name = self._name(request, block)
@@ -81,7 +81,7 @@ class SharedBlocks(KvBlocks):
                 self._holders[name] = 1
 
     def release(self, request: Request, named_tokens: int | None = None, *, returns: bool = False) -> None:
-        """Give back all blocks of a request; complete ones that nobody else holds can still be found."""
+        """Free all blocks of a request; complete ones without other holders can still be found."""
         self.name(request, request.computed)
         complete = self._complete.pop(request)
         self.give(self.held_by(request) - len(complete))
@@ -93,7 +93,7 @@ class SharedBlocks(KvBlocks):
         request.reserved_tokens = 0
 
     def freed_by(self, request: Request) -> int:
-        """Blocks that nobody but this request holds."""
+        """Blocks that only this request holds."""
         complete = self._complete.get(request, ())
         return self.held_by(request) - sum(self._holders[name] > 1 for name in complete)
 
@@ -104,8 +104,9 @@ class SharedBlocks(KvBlocks):
         self._holders[name] += 1
 
     def _name(self, request: Request, block: int) -> Hashable:
-        """What a full block of a request contains, the text before it included. Answers are their request's own."""
-        whole, part = divmod(block, self._hash_blocks)
-        if whole < len(request.blocks) and (block + 1) * self.block_size <= request.prompt_tokens:
-            return request.blocks[whole], part
+        """Return the name of a full block's content, the text before it included. Answers are named by their
+        request."""
+        index, part = divmod(block, self._hash_blocks)
+        if index < len(request.blocks) and (block + 1) * self.block_size <= request.prompt_tokens:
+            return request.blocks[index], part
         return request, block

@@ -1,4 +1,4 @@
-"""What a scheduler gives to run, and what comes of it."""
+"""Steps that a scheduler gives to run, and their results."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ class Chunk:
     past: int
     tokens: int
     padding: int = 0
-    """How many of them are drafts that nobody made, to be rejected."""
+    """Number of these tokens that are placeholder drafts, to be rejected."""
 
     @property
     def completes(self) -> bool:
-        """Whether the step samples a token for this request."""
+        """True if the step samples a token for this request."""
         return self.past + self.tokens - self.padding == self.request.known_tokens
 
 
 @dataclass
 class Step:
-    """One engine iteration. What few of them have stands at its default on the class, for there are millions."""
+    """Engine iteration. Rarely used fields are defaults on the class, since there are millions of steps."""
 
     num_decodes: int
-    """Requests that decode; each computes one token, plus its drafts where there are any."""
+    """Requests that decode; each computes one token, plus its drafts if any."""
     context_tokens: int
     """KV tokens the decodes read, their own new ones included: sum of (computed + tokens of this step)."""
     chunks: Sequence[Chunk]
     preempted: Sequence[Request]
     """Requests that lost their blocks and wait again, in the order in which they were chosen."""
     repeat: int = 1
-    """How often this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
+    """Number of times this step may be run before `schedule` could answer differently; 1 unless it only decodes."""
     only_decodes: bool = False
-    """Whether it is known to have no chunks, to preempt nobody and to move no blocks, so that nobody need look."""
+    """True if the step is known to have no chunks, preemptions and moved blocks, so that these need not be checked."""
     discarded: int = 0
-    """Of the decodes, those whose answer is complete: they deliver nothing, and are not in the repetitions that follow;
-    nor in `contexts`."""
+    """Decodes whose answer is complete: they deliver nothing, and are neither in the repetitions that follow nor in
+    `contexts`."""
     admitted: Sequence[Request] = field(default=(), init=False)
     """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
     draft_tokens: int = field(default=0, init=False)
     """Drafts verified in this step, of all decodes together."""
     draft_depth: int = field(default=0, init=False)
-    """How many drafts in turn lead to those that requests verify in a step like this one."""
+    """Number of drafts in turn that lead to those that requests verify in a step like this one."""
     contexts: Contexts | None = field(default=None, init=False)
     """Tokens that the decodes have computed before each repetition of a step with drafts that may be repeated: they
     grow as drafts are accepted."""
     discarded_tokens: int = field(default=0, init=False)
-    """How many tokens those compute."""
+    """Number of tokens that the discarded decodes compute."""
     swapped_out_blocks: int = field(default=0, init=False)
-    """KV blocks that the preempted take to host memory before this step."""
+    """KV blocks of the preempted requests that go to host memory before this step."""
     swapped_in_blocks: int = field(default=0, init=False)
-    """KV blocks that the admitted bring back from there."""
+    """KV blocks of the admitted requests that come back from host memory."""
     longest_context: int = field(default=0, init=False)
-    """Of the KV tokens the decodes read, those of the one that reads most; 0 where the scheduler does not say."""
+    """KV tokens read by the decode that reads most; 0 if the scheduler does not state it."""
     part: tuple[int, int] = field(default=(0, 1), init=False)
-    """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs so much less. Nothing
-    comes out before the last."""
+    """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs a share of it. Results
+    appear only after the last part."""
     decodes_whole: bool = False
-    """Of such a part, whether those that decode run through all layers all the same: only prompts are cut."""
+    """True if, in such a part, the decodes run through all layers: only prompts are cut."""
 
     @property
     def verify_tokens(self) -> int:
@@ -78,7 +78,7 @@ class Step:
 
 
 class Progress:
-    """What came out of a completed step (or of the last of its repetitions)."""
+    """Results of a completed step (or of the last of its repetitions)."""
 
     __slots__ = ("finished", "first_token")
 
@@ -88,4 +88,4 @@ class Progress:
 
 
 NO_PROGRESS = Progress((), ())
-"""What comes of most steps."""
+"""Result of most steps."""

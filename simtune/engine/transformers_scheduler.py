@@ -1,24 +1,24 @@
-"""The schedulers of transformers' continuous batching (release 5.23): `fifo` and `prefill_first`.
+"""Schedulers of transformers' continuous batching (release 5.23): `fifo` and `prefill_first`.
 
-Candidates for a step, in order: `fifo` takes those that decode, then prompts under way; `prefill_first` takes prompts
-under way, then those that decode; both then take the waiting queue. Each gets its next tokens while the token budget
+Candidates for a step, in order: `fifo` takes those that decode, then prompts in prefill; `prefill_first` takes prompts
+in prefill, then those that decode; both then take the waiting queue. Each gets its next tokens while the token budget
 lasts, and at most `max_num_seqs` requests are in a step; a resident may be left out of one. Blocks are taken for the
-tokens computed now and no more. A candidate that finds too few free blocks is passed over, and later ones are tried.
+tokens computed now and no more. A candidate that finds too few free blocks is skipped, and later ones are tried.
 
 *Margin.* When the free share of the blocks at the beginning is under `safety_margin`, only requests that decode may
 follow the first one chosen.
 
-*Reset.* Residents that were passed over for want of blocks are starved. After the step is chosen, starved residents
+*Reset.* Residents that were skipped for lack of blocks are starved. After the step is chosen, starved residents
 are reset, the one tried last first, until the free blocks suffice for the rest of them, always leaving one resident.
 They lose all blocks and go to the end of the waiting queue in the order of their admission, prompt and delivered tokens
-together being their new prompt; nobody is admitted then until a request finishes, or none is left of those who came in.
-Where nobody at all can be chosen, residents are reset first and the choice is made again.
+together being their new prompt; no request is admitted then until one finishes, or no admitted request is left. If no
+request at all can be chosen, residents are reset first and the choice is made again.
 
-*Sharing* (`allow_block_sharing`, prefix_caching in a plan). A waiting candidate looks for the beginning of its text in
-the cache (`simtune.engine.sharing`). One that finds some of it is a resident from then on, even if there are too few
-blocks for the rest, and may be starved like any other. The tokens that the requests of a step read from the cache must
-not be more than the cache has slots: a candidate that would read too many is passed over. (Without shared blocks they
-cannot be.)
+*Sharing* (`allow_block_sharing`, prefix_caching in a plan). A waiting candidate looks up the beginning of its text in
+the cache (`simtune.engine.sharing`). A candidate that finds some of it is a resident from then on, even if there are
+too few blocks for the rest, and may be starved like any other. The tokens that the requests of a step read from the
+cache must not exceed the slots of the cache: a candidate that would read too many is skipped. (Without shared blocks
+they cannot exceed them.)
 
 Offloading to the host and asynchronous batching are left out. Checked step by step against logs of the real engine,
 without sharing: tests/engine/test_hf_steplogs.py. Sharing is written from the engine's source (block_manager.py and
@@ -39,7 +39,7 @@ from simtune.engine.step import Progress, Step
 
 
 class TransformersFifo(ListScheduler):
-    """See the module's text for the rule."""
+    """First in, first out. See the module for the rule."""
 
     offers = frozenset({"prefix_caching", "safety_margin"})
     cuts_prompts = "always"
@@ -58,9 +58,9 @@ class TransformersFifo(ListScheduler):
         of the blocks that requests name for prefix caching, block_size unless given. Raises ValueError."""
         super().__init__(**settings)
         if not self.chunked_prefill:
-            raise ValueError("transformers always cuts prompts at the token budget; chunked_prefill must be true")
+            raise ValueError("transformers always cuts prompts at the token budget; set chunked_prefill to true")
         if self.watermark_blocks:
-            raise ValueError("transformers keeps blocks free by safety_margin; watermark_blocks must be 0")
+            raise ValueError("transformers keeps blocks free by safety_margin; set watermark_blocks to 0")
         self.safety_margin = self.DEFAULT_MARGIN if safety_margin is None else safety_margin
         self._shared: SharedBlocks | None = None
         if prefix_caching:
@@ -68,15 +68,15 @@ class TransformersFifo(ListScheduler):
             self._shared = SharedBlocks(self.kv.total, block_size, hash_block_tokens or block_size)
             self.kv = self._shared
         self._unserved: set[Request] = set()  # residents that have been in no step since they came in
-        self._closed = False  # nobody is admitted until a request finishes, or none is left
+        self._closed = False  # admits no request until one finishes, or none is left
         self._after: list[Request] = []  # reset after the step was chosen; their blocks are free when it is over
 
     def would_notice(self) -> bool:
-        """Whether the step has room for one more, and anybody is admitted."""
+        """True if the step has room for one more, and requests are admitted."""
         return not self._closed and len(self._scheduled) < self.max_num_seqs
 
     def schedule(self) -> Step | None:
-        """The step that `choose` makes; those that came in before their first step are admitted with it."""
+        """Return the step that `choose` makes; requests resident before their first step are admitted with it."""
         step = super().schedule()
         if step is not None and self._unserved:
             late = self._unserved.intersection(self._scheduled)
@@ -86,7 +86,7 @@ class TransformersFifo(ListScheduler):
         return step
 
     def steady_steps(self, decoding: list[Request]) -> int:
-        """As long as they may read all their contexts."""
+        """Limit the steps to those in which all contexts may be read."""
         steps = super().steady_steps(decoding)
         if self._shared is None:
             return steps
@@ -94,7 +94,7 @@ class TransformersFifo(ListScheduler):
         return max(1, min(steps, spare // len(decoding) + 1))
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """Candidates in order, each with its next tokens; where nobody can be chosen, residents are reset first."""
+        """Return candidates in order, each with its next tokens; if none can be chosen, residents are reset first."""
         scheduled, starved = self._attempt()
         while not scheduled and (reset := self._reset(starved)):
             for request in reset:
@@ -106,10 +106,11 @@ class TransformersFifo(ListScheduler):
         return scheduled
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """Deliver the tokens of the step; those reset after it was chosen give their blocks back now."""
+        """Deliver the tokens of the step; those reset after it was chosen free their blocks now."""
         scheduled = self._scheduled
         if self._shared is not None and repetitions > 1:
-            for request in scheduled:  # before anybody's blocks come free, as they do in the last repetition
+            # before any blocks come free, as they do in the last repetition
+            for request in scheduled:
                 self.allocate(request, request.computed + repetitions)
         progress = super().complete(repetitions)
         if self._shared is not None:
@@ -124,11 +125,11 @@ class TransformersFifo(ListScheduler):
         return progress
 
     def _expel(self, request: Request) -> bool:
-        left = super()._expel(request)
+        was_resident = super()._expel(request)
         self._unserved.discard(request)
         if not self.residents:
             self._closed = False
-        return left
+        return was_resident
 
     def _lose_residents(self) -> list[Request]:
         self._after, self._closed = [], False
@@ -136,16 +137,18 @@ class TransformersFifo(ListScheduler):
         return super()._lose_residents()
 
     def _attempt(self) -> tuple[ScheduledTokens, list[tuple[Request, int]]]:
-        """The choice, and the starved residents with the tokens for which each found no blocks, as they were tried."""
+        """Return the choice, and the starved residents, as tried, with the tokens for which each found no blocks."""
         scheduled: ScheduledTokens = {}
         starved: list[tuple[Request, int]] = []
         budget, slots = self.max_num_batched_tokens, self._slots
         roomy = self.kv.free / self.kv.total >= self.safety_margin
-        here = self.residents.copy().keys()
+        residents_before = self.residents.copy().keys()
         for request in self._candidates():
+            # below the safety margin only decodes may follow the first request
             if scheduled and not roomy and not request.decoding:
                 break
             self._find(request)
+            # with shared blocks a step could read more tokens than the cache has slots
             if request.computed > slots:
                 continue
             tokens = 1 if request.decoding else min(request.known_tokens - request.computed, budget)
@@ -159,13 +162,13 @@ class TransformersFifo(ListScheduler):
             slots -= request.computed
             if budget == 0 or slots <= 0 or len(scheduled) == self.max_num_seqs:
                 break
-        if len(self.residents) > len(here):
-            self._unserved.update(self.residents.keys() - here - scheduled.keys())
+        if len(self.residents) > len(residents_before):
+            self._unserved.update(self.residents.keys() - residents_before - scheduled.keys())
             self.waiting = deque(request for request in self.waiting if request not in self.residents)
         return scheduled, starved
 
     def _find(self, request: Request) -> None:
-        """Let a waiting request hold what is found of its text, if blocks are shared; then it is a resident."""
+        """Let a waiting request hold the cached beginning of its text, if blocks are shared; it is then a resident."""
         if self._shared is None or request in self.residents:
             return
         tokens = self._shared.match(request)
@@ -175,7 +178,7 @@ class TransformersFifo(ListScheduler):
 
     @property
     def _slots(self) -> int:
-        """Tokens that the whole cache holds."""
+        """Tokens that fit the whole cache."""
         return self.kv.total * self.kv.block_size
 
     def _candidates(self) -> Iterator[Request]:
@@ -190,16 +193,16 @@ class TransformersFifo(ListScheduler):
     def _reset(self, starved: list[tuple[Request, int]]) -> list[Request]:
         """Send starved residents back until the others' blocks are free, counting those they still hold as free."""
         kv = self.kv
-        missing = [kv.blocks_for(request.computed + tokens) - kv.held_by(request) for request, tokens in starved]
-        free, keep, here = kv.free, len(starved), list(self.residents)
-        while keep and len(self.residents) > 1 and sum(missing[:keep]) > free:
+        missing_blocks = [kv.blocks_for(request.computed + tokens) - kv.held_by(request) for request, tokens in starved]
+        free, keep, in_order = kv.free, len(starved), list(self.residents)
+        while keep and len(self.residents) > 1 and sum(missing_blocks[:keep]) > free:
             keep -= 1
             victim = starved[keep][0]
             free += kv.freed_by(victim)
             self._leave(victim)
             self._unserved.discard(victim)
         victims = {request for request, _ in starved[keep:]}
-        reset = [request for request in here if request in victims]
+        reset = [request for request in in_order if request in victims]
         for request in reset:
             request.computed = 0  # its slots stay taken until they are released
             request.preemptions += 1
@@ -209,7 +212,7 @@ class TransformersFifo(ListScheduler):
 
 
 class TransformersPrefillFirst(TransformersFifo):
-    """Prompts under way before those that decode; no margin by default."""
+    """Prompts in prefill before those that decode; no margin by default."""
 
     DEFAULT_MARGIN = 0.0
     PREFILL_FIRST = True

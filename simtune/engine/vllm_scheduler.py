@@ -1,27 +1,27 @@
 """vLLM V1's schedulers (release 0.32): first come first served, and priorities.
 
 Residents come first, in order of admission, prompt or decode alike: each gets its next tokens while the token budget
-lasts. One that finds too few free KV blocks has residents preempted until it does: the newest, or with priorities the
-least urgent, even if that has its tokens of this step already. If that is the one in need itself, those behind it go
-without in this step. A step that preempts admits nobody.
+lasts. If one finds too few free KV blocks, residents are preempted until it has enough: the newest, or with priorities
+the least urgent, even if that one already has its tokens of this step. If the victim is the one in need itself, those
+behind it get no tokens in this step. A step that preempts admits no request.
 
-Otherwise waiting requests are admitted in order while seats, budget and memory last: one comes in only if all its known
-tokens would fit the free blocks (`scheduler_reserve_full_isl`) and leave the watermark, but takes blocks only for the
-tokens computed now; the last one may be cut. Because a cut prompt exhausts the budget, at most one prompt is under way
-between steps, and it is the newest resident.
+Otherwise waiting requests are admitted in order while seats, budget and memory last: one is admitted only if all its
+known tokens would fit the free blocks (`scheduler_reserve_full_isl`) and leave the watermark, but takes blocks only for
+the tokens computed now; the last one may be cut. Because a cut prompt exhausts the budget, at most one prompt is in
+prefill between steps, and it is the newest resident.
 
 With drafts each request in a step also takes the drafter's extra slots of the budget, and its blocks must have room for
-the drafter's lookahead. Blocks taken for drafts that are rejected stay taken. A newcomer with one token to compute, be
-it that the rest is cached or has come from a prefill instance, is padded with drafts nobody made, unless lengths go by
-batch or a prompt is under way; where the budget has no room for them, nobody more is admitted.
+the drafter's lookahead. Blocks taken for rejected drafts stay taken. A newcomer with one token to compute, because the
+rest is cached or has come from a prefill instance, is padded with placeholder drafts, unless draft lengths depend on
+the batch or a prompt is in prefill; if the budget has no room for them, no further request is admitted.
 
-With asynchronous scheduling a step is scheduled before the engine knows what came of the one before. Every answer ends
+With asynchronous scheduling a step is scheduled before the engine knows the result of the one before. Every answer ends
 by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts all those
-under way count as accepted, and what a preempted request had under way is delivered.
+in flight count as accepted, and the tokens in flight of a preempted request are delivered.
 
-Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One thing is not exact: where
-scheduling is asynchronous, a request that goes without in one step and is preempted right after the next may find one
-block fewer of its answer in the prefix cache than it would.
+Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One case is not exact: with
+asynchronous scheduling, a request that gets no tokens in one step and is preempted right after the next may find one
+block fewer of its answer in the prefix cache than in the engine.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from simtune.engine.waiting import PriorityQueue, urgency
 
 
 class VllmSettings(BatchSettings, total=False):
-    """The settings of vLLM's schedulers."""
+    """Settings of vLLM's schedulers."""
 
     long_prefill_token_threshold: int
     scheduler_reserve_full_isl: bool
 
 
 class Scheduled(NamedTuple):
-    """What a resident has been given for the coming step, where residents are asked one after the other."""
+    """Tokens and blocks of a resident in the coming step, if residents are scheduled one by one."""
 
     tokens: int
     new_blocks: int
     chunk: Chunk | None
-    """Of a prompt."""
+    """Chunk of a prompt; None for a decode."""
 
 
 class VllmFcfs(BatchScheduler):
-    """First come, first served. See the module's text for the rule."""
+    """First come, first served. See the module for the rule."""
 
     offers = BatchScheduler.offers | {"long_prefills", "reserve_full_isl"}
     first_come = True
@@ -65,8 +65,8 @@ class VllmFcfs(BatchScheduler):
         scheduler_reserve_full_isl: bool = True,
         **settings: Unpack[BatchSettings],
     ) -> None:
-        """With a threshold above 0 no prompt gets more tokens in a step, unless it is alone. Raises ValueError, also
-        for one that cuts drafts."""
+        """Limit the tokens of a prompt in a step to a threshold above 0, unless it is the only request. Raises
+        ValueError, also for a threshold that cuts drafts."""
         super().__init__(**settings)
         speculation = settings.get("speculation")
         if speculation is not None and 0 < long_prefill_token_threshold <= speculation.max_drafts:
@@ -78,11 +78,12 @@ class VllmFcfs(BatchScheduler):
         self.scheduler_reserve_full_isl = scheduler_reserve_full_isl
         self._longest_chunk = long_prefill_token_threshold or self.max_model_len
         self._overtakes = long_prefill_token_threshold > 0
-        self._newest_goes = not self._overtakes  # whether the victim is the prompt under way, or who decodes last
+        # the victim is the prompt in prefill, or the request that began to decode last
+        self._newest_goes = not self._overtakes
         self._seats = 0
 
     def schedule(self) -> Step | None:
-        """The next step: residents first, then those that wait. See `Scheduler.schedule`."""
+        """Return the next step: residents first, then those that wait. See `Scheduler.schedule`."""
         if self._received:
             self._begin()
         if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
@@ -100,22 +101,22 @@ class VllmFcfs(BatchScheduler):
                 return self._step(chunks, newcomers, repeats=not preempting)
             if not (preempting or self._comes_back):
                 return None
-            # Nothing runs: the engine comes straight back, and knows by then who has ended.
+            # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
             self._rejoin()
             self._late.move_all(self._queue)
             self._settling.settle()
 
     def _longest_now(self) -> int:
-        """Most tokens of a prompt in the coming step: nobody is kept waiting by one that is alone."""
+        """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
         alone = self.num_running + self.num_waiting == 1
         return self.max_model_len if alone else self.long_prefill_token_threshold
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
-        """Give the residents their next tokens: chunks of prompts, and what is left of the token budget."""
+        """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
         if self._overtakes and self.prefilling:
             return self._schedule_many_prompts()
         batch, kv, extra_slots = self.decoding, self.kv, self._needs.extra_slots
-        taken = 0
+        blocks_taken = 0
         while True:
             num_tokens, _, new_blocks = batch.totals()
             token_budget = self.max_num_batched_tokens - num_tokens - extra_slots * batch.count
@@ -124,23 +125,24 @@ class VllmFcfs(BatchScheduler):
                 (prompt,) = self.prefilling
                 chunk_tokens = min(prompt.known_tokens - prompt.computed, token_budget - extra_slots)
                 chunk_blocks = self._new_blocks(prompt, chunk_tokens)
-            if token_budget >= 0 and new_blocks + chunk_blocks <= kv.free + taken and not batch.rests:
+            if token_budget >= 0 and new_blocks + chunk_blocks <= kv.free + blocks_taken and not batch.rests:
                 break
+            # preempting at once needs members that take one block at most, and the newest as the victim
             if self.drafting or self._settling.ended or not self._newest_goes:
                 return self._schedule_one_by_one()
-            # Members need one block or none: all that were free are taken by those before the one in need.
-            more = min(kv.free, new_blocks - taken)
+            # Members need one block or none: the members before the one in need take all free blocks.
+            more = min(kv.free, new_blocks - blocks_taken)
             kv.take(more)
-            taken += more
+            blocks_taken += more
             self._preempt(self.prefilling[0] if self.prefilling else batch.newest())
-        if new_blocks > taken:
-            kv.take(new_blocks - taken)
+        if new_blocks > blocks_taken:
+            kv.take(new_blocks - blocks_taken)
         if not chunk_tokens:
             return [], token_budget
         return [self._allocate(prompt, chunk_tokens, chunk_blocks)], token_budget - chunk_tokens - extra_slots
 
     def _schedule_many_prompts(self) -> tuple[list[Chunk], int]:
-        """The same where several prompts may be under way: at once, where budget and blocks suffice for all."""
+        """Do the same if several prompts may be in prefill: at once, if budget and blocks suffice for all."""
         batch, extra_slots = self.decoding, self._needs.extra_slots
         num_tokens, _, new_blocks = batch.totals()
         parts = [(p, min(p.known_tokens - p.computed, self._longest_chunk)) for p in self.prefilling]
@@ -153,7 +155,7 @@ class VllmFcfs(BatchScheduler):
         return chunks, self.max_num_batched_tokens - num_tokens
 
     def _schedule_one_by_one(self) -> tuple[list[Chunk], int]:
-        """The same where budget or blocks do not suffice for all: one after the other, in order of admission."""
+        """Do the same if budget or blocks do not suffice for all: one by one, in order of admission."""
         batch, extra_slots, ended = self.decoding, self._needs.extra_slots, self._settling.ended
         token_budget = self.max_num_batched_tokens
         scheduled: dict[Request, Scheduled] = {}
@@ -164,11 +166,11 @@ class VllmFcfs(BatchScheduler):
                 break
             if request not in running or request in ended:
                 continue
-            wanted = self._wanted_by(request)
-            if not wanted and batch.rests:
+            wanted_tokens = self._wanted_by(request)
+            if not wanted_tokens and batch.rests:
                 continue
-            num_tokens = min(wanted, token_budget - extra_slots)
-            if num_tokens < wanted and request.decoding:
+            num_tokens = min(wanted_tokens, token_budget - extra_slots)
+            if num_tokens < wanted_tokens and request.decoding:
                 batch.cut(request, num_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
             token_budget += self._make_room(request, new_blocks, running, scheduled)
@@ -177,10 +179,10 @@ class VllmFcfs(BatchScheduler):
             scheduled[request] = self._give(request, num_tokens, new_blocks)
             token_budget -= num_tokens + extra_slots
         self._leave_out(request for request in running if request not in scheduled)
-        return [given.chunk for given in scheduled.values() if given.chunk is not None], token_budget
+        return [part.chunk for part in scheduled.values() if part.chunk is not None], token_budget
 
     def _wanted_by(self, request: Request) -> int:
-        """Tokens that a resident computes in the coming step, if it can."""
+        """Tokens that a resident computes in the coming step, if budget and blocks suffice."""
         if request.decoding:
             return self.decoding.width_of(request)
         return min(request.known_tokens - request.computed, self._longest_chunk)
@@ -195,8 +197,8 @@ class VllmFcfs(BatchScheduler):
     def _make_room(
         self, request: Request, blocks: int, running: dict[Request, None], scheduled: dict[Request, Scheduled]
     ) -> int:
-        """Preempt residents until a request finds so many blocks, or is preempted itself; returns what the victims give
-        back of the token budget."""
+        """Preempt residents until `blocks` blocks are free for a request, or it is preempted itself; return the token
+        budget that the victims give back."""
         token_budget = 0
         while blocks > self.kv.free and request in running:
             victim = self._victim(running)
@@ -208,46 +210,50 @@ class VllmFcfs(BatchScheduler):
                 token_budget += tokens + self._needs.extra_slots
                 if given_back.chunk is None:
                     self.kv.give(given_back.new_blocks)
-                else:  # those of a prompt are given back with the others it holds, named as they are
+                else:
+                    # a prompt's blocks are freed with its other blocks, under their names
                     victim.reserved_tokens = max(victim.reserved_tokens, self._needs.slots(victim.computed, tokens))
             self._preempt(victim, tokens)
         return token_budget
 
     def _victim(self, running: dict[Request, None]) -> Request:
-        """Whom to preempt of the residents, in order of admission."""
+        """Return the resident to preempt, given those left in order of admission."""
         return next(reversed(running))
 
     def _new_blocks(self, prompt: Request, num_tokens: int) -> int:
-        """Blocks that a prompt under way needs for its next tokens, besides those it holds."""
+        """Blocks that a prompt in prefill needs for its next tokens, besides those it has."""
         return max(0, self.kv.blocks_for(self._needs.slots(prompt.computed, num_tokens)) - self.kv.held_by(prompt))
 
     def _schedule_waiting(self, chunks: list[Chunk], token_budget: int) -> int:
-        """Admit waiting requests in order, and add their chunks to those of residents; returns how many."""
+        """Admit waiting requests in order, and add their chunks to those of residents; return the number admitted."""
         waiting, kv, needs, num_running = self.waiting, self.kv, self._needs, self.num_running
         caches, block_size, extra_slots, num_residents = kv.caches, kv.block_size, needs.extra_slots, len(chunks)
         hit, hit_blocks = NO_HIT, 0
         while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
             request = waiting[0]
-            known, past = request.prompt_tokens + request.emitted, request.computed
+            known_tokens, past = request.prompt_tokens + request.emitted, request.computed
             room = kv.free - (self.watermark_blocks if num_running else 0)
             if caches:
                 hit = kv.find(request)
                 _, _, hit_blocks, idle = hit
                 past += hit_blocks * block_size
+                # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
-            whole = -(-known // block_size)
-            if whole * self.scheduler_reserve_full_isl > room:
+            all_blocks = -(-known_tokens // block_size)
+            # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
+            if all_blocks * self.scheduler_reserve_full_isl > room:
                 break
-            num_tokens, padding = min(known - past, self._longest_chunk), 0
+            num_tokens, padding = min(known_tokens - past, self._longest_chunk), 0
             if num_tokens == 1 and not num_residents:
                 padding = self._padding_after(past)
                 num_tokens += padding
             if num_tokens > token_budget - extra_slots:
+                # a padded newcomer is never cut, nor is a prompt without chunked prefill
                 if padding or not self.chunked_prefill:
                     break
                 num_tokens = token_budget - extra_slots
-            as_whole = past + num_tokens + needs.lookahead == known
-            blocks = whole if as_whole else kv.blocks_for(needs.slots(past, num_tokens))
+            as_whole = past + num_tokens + needs.lookahead == known_tokens
+            blocks = all_blocks if as_whole else kv.blocks_for(needs.slots(past, num_tokens))
             if blocks > room:
                 break
             waiting.popleft()
@@ -262,7 +268,7 @@ class VllmFcfs(BatchScheduler):
         return len(chunks) - num_residents
 
     def _padding_after(self, past: int) -> int:
-        """Drafts that nobody made beside the one token that a newcomer has left to compute."""
+        """Placeholder drafts beside the one token that a newcomer has left to compute."""
         return self._needs.padding_after(past) if past or self.decoding.count else 0
 
     def _enter(self, request: Request) -> None:
@@ -271,16 +277,16 @@ class VllmFcfs(BatchScheduler):
         super()._enter(request)
 
     def composition(self) -> dict[Request, int]:
-        """Tokens of each request in the step given last, in order of admission."""
+        """Return the tokens of each request in the step returned last, in order of admission."""
         return dict(sorted(super().composition().items(), key=lambda entry: entry[0].seat))
 
     def would_notice(self) -> bool:
-        """Whether a newcomer could take a seat; behind others that wait it cannot."""
+        """True if a newcomer could take a seat; behind others that wait it cannot."""
         return not self.waiting and self._has_seat()
 
 
 class VllmPriority(VllmFcfs):
-    """The most urgent first: by `Request.priority`, the smallest first, and among equals by arrival."""
+    """Most urgent first: by `Request.priority`, the smallest first, and among equals by arrival."""
 
     def __init__(self, **settings: Unpack[VllmSettings]) -> None:
         super().__init__(**settings)
@@ -288,7 +294,7 @@ class VllmPriority(VllmFcfs):
         self._newest_goes = False
 
     def would_notice(self) -> bool:
-        """Whether a seat is free: a newcomer may come before others that wait."""
+        """True if a seat is free: a newcomer may come before others that wait."""
         return self._has_seat()
 
     def _victim(self, running: dict[Request, None]) -> Request:

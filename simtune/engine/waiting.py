@@ -11,30 +11,30 @@ from simtune.engine.request import Request
 
 
 class WaitingQueue(Protocol):
-    """What a policy needs of its waiting requests. A deque is one."""
+    """Operations of a policy on its waiting requests. A deque has them."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Request]: ...
     def __getitem__(self, index: int, /) -> Request: ...
     def append(self, request: Request, /) -> None:
-        """Add one that has come."""
+        """Add a newcomer."""
 
     def appendleft(self, request: Request, /) -> None:
-        """Add one that was preempted."""
+        """Add a preempted request."""
 
     def popleft(self) -> Request:
-        """Take out the first."""
+        """Remove and return the first."""
 
     def clear(self) -> None:
-        """Take out all."""
+        """Remove all."""
 
 
 urgency = attrgetter("priority", "id")
-"""By `Request.priority`, the smallest first, and among equals by arrival."""
+"""Sort key: `Request.priority`, the smallest first, and among equals the order of arrival."""
 
 
 class PriorityQueue:
-    """Waiting requests, the most urgent first, whether they have come or were preempted."""
+    """Waiting requests, the most urgent first, whether they are newcomers or were preempted."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
@@ -46,51 +46,52 @@ class PriorityQueue:
         return (entry[-1] for entry in sorted(self._heap))
 
     def __getitem__(self, index: int) -> Request:
-        """The first, at index 0; the others can only be taken out one after the other."""
+        """Return the first, at index 0; the others can only be removed one by one."""
         assert index == 0
         return self._heap[0][-1]
 
     def append(self, request: Request) -> None:
-        """Put a request where its urgency belongs. Costs O(log length)."""
+        """Put a request at the place of its urgency. Costs O(log length)."""
         heapq.heappush(self._heap, (*urgency(request), request))
 
     appendleft = append
 
     def popleft(self) -> Request:
-        """Take out the most urgent one."""
+        """Remove and return the most urgent request."""
         return heapq.heappop(self._heap)[-1]
 
     def clear(self) -> None:
-        """Take out all."""
+        """Remove all."""
         self._heap.clear()
 
 
 class LateArrivals(list[tuple[int, Request]]):
-    """Newcomers that an engine which schedules asynchronously does not see yet: the step after the one under way was
+    """Newcomers that an engine which schedules asynchronously does not see yet: the step after the running one was
     dispatched before they came.
 
-    Of each the repetition, from 1, of the step under way in which it came; 0 for one that came before that step began,
-    when it was scheduled already.
+    Each entry has the repetition, from 1, of the running step in which the request came; 0 for a request that came
+    before that step began, when the step was already scheduled.
     """
 
     def move(self, queue: Callable[[Request], None], repetitions: int) -> None:
-        """The step is over, run so often: whoever came before the next was dispatched waits like any other."""
+        """Queue requests that came before the next step was dispatched; the step over ran `repetitions` times."""
         for at, request in self:
             if at < repetitions:
                 queue(request)
-        if self[-1][0] < repetitions:  # the last to come, as most often nobody else did
+        # entries are in order of arrival: if the last one is due, all are
+        if self[-1][0] < repetitions:
             self.clear()
         else:
             self[:] = [(0, request) for at, request in self if at >= repetitions]
 
     def move_all(self, queue: Callable[[Request], None]) -> None:
-        """All of them wait like any other."""
+        """Queue all of them."""
         for _, request in self:
             queue(request)
         self.clear()
 
     def take_out(self, request: Request) -> bool:
-        """Forget one that is not wanted any more; False where it is not here."""
+        """Forget a request that was aborted; False if it is not here."""
         before = len(self)
         self[:] = [entry for entry in self if entry[1] is not request]
         return len(self) < before

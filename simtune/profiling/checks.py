@@ -1,4 +1,4 @@
-"""How far off a profile is on times that none of its fits saw: validation points, and whole steps."""
+"""Errors of a profile on times that none of its fits saw: validation points, and whole steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from simtune.specs.pool import Batching, Pool
 
 
 class Check(NamedTuple):
-    """A time that no fit saw, and what the profile says of it."""
+    """Time that no fit saw, and its prediction."""
 
     operator: str
-    """Its key in the profile, or the name of the model of a whole step."""
+    """Operator key in the profile, or for a whole step the name of the model."""
     shape: dict[str, float]
     measured_s: float
     predicted_s: float
     covered: bool
-    """Whether the measured time lies inside the 90 % interval."""
+    """True if the measured time lies inside the 90 % interval."""
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1."""
+        """Return predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
 
@@ -44,14 +44,14 @@ class Errors(NamedTuple):
 
     @classmethod
     def of(cls, checks: Sequence[Check]) -> Errors:
-        """The errors of one check or more."""
+        """Return the errors of one or more checks."""
         error = np.abs([c.error for c in checks])
         covered = float(np.mean([c.covered for c in checks]))
         return cls(len(checks), float(np.median(error)), float(np.quantile(error, 0.9)), float(error.max()), covered)
 
 
 def errors_by_operator(checks: Sequence[Check]) -> dict[str, Errors]:
-    """Of validation points by operator, or of whole steps by model, in alphabetical order."""
+    """Return errors of validation points by operator, or of whole steps by model, in alphabetical order."""
     groups: dict[str, list[Check]] = {}
     for check in checks:
         groups.setdefault(check.operator, []).append(check)
@@ -59,7 +59,7 @@ def errors_by_operator(checks: Sequence[Check]) -> dict[str, Errors]:
 
 
 def validate(journal: Journal, judges: Mapping[str, Predictor]) -> list[Check]:
-    """The validation points inside the box of the fit; of several visits the lower median counts."""
+    """Return checks at the validation points inside the box of the fit; of several visits the lower median counts."""
     visits: dict[str, list[MeasuredPoint]] = {}
     for point in journal.points:
         if point.role == "validation" and point.seconds:
@@ -76,7 +76,7 @@ def validate(journal: Journal, judges: Mapping[str, Predictor]) -> list[Check]:
 
 
 def check_steps(points: Sequence[MeasuredPoint], models: Sequence[Model], hardware: Hardware) -> list[Check]:
-    """Measured whole steps against the sum of their operators, to which nothing of them was fitted."""
+    """Return checks of whole steps against the sum of their operators; no fit saw a step."""
     by_name = {model.name: model for model in models}
     pool = Pool(
         hardware=hardware.name,

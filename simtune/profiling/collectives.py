@@ -1,7 +1,7 @@
-"""Collectives and peer transfers among processes: NCCL between GPUs, gloo between processes on a processor.
+"""Measurement of collectives and peer transfers: NCCL between GPUs, gloo between processes on a processor.
 
-Every rank is a process that waits for (kind, dtype, bytes), runs the calls, and rank 0 tells how long one took. Wall
-time is the only one there is, since most of it is waiting for others.
+Every rank is a process that waits for (kind, dtype, bytes) and runs the calls; rank 0 sends the seconds of one. Only
+wall time is possible, since most of it is waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_S = 60.0
 
 
 class Group:
-    """So many processes, one for each device."""
+    """Processes that run collectives, one for each device."""
 
     def __init__(self, devices: int, kind: str) -> None:
         import torch.multiprocessing as multiprocessing
@@ -46,7 +46,7 @@ class Group:
             child_end.close()
 
     def measure(self, task: MeasurementTask) -> Measured:
-        """Time one collective. Raises SimtuneError when a rank is gone or does not answer within a minute."""
+        """Time one collective. Raises SimtuneError if a rank is lost or does not answer within a minute."""
         try:
             for pipe in self._pipes:
                 pipe.send((task.kind, task.dtype, round(task.shape["bytes"])))
@@ -60,7 +60,7 @@ class Group:
         return summary([Sample(s, True) for s in seconds], "wall")
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -88,6 +88,7 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
         )
         count = torch.ones(1)
         seconds = []
+        # two trial samples find how often the call is repeated in a sample
         for sample in range(-2, _SAMPLES):
             distributed.barrier()
             start = now()
@@ -97,7 +98,7 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
             spent = (now() - start) / int(count)
             if sample >= 0:
                 seconds.append(spent)
-            else:  # all ranks repeat it as often as the first says
+            else:  # all ranks use the repetitions of the first one
                 count = torch.tensor([max(1.0, min(200.0, _SAMPLE_S / spent))]).to(kind)
                 distributed.broadcast(count, 0)
         if rank == 0:
@@ -106,7 +107,7 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
 
 
 def _call(name: str, rank: int, devices: int, data: Tensor) -> Callable[[], Any]:
-    """One call on this rank. `data` is all that is reduced, gathered or sent."""
+    """Return the call on this rank. `data` is all that is reduced, gathered or sent."""
     from torch import distributed
 
     if name == "all_reduce":

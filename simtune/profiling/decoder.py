@@ -1,7 +1,7 @@
-"""A decoder of a model's shapes with random weights, made of the very calls that are measured one by one.
+"""Decoder of a model's shapes with random weights, built from the calls that are also measured one by one.
 
-Its whole steps are what the sum of operators is compared with. Weights are each their own memory; keys and values are
-views into the operands, different ones in every layer, since what they hold costs nothing and what they weigh does.
+Its whole steps are compared with the sum of operators. Weights have separate memory; keys and values are views into the
+operands, different ones in every layer, since their content costs nothing and their size does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from simtune.specs.model import FullAttention, Model
 
 
 class Decoder:
-    """The first layers of a model with plain attention and a gated feed-forward, and its head."""
+    """First layers of a model with plain attention and a gated feed-forward, and its head."""
 
     def __init__(self, model: Model, layers: int, operands: Operands) -> None:
         group = model.layers[0]
@@ -34,7 +34,7 @@ class Decoder:
         self.embedding = self.head
 
     def step(self, shape: Mapping[str, float], decode: Attend, prefill: Attend) -> Call:
-        """A call that runs one step: so many decodes of one context, and one chunk behind its past."""
+        """Return a call that runs one step: decodes of one context, and one chunk behind its past."""
         decodes, context, past, new, samples = (
             round(shape[name]) for name in ("decodes", "context", "past", "tokens", "samples")
         )
@@ -50,14 +50,14 @@ class Decoder:
             parts = []
             if decodes:
                 cache = caches[layer % len(caches)]
-                for kept, fresh in zip(cache, (k, v), strict=True):
-                    kept[:, :, -1] = fresh[:decodes]
+                for cached, fresh in zip(cache, (k, v), strict=True):
+                    cached[:, :, -1] = fresh[:decodes]
                 out = decode(q[:decodes].unsqueeze(2), cache[0], cache[1], None)
                 parts.append(out.reshape(decodes, heads * d))
             if new:
                 cache = chunks[layer % len(chunks)]
-                for kept, fresh in zip(cache, (k, v), strict=True):
-                    kept[0, :, past:] = fresh[decodes:].transpose(0, 1)
+                for cached, fresh in zip(cache, (k, v), strict=True):
+                    cached[0, :, past:] = fresh[decodes:].transpose(0, 1)
                 out = prefill(q[decodes:].transpose(0, 1).unsqueeze(0), cache[0], cache[1], mask)
                 parts.append(out[0].transpose(0, 1).reshape(new, heads * d))
             return torch.cat(parts) if len(parts) > 1 else parts[0]

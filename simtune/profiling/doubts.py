@@ -1,4 +1,4 @@
-"""Which points are suspicious, and are measured again first."""
+"""Selection of suspicious points, which are measured again first."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from simtune.profiling.measurement_journal import Journal, task_of
 from simtune.profiling.measurement_plan import MeasurementTask
 
 MOVED = 0.03
-"""A sentinel so far off its median casts doubt on the points before it."""
+"""Relative move of a sentinel off its median that makes the points before it suspicious."""
 
 SUSPICIOUS_SDS = 4.0
 FEWEST = 8
-"""Points of an operator among which one can be told to be off."""
+"""Least number of points of an operator among which one can be recognised as off."""
 
 
 def doubtful(journal: Journal) -> set[str]:
-    """Keys of the points whose first visit is suspicious."""
+    """Return the keys of the points whose first visit is suspicious."""
     first: dict[str, MeasuredPoint] = {}
     for point in journal.points:
         if point.role != "sentinel":
@@ -35,7 +35,7 @@ def doubtful(journal: Journal) -> set[str]:
 
 
 def _before_moved_sentinels(journal: Journal) -> set[str]:
-    """Keys of the points first visited between a sentinel that had moved and the sentinel before it."""
+    """Return keys of the points first visited between a sentinel that had moved and the sentinel before it."""
     usual = _usual_s(journal)
     doubted: set[str] = set()
     visited: set[str] = set()
@@ -44,6 +44,7 @@ def _before_moved_sentinels(journal: Journal) -> set[str]:
         key = task_of(point).key
         if point.role == "sentinel":
             moved = abs((point.seconds or 0.0) / usual[key] - 1)
+            # a move within the sentinel's own spread is noise
             if moved > MOVED and moved * usual[key] > 3 * (point.mad or 0.0):
                 doubted |= set(since)
             since = []
@@ -54,7 +55,7 @@ def _before_moved_sentinels(journal: Journal) -> set[str]:
 
 
 def _usual_s(journal: Journal) -> dict[str, float]:
-    """Median seconds of each sentinel, by key."""
+    """Return median seconds of each sentinel, by key."""
     times: dict[str, list[float]] = {}
     for point in journal.points:
         if point.role == "sentinel" and point.seconds:
@@ -63,7 +64,7 @@ def _usual_s(journal: Journal) -> dict[str, float]:
 
 
 def _off_the_fit(journal: Journal, points: Sequence[MeasuredPoint]) -> set[str]:
-    """Keys of points that are far from where all other points of their operator put them."""
+    """Return keys of points that are far from the prediction by all other points of their operator."""
     keys: set[str] = set()
     facts = facts_of(journal, "measured")
     for table in tables_of(journal, points).operators.values():

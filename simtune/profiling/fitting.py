@@ -1,4 +1,4 @@
-"""From the points of a journal to a hardware profile: tables, quick fits between rounds, the facts of the device."""
+"""Hardware profiles from the points of a journal: tables, quick fits between rounds, the facts of the device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STREAM_BYTES = 1 << 26  # a smaller copy within memory may be one within a cach
 
 
 def tables_of(journal: Journal, points: Sequence[MeasuredPoint] | None = None) -> Tables:
-    """The tables of all points of a journal, or of these."""
+    """Return the tables of all points of a journal, or of `points`."""
     content = own.tables(journal.header, journal.points if points is None else points, FILE)
-    kept = {table.key: merge([table]) for table in content.tables if len(table)}
-    return Tables(dict(sorted(kept.items())), content.hosts[0] if content.hosts else None)
+    usable = {table.key: merge([table]) for table in content.tables if len(table)}
+    return Tables(dict(sorted(usable.items())), content.hosts[0] if content.hosts else None)
 
 
 def predictors(journal: Journal) -> dict[str, Predictor]:
-    """Quick fits of all operators measured so far, by key."""
+    """Return quick fits of all operators measured so far, by key."""
     facts = facts_of(journal, "measured")
     fitted = {}
     for key, table in tables_of(journal).operators.items():
@@ -43,7 +43,7 @@ def predictors(journal: Journal) -> dict[str, Predictor]:
 
 
 def fit(journal: Journal, name: str) -> tuple[Facts, Hardware, list[Check]]:
-    """Facts and profile of all points, and the checks. Raises UsageError when there are too few points."""
+    """Return facts and profile of all points, and the checks. Raises UsageError if there are too few points."""
     tables = tables_of(journal)
     if not any(table.kind == "gemm" for table in tables.operators.values()):
         raise UsageError(f"{journal.path}: too few points for a profile; give a larger --budget")
@@ -56,19 +56,19 @@ def fit(journal: Journal, name: str) -> tuple[Facts, Hardware, list[Check]]:
     checks = validate(journal, judges)
     operators = dict(hardware.operators)
     for key, errors in errors_by_operator(checks).items():
-        held = HoldOut(
+        tested = HoldOut(
             split=VALIDATION,
             train_points=operators[key].provenance.points or 1,
             test_points=errors.points,
             **{name: round(getattr(errors, name), 4) for name in ("median", "p90", "max")},
             coverage=round(errors.covered, 4),
         )
-        operators[key] = operators[key].model_copy(update={"hold_out": (held, *operators[key].hold_out)})
+        operators[key] = operators[key].model_copy(update={"hold_out": (tested, *operators[key].hold_out)})
     return facts, hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays), checks
 
 
 def facts_of(journal: Journal, name: str) -> Facts:
-    """What is known of the device: the rates are the best that were measured, since nobody gave a data sheet."""
+    """Return the facts of the device: the rates are the best measured ones, since there is no data sheet."""
     header, further = journal.header, journal.header.further
     best = _BestRates(Limits(**further["limits"]))
     for point in journal.points:
@@ -93,7 +93,7 @@ def facts_of(journal: Journal, name: str) -> Facts:
 
 
 class _BestRates:
-    """The fastest product of each dtype, the fastest copy, and each link by its fastest and its shortest transfer."""
+    """Fastest product of each dtype, fastest copy, and each link by its fastest and its shortest transfer."""
 
     def __init__(self, limits: Limits) -> None:
         self.flops_per_s: dict[Dtype, float] = {}
@@ -117,14 +117,14 @@ class _BestRates:
             self._transfer("intra_node", moved, point.seconds)
 
     def _transfer(self, name: str, size: float, seconds: float) -> None:
-        known = self.links.get(name)
-        rate = max(size / seconds, known.bytes_per_s if known else 0.0)
-        latency = min(seconds, known.latency_s if known else seconds)
+        previous = self.links.get(name)
+        rate = max(size / seconds, previous.bytes_per_s if previous else 0.0)
+        latency = min(seconds, previous.latency_s if previous else seconds)
         self.links[name] = Link(
             bytes_per_s=short(rate), latency_s=short(latency), source="fastest and shortest measured"
         )
 
 
 def short(value: float) -> float:
-    """To four significant digits: measured once, it is not known better."""
+    """Round to four significant digits: a single measurement supports no more."""
     return float(f"{value:.4g}")

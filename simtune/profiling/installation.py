@@ -1,4 +1,4 @@
-"""What is installed on this machine, and what of simtune it is enough for."""
+"""Diagnosis of the installation on this machine, and of the uses that it allows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONAL = {
 
 
 class Diagnosis(NamedTuple):
-    """One thing that was looked at. `problem` needs attention; `absent` only limits what can be done."""
+    """Result of one check. `problem` needs attention; `absent` only limits the available functions."""
 
     state: State
     what: str
@@ -35,7 +35,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnoses() -> list[Diagnosis]:
-    """Everything, the most basic first."""
+    """Return all results, the most basic first."""
     return [
         Diagnosis("ok", "simtune", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
         Diagnosis("ok", "processors", f"{os.cpu_count()} cores for searches and --uncertainty"),
@@ -54,17 +54,17 @@ def _package(name: str, use: str) -> Diagnosis:
     try:
         return Diagnosis("ok", name, f"{metadata.version(name)}, for {use}")
     except metadata.PackageNotFoundError:
-        return Diagnosis("problem", name, "can be imported but is no installed package")
+        return Diagnosis("problem", name, "can be imported but is not an installed package; reinstall it")
 
 
 def devices() -> list[str]:
-    """Names of the NVIDIA cards that the driver tells of; none where there is no driver."""
+    """Return the names of the NVIDIA cards that the driver lists; none without a driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return [line.strip() for line in completed.stdout.splitlines() if line.strip()] if completed.returncode == 0 else []
 
 
 def _cards() -> list[Diagnosis]:
@@ -80,20 +80,20 @@ def _presets() -> Diagnosis:
     if util.find_spec("vllm") is None:
         return Diagnosis("ok", "engine presets", ", ".join(presets))
     installed = ".".join(metadata.version("vllm").split(".")[:2])
-    known = [name for name in presets if load_engine(name).release.endswith(installed)]
-    if known:
-        return Diagnosis("ok", "engine presets", f"{known[0]} is that of the vLLM installed here")
+    matching = [name for name in presets if load_engine(name).release.endswith(installed)]
+    if matching:
+        return Diagnosis("ok", "engine presets", f"{matching[0]} is that of the vLLM installed here")
     return Diagnosis(
         "problem", "engine presets", f"none is of vLLM {installed}, which is installed; nearest settings hold"
     )
 
 
 def _profiles() -> Diagnosis:
-    """Read every profile. That none can be found means that the package's data were not installed."""
+    """Read every profile. If none is found, the package's data were not installed."""
     profiles = names("hardware")
     try:
         for name in profiles:
-            len(load_hardware(name).arrays)  # they are read where they are first needed
+            len(load_hardware(name).arrays)  # arrays are read when they are first needed
     except SimtuneError as error:
         return Diagnosis("problem", "hardware profiles", str(error))
     if not profiles:
@@ -106,7 +106,7 @@ def _folders() -> list[Diagnosis]:
     return [
         Diagnosis("ok", "SIMTUNE_PATH", str(folder))
         if folder.is_dir()
-        else Diagnosis("problem", "SIMTUNE_PATH", f"{folder} is no folder; make it or take it out")
+        else Diagnosis("problem", "SIMTUNE_PATH", f"{folder} is not a folder; create it or remove it from SIMTUNE_PATH")
         for folder in folders
     ]
 

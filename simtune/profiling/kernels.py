@@ -1,7 +1,7 @@
-"""The calls that are timed, as torch alone can make them, and out of which `decoder` builds whole steps.
+"""Calls that are timed, using torch alone; `decoder` builds whole steps out of them.
 
-Where torch has several kernels for one thing, `CANDIDATES` names them; the rig tries each on the device and keeps the
-fastest of those that run. Nothing here looks at a version.
+If torch has several kernels for one operation, `CANDIDATES` names them; the rig tries each on the device and uses the
+fastest of those that run. Nothing here depends on a version.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from simtune.profiling.operands import DTYPES, Operands
 from simtune.profiling.timing import Call
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""Of queries (b, h, q, d), keys and values (b, hk, kv, d) and a mask: nothing, or what `sees` gives."""
+"""Function of queries (b, h, q, d), keys and values (b, hk, kv, d) and a mask: None, or a result of `sees`."""
 
 PAGE = 16
-"""Tokens of one page of a scattered KV cache, as engines have them."""
+"""Tokens of one page of a scattered KV cache, as in engines."""
 
 
 # --- matrix products --------------------------------------------------------------------------------------
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(m, k) times the transpose of (n, k); 8-bit ones write 16 bits, of int8 32."""
+    """Return (m, k) times the transpose of (n, k); 8-bit ones write 16 bits, of int8 32."""
     if weight.dtype == torch.float8_e4m3fn:
-        one = _one(x.device)
-        return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        scale = _one(x.device)
+        return torch._scaled_mm(x, weight.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     if weight.dtype == torch.int8:
         return torch._int_mm(x, weight.t())
     return F.linear(x, weight)
@@ -45,7 +45,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows in 8 bits, and the scale of each."""
+    """Return rows in 8 bits, and the scale of each."""
     top = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
     scale = x.abs().amax(-1, keepdim=True).float() / top
     return (x / scale).to(dtype), scale
@@ -72,7 +72,7 @@ def moe(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """torch's own attention; `mask` "causal" for whole prompts."""
+    """Attention of torch; `mask` "causal" for whole prompts."""
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, str):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
@@ -80,7 +80,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def sdpa_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """The query heads that share a KV head as rows of one head, so that its keys and values are read once."""
+    """Attention with query heads that share a KV head as rows of one head, so that keys and values are read once."""
     b, h, n, d = q.shape
     groups = h // k.shape[1]
     if mask is not None:
@@ -89,7 +89,7 @@ def sdpa_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def matmul(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """Two plain products with a softmax between."""
+    """Attention as two plain products with a softmax between."""
     b, h, n, d = q.shape
     groups = h // k.shape[1]
     scores = torch.matmul(q.reshape(b, -1, groups * n, d), k.transpose(-1, -2)) * d**-0.5
@@ -99,7 +99,7 @@ def matmul(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def _within(attend: Attend, backend: str) -> Attend:
-    """The same with one of torch's backends; raises where the backend has no kernel for the call."""
+    """Restrict `attend` to one of torch's backends; the result raises if the backend has no kernel for the call."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -110,8 +110,8 @@ def _within(attend: Attend, backend: str) -> Attend:
 
 
 def apart(attend: Attend) -> Attend:
-    """The same, a call for each sequence: what engines do on a processor, where contexts of unequal length are not
-    padded and launches cost nothing."""
+    """Return attention with a call for each sequence, as engines do on a processor: contexts of unequal length are not
+    padded, and launches cost nothing."""
 
     def one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         return torch.cat([attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask) for i in range(len(q))])
@@ -120,7 +120,7 @@ def apart(attend: Attend) -> Attend:
 
 
 def keep(cache: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keys and values (m, hk, d) of some tokens into a cache (2, rows, hk, positions, d)."""
+    """Write keys and values (m, hk, d) of some tokens into a cache (2, rows, hk, positions, d)."""
     cache[0][rows, :, positions] = k
     cache[1][rows, :, positions] = v
 
@@ -147,7 +147,7 @@ CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def sees(tokens: int, context: int, window: int, device: torch.device) -> Any:
-    """The mask of the last `tokens` of `context` tokens, each of which sees the latest `window` up to itself."""
+    """Return the mask of the last `tokens` of `context` tokens, each of which sees the latest `window` up to itself."""
     if tokens == 1 and window >= context:
         return None
     if tokens == context and window >= context:
@@ -161,7 +161,7 @@ def sees(tokens: int, context: int, window: int, device: torch.device) -> Any:
 
 
 def tree_mask(width: int, context: int, device: torch.device) -> Tensor:
-    """A binary tree of `width` drafted tokens behind the context: each sees the context and its ancestors."""
+    """Mask of a binary tree of `width` drafted tokens behind the context: each sees the context and its ancestors."""
     mask = torch.ones(width, context, dtype=torch.bool, device=device)
     mask[:, context - width :] = False
     for node in range(width):
@@ -176,24 +176,24 @@ def tree_mask(width: int, context: int, device: torch.device) -> Tensor:
 
 
 def norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """The residual is added up in place; what is returned is its norm."""
+    """Add to the residual in place, and return its norm."""
     return F.rms_norm(residual.add_(x), weight.shape, weight, 1e-5)
 
 
 def activation(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half of (rows, 2 width), times the second."""
+    """Return SiLU of the first half of (rows, 2 width), times the second."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotated heads: x (m, heads, d), cos and sin (m, 1, d / 2)."""
+    """Return rotated heads: x (m, heads, d), cos and sin (m, 1, d / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def sample(logits: Tensor) -> Tensor:
-    """A token for each row: cast, temperature, softmax and draw."""
+    """Return a token for each row: cast, temperature, softmax and draw."""
     return torch.multinomial(torch.softmax(logits.float() / 0.8, -1), 1)
 
 
@@ -201,7 +201,7 @@ def sample(logits: Tensor) -> Tensor:
 
 
 def calls(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
-    """Calls of this shape that differ in their operands: as many as it takes to push each other out of caches."""
+    """Return calls of this shape with different operands: enough of them to evict each other from caches."""
     return _CALLS[task.kind](task, operands, attend)
 
 
@@ -226,16 +226,16 @@ def _prefill(task: MeasurementTask, operands: Operands, attend: Attend | None) -
 def _decode(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     b, context, h, hk, d, window = _sizes(task)
     assert attend is not None
-    q, seen = operands.fresh((b, h, 1, d), task.dtype), min(window, context)
+    q, context_seen = operands.fresh((b, h, 1, d), task.dtype), min(window, context)
     if task.variant == "paged":
-        return _paged(q, operands, attend, (b, seen, hk, d), task)
-    return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, seen, d), task.dtype)]
+        return _paged(q, operands, attend, (b, context_seen, hk, d), task)
+    return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, context_seen, d), task.dtype)]
 
 
 def _paged(
     q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int, int, int], task: MeasurementTask
 ) -> list[Call]:
-    """Pages in random order are gathered first: an upper bound, since torch has no paged kernel everywhere."""
+    """Return calls that gather pages in random order first: an upper bound, since torch lacks a paged kernel."""
     b, context, hk, d = shape
     pages = -(-context // PAGE)
     pool = operands.whole((2, -1, PAGE, hk, d), task.dtype, b * pages)
@@ -245,8 +245,8 @@ def _paged(
         k, v = (part.index_select(0, chosen).view(b, pages * PAGE, hk, d)[:, :context].transpose(1, 2) for part in pool)
         return attend(q, k, v, None)
 
-    whole = len(order) // (b * pages) * b * pages
-    return [partial(call, chosen) for chosen in order[:whole].split(b * pages)[:64]]
+    usable = len(order) // (b * pages) * b * pages
+    return [partial(call, chosen) for chosen in order[:usable].split(b * pages)[:64]]
 
 
 def _tree(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
@@ -262,9 +262,9 @@ def _moe(task: MeasurementTask, operands: Operands, attend: Attend | None) -> li
     tokens, hidden, width, per_token, experts = _sizes(task)[:5]
     x = operands.fresh((tokens, hidden), task.dtype)
     likely = torch.tensor(visit_probabilities(experts, per_token, float(task.shape["skew"])), dtype=torch.float32)
-    both = operands.whole((3 * experts * width * hidden,), task.dtype)
-    gate_up = both[: 2 * experts * width * hidden].view(experts, 2 * width, hidden)
-    down = both[2 * experts * width * hidden :].view(experts, hidden, width)
+    weights = operands.whole((3 * experts * width * hidden,), task.dtype)
+    gate_up = weights[: 2 * experts * width * hidden].view(experts, 2 * width, hidden)
+    down = weights[2 * experts * width * hidden :].view(experts, hidden, width)
     routed = [torch.multinomial(likely.expand(tokens, -1), per_token).to(operands.device) for _ in range(5)]
     return [partial(moe, x, chosen, gate_up, down) for chosen in routed]
 
@@ -294,18 +294,18 @@ def _sampling(task: MeasurementTask, operands: Operands, attend: Attend | None) 
 
 def _copy(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
     (size,) = _sizes(task)
-    here = operands.rotating((size // 4,), "fp32")
+    on_device = operands.rotating((size // 4,), "fp32")
     if task.variant == "in_memory":
-        target = torch.empty_like(here[0])
-        return [partial(target.copy_, source) for source in here]
-    there = torch.empty(size // 4, pin_memory=True)
+        target = torch.empty_like(on_device[0])
+        return [partial(target.copy_, source) for source in on_device]
+    on_host = torch.empty(size // 4, pin_memory=True)
     if task.variant == "to_device":
-        return [partial(target.copy_, there, non_blocking=True) for target in here]
-    return [partial(there.copy_, source, non_blocking=True) for source in here]
+        return [partial(target.copy_, on_host, non_blocking=True) for target in on_device]
+    return [partial(on_host.copy_, source, non_blocking=True) for source in on_device]
 
 
 def _host(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:
-    """What a plain engine does between two steps: lists to tensors, a page for each sequence, tokens to lists."""
+    """Return the work of a plain engine between two steps: lists to tensors, a page a sequence, tokens to lists."""
     (n,) = _sizes(task)
     lengths, pages = [1000 + i for i in range(n)], [list(range(64)) for _ in range(n)]
     out = torch.zeros(n, 1, dtype=torch.long, device=operands.device)
@@ -322,8 +322,8 @@ def _host(task: MeasurementTask, operands: Operands, attend: Attend | None) -> l
 
 
 def around_step(rows: int, hidden: int, operands: Operands, dtype: str) -> Call:
-    """What an engine does around the layers of a step of so many decodes that no kernel is: it looks up embeddings and
-    angles, and picks the rows to sample."""
+    """Return the work around the layers of a step of `rows` decodes that is no kernel: an engine looks up embeddings
+    and angles, and picks the rows to sample."""
     table, angles = operands.fresh((1024, hidden), dtype), operands.fresh((1024, 1, 64), dtype)
     chosen = list(range(rows))
 
@@ -338,16 +338,18 @@ def around_step(rows: int, hidden: int, operands: Operands, dtype: str) -> Call:
 
 
 def around_layer(rows: int, heads: int, kv_heads: int, head_dim: int, operands: Operands, dtype: str) -> Call:
-    """The same within a layer: it keeps keys and values where they belong."""
+    """Return the same work within a layer: writing keys and values to the cache."""
     cache = operands.fresh((2, rows, kv_heads, PAGE, head_dim), dtype)
-    both = operands.fresh((rows, heads + 2 * kv_heads, head_dim), dtype)
+    projected = operands.fresh((rows, heads + 2 * kv_heads, head_dim), dtype)
     seats = torch.arange(rows, device=operands.device)
     positions = torch.zeros(rows, dtype=torch.long, device=operands.device)
-    return partial(keep, cache, seats, positions, both[:, heads : heads + kv_heads], both[:, heads + kv_heads :])
+    return partial(
+        keep, cache, seats, positions, projected[:, heads : heads + kv_heads], projected[:, heads + kv_heads :]
+    )
 
 
 def _sizes(task: MeasurementTask) -> tuple[int, ...]:
-    """Its shape, in the order in which the kind names it."""
+    """Return the task's shape, in the order in which its kind names it."""
     return tuple(round(task.shape[name]) for name in SHAPES[task.kind])
 
 

@@ -1,6 +1,6 @@
-"""The file of finished points, measurements.jsonl: written a line at a time, so that a run can be killed and go on.
+"""File of finished points, measurements.jsonl: written a line at a time, so that a killed run can continue.
 
-Its format is that of `simtune.costs.tables.own`. Whatever is lost is the point that was being measured.
+Its format is that of `simtune.costs.tables.own`. Only the point that was being measured is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "measurements.jsonl"
 
 
 class Journal:
-    """Header and points of a file, and a way to append to it. Use as a context manager."""
+    """Header and points of a file, and a method to append to it. Use as a context manager."""
 
     def __init__(self, path: Path, header: MeasurementHeader, points: list[MeasuredPoint]) -> None:
         self.path, self.header, self.points = path, header, points
@@ -28,7 +28,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, header: Mapping[str, Any]) -> Self:
-        """A new file with its header. Raises SimtuneError when it cannot be written."""
+        """Create a file with its header. Raises SimtuneError if it cannot be written."""
         journal = cls(path, MeasurementHeader.model_validate(dict(header)), [])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,20 +39,20 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path) -> tuple[Self, str | None]:
-        """A file that is there, and what was repaired in it: a last line cut short is taken off.
+        """Return an existing file, and a note if it was repaired: a last line cut short is removed.
 
-        Raises SpecError when the file is damaged elsewhere.
+        Raises SpecError if the file is damaged elsewhere.
         """
         header, points, cut_short = read_points(path)
         repaired = None
         text = path.read_bytes()
         if cut_short:
             os.truncate(path, text.rindex(b"\n") + 1)
-            repaired = f"{path}: the last line was cut short and is taken off; its point is measured again"
+            repaired = f"{path}: the last line was cut short and is removed; its point is measured again"
         elif not text.endswith(b"\n"):
             with path.open("ab") as file:
                 file.write(b"\n")
-            repaired = f"{path}: the last line had no end and got one"
+            repaired = f"{path}: the last line had no newline; added it"
         return cls(path, header, points), repaired
 
     def __enter__(self) -> Self:
@@ -63,17 +63,17 @@ class Journal:
             self._file.close()
 
     def must_be(self, **wanted: Any) -> None:
-        """Raises UsageError unless the header says so of each of these keys."""
+        """Raise UsageError unless the header has these values of these keys."""
         for key, value in wanted.items():
-            held = getattr(self.header, key, None)
-            if held != value:
+            recorded = getattr(self.header, key, None)
+            if recorded != value:
                 raise UsageError(
-                    f"{self.path}: holds measurements with {key} {_short(held)}, this run has {_short(value)}; they "
+                    f"{self.path}: has measurements with {key} {_short(recorded)}, this run has {_short(value)}; they "
                     "are not mixed: name another folder with --out"
                 )
 
     def record(self, task: MeasurementTask, **result: Any) -> MeasuredPoint:
-        """Append one finished point. Raises SimtuneError when it cannot be written; what is there stays."""
+        """Append one finished point. Raises SimtuneError if it cannot be written; earlier points stay."""
         line = {**task.to_data(), **{key: value for key, value in result.items() if value is not None}}
         self._append(line)
         point = MeasuredPoint.model_validate(line)
@@ -81,12 +81,12 @@ class Journal:
         return point
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        rest = (json.dumps(line, allow_nan=False) + "\n").encode()
+        unwritten = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             raise SimtuneError(
                 f"{self.path}: cannot be written ({error.strerror}); its {len(self.points)} points are kept: make room "
@@ -95,7 +95,7 @@ class Journal:
 
 
 def task_of(point: MeasuredPoint) -> MeasurementTask:
-    """The task that a point answers."""
+    """Return the task of a point."""
     return MeasurementTask(point.kind, point.dtype, point.shape, point.kv_dtype, point.variant, point.role)
 
 

@@ -1,13 +1,13 @@
-"""Which points are worth measuring, and in which order.
+"""Selection and order of the points to measure.
 
 For each operator of the models the corners of its box come first, then the points farthest from those chosen
 (maximin). Matrix products are measured at the exact (n, k) of the models, over numbers of tokens half an octave apart:
 exact shapes beat any fit. Validation points lie between, and no fit sees them. Whole steps are measured to be compared
 with the sum of their operators, never to be fitted.
 
-The order is that of rounds: an eighth, a quarter, half and all of every operator's points, each round shuffled with a
-fixed seed. Whenever a run stops, what it has is a sample of everything; and the plan depends on nothing but what the
-header of the measurements holds.
+The points are divided into rounds: an eighth, a quarter, half and all of every operator's points, each round shuffled
+with a fixed seed. Whenever a run stops, its points are a sample of everything; and the plan depends on nothing but the
+header of the measurements.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from simtune.specs.model import SlidingAttention as Sliding
 
 ROUNDS = 4
 POOL_SHARE = 0.2
-"""Of the memory that the operands of one call may take."""
+"""Share of the memory that the operands of one call may take."""
 
 WEIGHTS_SHARE = 0.4
-"""Of the memory that the weights of a model built for whole steps may take."""
+"""Share of the memory that the weights of a model built for whole steps may take."""
 
 _TOKENS = (1, 2, *(n for i in range(1, 12) for n in (3 * 2 ** (i - 1), 2 ** (i + 1))), 6144, 8192)  # half octaves
 _PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))  # quarter octaves: kernels work in blocks
@@ -55,9 +55,11 @@ _COPIES = tuple(2**i for i in range(12, 29, 2))
 _STEPS = {"batches": (1, 2, 4, 8, 16), "contexts": (128, 1024, 4096), "chunks": (64, 128, 256, 512)}
 _STEP_PASTS = {0: 512, 1024: 256}  # and the longest chunk behind each: such steps take seconds on a processor
 _MIXED = ((4, 1024, 512, 128), (16, 512, 0, 256), (8, 4096, 1024, 64))  # decodes, context, past, tokens
-_STEP_CALLS = 10  # a whole step may take so many times as long as the longest call of an operator
+# factor by which a whole step may take longer than the longest call of an operator
+_STEP_CALLS = 10
 
-_EVERY_TOKEN = 0.1  # a decode that is so slow in one layer is too slow for anybody at a tenth of a prompt's limit
+# share of a call's limit for a decode: if it takes longer in one layer, no user would accept the speed
+_EVERY_TOKEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,17 @@ class MeasurementTask:
 
     @property
     def key(self) -> str:
-        """What tells it from all others of a plan."""
+        """Identity of the point in a plan."""
         shape = {name: float(value) for name, value in self.shape.items()}
         return json.dumps({**self.to_data(), "shape": shape}, sort_keys=True)
 
     @property
     def operator(self) -> str:
-        """The key of its operator in a profile, or its kind with dtype and variant where it is none."""
+        """Key of the operator in a profile, or the kind with dtype and variant if it is not an operator."""
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     def to_data(self) -> dict[str, Any]:
-        """Its keys in a line of measurements.jsonl, those at their defaults omitted."""
+        """Return the keys of a line of measurements.jsonl, those at their defaults omitted."""
         data = {name: getattr(self, name) for name in ("kind", "dtype", "kv_dtype", "variant")}
         data["shape"] = dict(self.shape)
         data["role"] = None if self.role == "fit" else self.role
@@ -92,21 +94,21 @@ class MeasurementTask:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device can take. The rates are rough, powers of two, and found before planning."""
+    """Capacity of a device. The rates are rough, powers of two, and measured before planning."""
 
     memory_bytes: float
     call_s: float
-    """Longest call worth a point."""
+    """Seconds of the longest call worth a point."""
     flops_per_s: float
     attention_flops_per_s: float
     bytes_per_s: float
     scale: float = 1.0
-    """Points of attention, relative to those of a budget of minutes."""
+    """Number of attention points, relative to that of a budget of minutes."""
 
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """The points of a run, round by round, and what was left out of it and why."""
+    """Points of a run, round by round, and notes on the points left out."""
 
     rounds: tuple[tuple[MeasurementTask, ...], ...]
     sentinels: tuple[MeasurementTask, ...]
@@ -115,14 +117,15 @@ class MeasurementPlan:
 
     @property
     def tasks(self) -> list[MeasurementTask]:
-        """The points of all rounds, in their order."""
+        """Points of all rounds, in their order."""
         return [task for tasks in self.rounds for task in tasks]
 
 
 def plan(
     models: Sequence[Model], tps: Sequence[int], limits: Limits, copies: Sequence[str] = ("in_memory",), seed: int = 0
 ) -> MeasurementPlan:
-    """The plan for these models, in the dtypes they name, as one of `tps` ranks has them; copies go in these ways."""
+    """Return the plan for these models, in their dtypes, as one of `tps` ranks runs them; `copies` are the
+    directions."""
     planner = _Planner(limits, np.random.default_rng(seed))
     for model in models:
         for tp in tps:
@@ -143,12 +146,12 @@ def plan(
 
 
 def _round_of(at: int, count: int) -> int:
-    """Round r has the first count / 2^(3 - r) of a list, each point in the first round that has it."""
+    """Return the round of a point: round r has the first count / 2^(3 - r) of a list, each point in its first round."""
     return next(r for r in range(ROUNDS) if at < np.ceil(count / 2 ** (ROUNDS - 1 - r)))
 
 
 def spread(tasks: Sequence[MeasurementTask], count: int) -> list[MeasurementTask]:
-    """`count` of the tasks: the corners of their shapes, then always the one farthest from those chosen."""
+    """Return `count` of the tasks: the corners of their shapes, then always the one farthest from those chosen."""
     x = np.log2(np.maximum([list(t.shape.values()) for t in tasks], 0.5))
     x = x[:, np.ptp(x, axis=0) > 0]
     if not x.size:
@@ -167,7 +170,7 @@ def spread(tasks: Sequence[MeasurementTask], count: int) -> list[MeasurementTask
 
 
 def work(task: MeasurementTask) -> tuple[float, float]:
-    """(flops, bytes) of a call of an operator; of a copy and of host work no flops."""
+    """Return (flops, bytes) of a call of an operator; a copy and host work have no flops."""
     if task.kind not in OPERATORS:
         return 0.0, 2.0 * task.shape.get("bytes", 0)
     shape = {name: np.array([float(value)]) for name, value in task.shape.items()}
@@ -176,7 +179,7 @@ def work(task: MeasurementTask) -> tuple[float, float]:
 
 
 def products(model: Model, group: LayerGroup, tp: int) -> list[tuple[int, int]]:
-    """(n, k) of the matrix products of one layer on one of tp ranks, experts apart, in the order of a step."""
+    """Return (n, k) of the matrix products of one layer on one of tp ranks, without experts, in the order of a step."""
     hidden, attention = model.hidden_size, attention_layer(model, group.attention, tp).products
     feed_forward = group.feed_forward
     if isinstance(feed_forward, DenseFeedForward):
@@ -193,7 +196,8 @@ def products(model: Model, group: LayerGroup, tp: int) -> list[tuple[int, int]]:
 
 
 def step_layers(model: Model, limits: Limits) -> int:
-    """How many layers of a model are built to measure whole steps: all, or those that fit into memory."""
+    """Return the number of layers of a model that are built to measure whole steps: all, or those that fit the
+    memory."""
     if not _can_step(model):
         return 0
     layer = DTYPE_BYTES[model.dtype] * sum(n * k for n, k in products(model, model.layers[0], 1))
@@ -209,7 +213,7 @@ def _can_step(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class _AttentionCalls:
-    """The attention of a model's layers on one of `tp` ranks, call by call."""
+    """Attention calls of a model's layers on one of `tp` ranks."""
 
     model: Model
     attention: FullAttention
@@ -217,25 +221,25 @@ class _AttentionCalls:
 
     @property
     def longest(self) -> int:
-        """Context tokens that a token attends to at most."""
+        """Most context tokens that a token attends to."""
         return self.attention.window if isinstance(self.attention, Sliding) else self.model.max_position
 
     def decode(self, batch: int, context: int, variant: str | None = None) -> MeasurementTask:
-        """One token for each of `batch` sequences."""
+        """Return a decode of one token for each of `batch` sequences."""
         return self._task("decode_attention", {"batch": batch, "context": context}, context, variant)
 
     def prefill(self, tokens: int, past: int = 0) -> MeasurementTask:
-        """`tokens` tokens of one prompt behind `past` cached ones."""
+        """Return a prefill of `tokens` tokens of one prompt behind `past` cached ones."""
         context = tokens + past
         window = min(context, self.longest) if isinstance(self.attention, Sliding) else context
         return self._task("prefill_attention", {"batch": 1, "tokens": tokens, "context": context}, window)
 
     def chunk(self, tokens: int, context: int) -> MeasurementTask:
-        """The same by the context it ends with."""
+        """Return a prefill of `tokens` tokens that ends with a context of `context` tokens."""
         return self.prefill(tokens, max(1, context - tokens))
 
     def tree(self, batch: int, width: int, context: int) -> MeasurementTask:
-        """`width` draft tokens for each of `batch` sequences."""
+        """Return a verification of `width` draft tokens for each of `batch` sequences."""
         return self._task("tree_attention", {"batch": batch, "width": width, "context": context}, context)
 
     def _task(self, kind: str, sizes: dict[str, float], window: int, variant: str | None = None) -> MeasurementTask:
@@ -250,7 +254,7 @@ class _AttentionCalls:
 
 @dataclass
 class _Planner:
-    """Collects lists of points, operator by operator, and puts them into rounds."""
+    """Collector of lists of points, operator by operator, that are then divided into rounds."""
 
     limits: Limits
     rng: np.random.Generator
@@ -267,7 +271,7 @@ class _Planner:
         return words + list(dict.fromkeys(self.remarks))
 
     def rounds(self) -> list[list[MeasurementTask]]:
-        """All points, dealt out to the rounds and shuffled; whole steps last, as they take longest and fit nothing."""
+        """Divide all points into rounds and shuffle them; whole steps last, as they take longest and are not fitted."""
         rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
         for tasks in self.lists:
             for at, task in enumerate(tasks):
@@ -278,7 +282,7 @@ class _Planner:
         return rounds
 
     def sentinels(self, dtype: Dtype) -> list[MeasurementTask]:
-        """The largest product and the largest copy that take no time to speak of."""
+        """Return the largest product and the largest copy that take negligible time."""
         wide = [
             MeasurementTask("gemm", dtype, {"m": m, "n": n, "k": n}) for n in (512, 1024, 2048, 4096) for m in (64, n)
         ]
@@ -287,7 +291,7 @@ class _Planner:
         return [replace(tasks[-1], role="sentinel") for tasks in quick if tasks]
 
     def fits(self, task: MeasurementTask, call_s: float | None = None) -> bool:
-        """Whether a call takes neither too much memory, which is noted, nor too long."""
+        """True if a call takes neither too much memory, which is noted, nor too long."""
         flops, moved = work(task)
         if moved > POOL_SHARE * self.limits.memory_bytes:
             self.too_large[task.operator] = self.too_large.get(task.operator, 0) + 1
@@ -297,7 +301,7 @@ class _Planner:
         return max(flops / rate, moved / self.limits.bytes_per_s) <= share * (call_s or self.limits.call_s)
 
     def add(self, tasks: Iterable[MeasurementTask], count: int | None = None) -> list[MeasurementTask]:
-        """A list of points, each new one that fits, corners first and then spread out, `count` at most."""
+        """Add a list of points, each new one that fits, corners first and then spread out, `count` at most."""
         possible = [t for t in tasks if t.key not in self.seen and self.fits(t)]
         chosen = spread(possible, len(possible) if count is None else count) if possible else []
         self.seen |= {t.key for t in chosen}
@@ -307,29 +311,30 @@ class _Planner:
     def check(
         self, chosen: Sequence[MeasurementTask], count: int, sizes: Sequence[str], make: Callable[..., MeasurementTask]
     ) -> None:
-        """Validation points between those chosen: `make` with the named sizes drawn between the smallest and the
+        """Add validation points between those chosen: `make` with the named sizes drawn between the smallest and the
         largest that each was chosen with.
         """
         between: list[MeasurementTask] = []
+        # drawn points may repeat others or not fit: 20 tries for each
         for _ in range(20 * count if chosen else 0):
-            drawn = []
+            arguments = []
             for name in sizes:
                 low, high = np.log([f(t.shape[name] for t in chosen) for f in (min, max)])
-                drawn.append(round(float(np.exp(self.rng.uniform(low, high)))))
-            task = make(*drawn)
+                arguments.append(round(float(np.exp(self.rng.uniform(low, high)))))
+            task = make(*arguments)
             if task.key not in self.seen and self.fits(task) and len(between) < count:
                 self.seen.add(task.key)
                 between.append(replace(task, role="validation"))
         self.lists.append(between)
 
     def device(self, dtype: Dtype, copies: Sequence[str]) -> None:
-        """What is the device's alone: copies in these ways, and host work."""
+        """Add points of the device alone: copies in these directions, and host work."""
         for direction in copies:
             self.add([MeasurementTask("copy", dtype, {"bytes": size}, variant=direction) for size in _COPIES])
         self.add([MeasurementTask("host", dtype, {"sequences": n}) for n in (1, 4, 16, 64)])
 
     def model(self, model: Model, tp: int) -> None:
-        """All operators of one of tp ranks."""
+        """Add all operators of one of tp ranks."""
         for group in model.layers:
             for n, k in products(model, group, tp):
                 self._gemm(model.weight_dtype, n, k, _TOKENS)
@@ -375,7 +380,8 @@ class _Planner:
         self._prefills(calls, contexts)
 
     def _decodes(self, calls: _AttentionCalls, contexts: Sequence[int]) -> None:
-        """Decode attention by batch and context, of a contiguous cache and of a paged one, and that of draft trees."""
+        """Add decode attention by batch and context, of a contiguous cache and of a paged one, and that of draft
+        trees."""
         grid = [(batch, context) for batch in _BATCHES for context in contexts]
         density = self.limits.scale
         chosen = self.add([calls.decode(b, c) for b, c in grid], round(90 * density))
@@ -386,7 +392,7 @@ class _Planner:
         self.add(trees, round(24 * density))
 
     def _prefills(self, calls: _AttentionCalls, contexts: Sequence[int]) -> None:
-        """Whole prompts, and chunks behind a past."""
+        """Add whole prompts, and chunks behind a past."""
         longest = calls.model.max_position
         prompts = self.add([calls.prefill(tokens) for tokens in _PROMPTS if tokens <= longest])
         self.check(prompts, 10, ("tokens",), calls.prefill)
@@ -411,7 +417,7 @@ class _Planner:
         self.check(self.add(map(make, _TOKENS)), 5, ("tokens",), make)
 
     def steps(self, model: Model) -> None:
-        """Whole steps of a model: decodes alone, chunks alone, and both."""
+        """Add whole steps of a model: decodes alone, chunks alone, and both."""
         layers = step_layers(model, self.limits)
         if not layers:
             self.remarks.append(f"{model.name}: no whole step is measured (its layers are not plain, or too large)")
@@ -431,16 +437,16 @@ class _Planner:
         ]
         weights = layers * sum(n * k for n, k in products(model, model.layers[0], 1))
         rate = self.limits.flops_per_s
-        kept = []
+        fitting = []
         for task in tasks:
             s = task.shape
             kv = 2 * s["decodes"] * s["context"] * _kv_values(model) * DTYPE_BYTES[model.dtype]
             seconds = 2 * weights * (s["decodes"] + s["tokens"]) / rate
             fits = kv <= POOL_SHARE * self.limits.memory_bytes and s["context"] + s["past"] <= model.max_position
             if fits and seconds <= _STEP_CALLS * self.limits.call_s:
-                kept.append(task)
-        self.rng.shuffle(kept)
-        self.lists.append(kept)
+                fitting.append(task)
+        self.rng.shuffle(fitting)
+        self.lists.append(fitting)
 
 
 def _kv_values(model: Model) -> int:

@@ -1,4 +1,4 @@
-"""The data that timed calls work on: random, and so much of it that no call finds its operands in a cache.
+"""Operands of timed calls: random, and so large in total that no call finds its operands in a cache.
 
 Weights, keys and values rotate from call to call, since an engine reads them from memory at each layer.
 """
@@ -20,13 +20,13 @@ DTYPES = {
 }
 
 COLD = 3
-"""Operands that rotate are so many times as large as the last-level cache, all together."""
+"""Factor of the size of all rotating operands over that of the last-level cache."""
 
 _BLOCK = 1 << 22  # random normal values that are repeated to fill memory
 
 
 class Operands:
-    """Random normal data on a device: a pool to take rotating views from, and tensors of their own."""
+    """Random normal data on a device: a pool for rotating views, and separate tensors."""
 
     def __init__(self, device: torch.device, cache_bytes: int) -> None:
         self.device, self._cache_bytes = device, cache_bytes
@@ -34,7 +34,7 @@ class Operands:
         self._normal = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
 
     def fresh(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """A tensor of its own."""
+        """Return a separate tensor."""
         flat = torch.empty(prod(shape), dtype=DTYPES[dtype], device=self.device)
         block = (self._normal * 20 if dtype == "int8" else self._normal).to(flat.dtype)
         for start in range(0, len(flat), _BLOCK):
@@ -42,7 +42,7 @@ class Operands:
         return flat.view(*shape)
 
     def rotating(self, shape: Sequence[int], dtype: str) -> list[Tensor]:
-        """Views of this shape that do not overlap: enough of them to push each other out of the cache."""
+        """Return views of this shape that do not overlap: enough of them to evict each other from the cache."""
         size = prod(shape)
         count = max(1, -(-COLD * self._cache_bytes // max(1, size * DTYPES[dtype].itemsize)))
         count = min(count, 64)
@@ -51,11 +51,11 @@ class Operands:
         return [pool[at * step : at * step + size].view(*shape) for at in range(count) if at * step + size <= len(pool)]
 
     def whole(self, shape: Sequence[int], dtype: str, least: int = 0) -> Tensor:
-        """One view; a size of -1 is as large as it takes to be cold, and `least` at least."""
-        rest = prod(n for n in shape if n > 0)
+        """Return a single view; a size of -1 becomes large enough to be cold, and at least `least`."""
+        values = prod(n for n in shape if n > 0)
         if -1 in shape:
-            rest *= max(least, -(-COLD * self._cache_bytes // (rest * DTYPES[dtype].itemsize)))
-        return self._pool(rest, dtype)[:rest].view(*shape)
+            values *= max(least, -(-COLD * self._cache_bytes // (values * DTYPES[dtype].itemsize)))
+        return self._pool(values, dtype)[:values].view(*shape)
 
     def _pool(self, values: int, dtype: str) -> Tensor:
         least = COLD * self._cache_bytes // DTYPES[dtype].itemsize

@@ -1,6 +1,6 @@
-"""A device as torch sees it: what it is, what it can take, and how a point is measured on it.
+"""Device as seen by torch: its properties, its capacity, and the measurement of points.
 
-The path of a GPU and that of a processor differ in the timer and in which kernels are tried, in nothing else.
+A GPU and a processor differ only in the timer and in the kernels that are tried.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from simtune.specs.model import FullAttention, Model
 
 _GPU_WARM_UP_S = 1.0
 _SHORT = ("decode_attention", "prefill_attention", "tree_attention", "elementwise", "quantise", "sampling")
-"""Kinds of calls whose code is not in the caches either when a model comes to them."""
+"""Kinds of short calls, whose code is not in the caches when a model reaches them."""
 
 
 class CudaEvents:
-    """Events around calls that are queued behind a wait, so that the GPU never runs dry of them."""
+    """Timer by events around calls that are queued behind a wait, so that the GPU always has the next call."""
 
     name = "events"
     shortest_s = 3e-4
@@ -54,7 +54,7 @@ class CudaEvents:
     _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
-        """See `Timer`; nothing tells what disturbs a GPU."""
+        """See `Timer`; disturbances of a GPU cannot be detected."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(self._WAIT_CYCLES)
         start.record()
@@ -66,7 +66,7 @@ class CudaEvents:
 
 
 class CudaGraph(CudaEvents):
-    """The same around a captured graph that holds every call once: no launch is in it."""
+    """Timer by events around a captured graph that contains every call once: no launch is included."""
 
     name = "graph"
 
@@ -74,7 +74,7 @@ class CudaGraph(CudaEvents):
         self._captured: tuple[Sequence[Call], torch.cuda.CUDAGraph] | None = None
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
-        """See `Timer`; the graph is captured when the calls are new, and replayed whole."""
+        """See `Timer`; the graph is captured if the calls are new, and replayed as a unit."""
         if self._captured is None or self._captured[0] is not calls:
             self._captured = None
             side = torch.cuda.Stream()
@@ -94,8 +94,9 @@ class CudaGraph(CudaEvents):
 
 
 class TorchRig:
-    """Measures points on one device: cpu, cuda or cuda:i, or a GPU if there is one. Raises UsageError when the device
-    is not there, or has no matrix product in a dtype of the models.
+    """Measures points on one device: cpu, cuda or cuda:i, or a GPU if there is one.
+
+    Raises UsageError if the device is absent, or has no matrix product in a dtype of the models.
     """
 
     def __init__(self, device: str | None, models: Sequence[Model]) -> None:
@@ -133,11 +134,12 @@ class TorchRig:
 
     @property
     def name(self) -> str:
-        """The GPU's own name, or the processor's with the number of threads."""
+        """Name of the GPU, or of the processor with the number of threads."""
         return str(self._properties.name) if self._cuda else f"{_cpu_name()}, one thread"
 
     def describe(self) -> dict[str, Any]:
-        """For the header: device, driver, library, clocks; what would make two files two devices comes first."""
+        """Return the fields of the header: device, driver, library, clocks; those that identify the device come
+        first."""
         header: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
         if self._cuda:
             driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
@@ -150,7 +152,7 @@ class TorchRig:
         return header | {"memory_bytes": self._memory()[0], "timer": self._timer.name, "clean": self.clean}
 
     def condition(self) -> dict[str, float]:
-        """Clock, power and temperature now, as far as they can be read; nothing is ever set."""
+        """Return clock, power and temperature now, as far as they can be read; nothing is ever set."""
         if not self._cuda:
             clock = _first("/proc/cpuinfo", "cpu MHz")
             return {} if clock is None else {"clock_mhz": float(clock)}
@@ -162,13 +164,13 @@ class TorchRig:
         ):
             try:
                 readings[key] = float(read(self._device))
-            except Exception:  # the management library is absent or too old, each in its own way
+            except Exception:  # absent and outdated management libraries raise different types
                 return readings
         return readings
 
     @property
     def warning(self) -> str | None:
-        """What disturbs this device now."""
+        """Warning about a present disturbance of this device; None if undisturbed."""
         if self._cuda:
             free, total = torch.cuda.mem_get_info(self._device)
             if free < 0.8 * total:
@@ -185,7 +187,7 @@ class TorchRig:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Within memory and, on a GPU, to and from the host."""
+        """Directions of copies: within memory and, on a GPU, to and from the host."""
         return ("in_memory", "to_device", "from_device") if self._cuda else ("in_memory",)
 
     def _memory(self) -> tuple[float, float]:
@@ -226,7 +228,7 @@ class TorchRig:
     # --- before planning ----------------------------------------------------------------------------------
 
     def prepare(self, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The kernel of attention for each kind and dtype: the fastest that runs, or those chosen earlier."""
+        """Choose the kernel of attention for each kind and dtype: the fastest that runs, or those chosen earlier."""
         self._attend = dict(chosen or {})
         for model in self._models.values():
             attention = model.layers[0].attention
@@ -250,7 +252,7 @@ class TorchRig:
         return min(times, key=times.__getitem__)
 
     def limits(self, call_s: float, scale: float) -> Limits:
-        """What this device can take, from three rough measurements."""
+        """Return the capacity of this device, from three rough measurements."""
         model = next(iter(self._models.values()))
         wide = self._rate(MeasurementTask("gemm", model.dtype, {"m": 256, "n": 2048, "k": 2048}))[0]
         copied = self._rate(MeasurementTask("copy", model.dtype, {"bytes": 1 << 26}, variant="in_memory"))[1]
@@ -268,7 +270,7 @@ class TorchRig:
     # --- measuring ----------------------------------------------------------------------------------------
 
     def measure(self, task: MeasurementTask) -> Measured:
-        """Time one point. Raises MemoryError when it does not fit, SimtuneError when the device is gone."""
+        """Time one point. Raises MemoryError if it does not fit, SimtuneError if the device is lost."""
         try:
             return self._measure(task)
         except torch.OutOfMemoryError:
@@ -297,7 +299,7 @@ class TorchRig:
             if self._eager is None:
                 raise
             torch.cuda.synchronize()
-            measured = measure(self._eager, calls)  # what waits for the host cannot be captured
+            measured = measure(self._eager, calls)  # calls that wait for the host cannot be captured
         if measured.timer == "wall" and measured.clean < BUSY / 2:
             self._timer = CpuThread()  # the machine has become busy, and may stay so
             measured = measure(self._as_in_a_model(task), calls)
@@ -306,20 +308,21 @@ class TorchRig:
         return replace(measured, kernel=self._kernel(task, calls[0]))
 
     def _as_in_a_model(self, task: MeasurementTask) -> Timer:
-        """On a processor what is short is timed behind a matrix product over weights that push all else out."""
+        """Return the timer; on a processor short calls run behind a product whose weights evict all else from
+        caches."""
         if self._cuda or task.kind not in _SHORT:
             return self._timer
         return AmongOthers(self._timer, self._products(), _read_first)
 
     def _products(self) -> list[Call]:
-        """Of one row, with the largest weights of a layer of the first model."""
+        """Return products of one row with the largest weights of a layer of the first model."""
         model = next(iter(self._models.values()))
         n, k = max(products(model, model.layers[0], 1), key=prod, default=(4096, 4096))
         x = self._operands.fresh((1, k), model.dtype)
         return [partial(F.linear, x, weight) for weight in self._operands.rotating((n, k), model.dtype)]
 
     def _host(self, task: MeasurementTask, between: Call) -> Measured:
-        """Between two steps, and what is no kernel around the layers of the first model and within each of them."""
+        """Measure work between two steps, and non-kernel work around the layers of the first model and within each."""
         model, rows = next(iter(self._models.values())), round(task.shape["sequences"])
         attention, timer = model.layers[0].attention, AmongOthers(CpuThread(), self._products())
         around = kernels.around_step(rows, model.hidden_size, self._operands, model.dtype)
@@ -337,7 +340,7 @@ class TorchRig:
         return replace(parts[0][1], **every)
 
     def _group(self, task: MeasurementTask) -> Group:
-        """The processes of the size a collective asks for; the last ones are kept."""
+        """Return the processes for the number of devices of a collective; the last ones are reused."""
         devices = round(task.shape.get("devices", 2))
         if self._ranks is None or self._ranks.devices != devices:
             self.close()
@@ -359,7 +362,7 @@ class TorchRig:
         return kernels.calls(task, self._operands, None if name is None else self._kernel_of(task.kind, name))
 
     def _kernel_of(self, kind: str, name: str) -> Attend:
-        """A kernel of attention as it is called here."""
+        """Return a kernel of attention as it is called on this device."""
         return ATTENTION[name] if self._cuda or kind != "decode_attention" else kernels.apart(ATTENTION[name])
 
     def _step(self, task: MeasurementTask) -> Call:
@@ -374,7 +377,7 @@ class TorchRig:
         return self._decoders[key].step(task.shape, decode, prefill)
 
     def _kernel(self, task: MeasurementTask, call: Call) -> str | None:
-        """What ran, by the profiler's account of one call for each operator."""
+        """Return the kernel that ran, by profiling one call for each operator."""
         if task.kind in ("step", "copy", "host"):
             return None
         if task.operator not in self._names:
@@ -383,16 +386,16 @@ class TorchRig:
 
 
 def _read_first(call: Any) -> None:
-    """The first operand of a call, which is what the one before it made."""
+    """Read the first operand of a call, which the call before it wrote."""
     call.args[0].sum()
 
 
 def _longest(call: Call, cuda: bool) -> str:
-    """The kernel that took the longest; on a processor the operation that torch dispatched."""
+    """Return the kernel that took longest; on a processor the operation that torch dispatched."""
     if not cuda:
-        with _Dispatched() as seen:
+        with _Dispatched() as dispatched:
             call()
-        return str(max(seen.seconds, key=seen.seconds.__getitem__))
+        return str(max(dispatched.seconds, key=dispatched.seconds.__getitem__))
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -402,7 +405,7 @@ def _longest(call: Call, cuda: bool) -> str:
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
-    """Seconds of what is dispatched within it, by name."""
+    """Seconds of the operations dispatched within it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +419,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _trial(kind: str, model: Model, attention: FullAttention) -> MeasurementTask:
-    """A shape of middling size to choose a kernel by."""
+    """Return a medium shape by which a kernel is chosen."""
     heads = {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
     shapes: dict[str, dict[str, float]] = {
         "prefill_attention": {"batch": 1, "tokens": 512, "context": 512, **heads, "window": 512},
@@ -427,7 +430,7 @@ def _trial(kind: str, model: Model, attention: FullAttention) -> MeasurementTask
 
 
 def _power(value: float) -> float:
-    """The power of two below: rough on purpose, so that runs on one machine plan alike."""
+    """Return the power of two below: rough on purpose, so that runs on one machine have equal plans."""
     return float(2 ** np.floor(np.log2(value)))
 
 
@@ -436,7 +439,7 @@ def _cpu_name() -> str:
 
 
 def _first(path: str, key: str) -> str | None:
-    """The value of the first line of a system file that begins with a key."""
+    """Return the value of the first line of a system file that begins with a key."""
     try:
         with open(path, encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith(key))

@@ -1,8 +1,8 @@
-"""A run: measures a plan round by round, fits after each, and ends with a hardware profile.
+"""Run that measures a plan round by round, fits after each, and ends with a hardware profile.
 
-Time is shared out so that the budget holds with the last fit in it: rounds of rising density first, then every point
-again, suspicious ones first, until the time is up or the target is met. A point counts as suspicious when its samples
-spread by more than 5 %, when it is more than four of its standard deviations off the fit, or when a sentinel measured
+Time is divided so that the budget includes the last fit: rounds of rising density first, then repeated visits to every
+point, suspicious ones first, until the time is up or the target is met. A point counts as suspicious if its samples
+spread by more than 5 %, if it is more than four of its standard deviations off the fit, or if a sentinel measured
 after it had moved by more than 3 %. Of several visits the lower median counts.
 """
 
@@ -30,40 +30,41 @@ from simtune.specs.model import Model
 SENTINEL_EVERY = 40
 
 _SHORTEST_RESERVE_S = 4.0
-_RESERVE_FITS = 3.0  # the last fit also predicts held-back rows, which takes so many times as long as a refit
+# the last fit also predicts held-back rows, which takes this factor longer than a refit
+_RESERVE_FITS = 3.0
 _CALLS_PER_BUDGET = 300
 _DENSE_BUDGET_S = 300.0
 
 
 class Rig(Protocol):
-    """A device that points are measured on."""
+    """Device on which points are measured."""
 
     @property
     def warning(self) -> str | None:
-        """What disturbs it now."""
+        """Warning about a present disturbance of the device; None if undisturbed."""
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Ways of copying it has."""
+        """Directions of copies that the device has."""
 
     def describe(self) -> dict[str, Any]:
-        """For the header: device, driver, torch, processors, memory_bytes, devices, timer."""
+        """Return the fields of the header: device, driver, torch, processors, memory_bytes, devices, timer."""
 
     def prepare(self, chosen: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Choose kernels, or take those chosen earlier."""
+        """Choose kernels, or use those chosen earlier; return them."""
 
     def limits(self, call_s: float, scale: float) -> Limits:
-        """What it can take in calls of `call_s` seconds at most, `scale` going into the density of points."""
+        """Return the capacity for calls of at most `call_s` seconds; `scale` is passed on to the density of points."""
 
     def measure(self, task: MeasurementTask) -> Measured:
-        """Raises MemoryError where the shape does not fit, SimtuneError where the device is gone."""
+        """Measure a point. Raises MemoryError if the shape does not fit, SimtuneError if the device is lost."""
 
     def condition(self) -> dict[str, float]:
-        """Clock, power, temperature, as far as they can be read."""
+        """Return clock, power and temperature, as far as they can be read."""
 
 
 class OperatorProgress(NamedTuple):
-    """How far one operator is: points measured and planned, median error on its validation points."""
+    """Progress of one operator: points measured and planned, median error on its validation points."""
 
     operator: str
     done: int
@@ -72,7 +73,7 @@ class OperatorProgress(NamedTuple):
 
 
 class LiveStatus(NamedTuple):
-    """What a live table shows."""
+    """Content of the live table."""
 
     phase: str
     rows: list[OperatorProgress]
@@ -81,15 +82,15 @@ class LiveStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a run found."""
+    """Results of a run."""
 
     facts: Facts
     hardware: Hardware
     points: Sequence[MeasuredPoint]
     checks: list[Check]
-    """Validation points inside the measured box."""
+    """Checks at validation points inside the measured box."""
     steps: list[Check]
-    """Whole steps, against the sum of their operators."""
+    """Checks of whole steps, against the sum of their operators."""
     summary: dict[str, Any]
 
 
@@ -107,11 +108,11 @@ def profile(  # noqa: PLR0913 - one for each option
     progress: Callable[[LiveStatus], None] = lambda status: None,
     note: Callable[[str], None] = lambda words: None,
 ) -> Profiled:
-    """Measure and fit; goes on where an earlier run of the same command in this folder stopped.
+    """Measure and fit; continue where an earlier run of the same command in this folder stopped.
 
     `started` is when the budget began, by `clock`; `progress` is called after every point, `note` with each line for
-    the user. Raises UsageError when the folder holds measurements of another
-    device or plan; SimtuneError when the device is lost or the disk full. What was measured is then in the folder.
+    the user. Raises UsageError if the folder has measurements of another device or plan; SimtuneError if the device is
+    lost or the disk full. All finished measurements are then in the folder.
     """
     started = clock() if started is None else started
     journal, chosen = _open(rig, models, tps, out, budget_s, seed, note)
@@ -137,7 +138,7 @@ def _open(
     seed: int,
     note: Callable[[str], None],
 ) -> tuple[Journal, MeasurementPlan]:
-    """The journal in this folder and the plan it follows; a new one of each where there is none."""
+    """Return the journal in this folder and its plan; new ones if there is no journal."""
     path = out / FILE
     header = {**rig.describe(), "models": [m.to_data() for m in models], "tp": list(tps), "seed": seed}
     if path.exists():
@@ -162,7 +163,7 @@ def _open(
 
 @dataclass
 class _Run:
-    """The loop over a plan."""
+    """Loop over a plan."""
 
     rig: Rig
     journal: Journal
@@ -182,7 +183,7 @@ class _Run:
         counted = [p for p in self.journal.points if p.role != "sentinel"]
         self.visits = Counter(task_of(p).key for p in counted)
         self.resumed = self.fitted = len(self.journal.points)
-        # What earlier runs measured is paid for; what they fitted is not counted.
+        # The time of earlier measurements counts against the budget; that of earlier fits does not.
         self.started -= sum(p.number("cost_s") for p in self.journal.points)
         self.planned = Counter(t.operator for t in self.plan.tasks)
 
@@ -190,11 +191,11 @@ class _Run:
         return self.clock() - self.started
 
     def left_s(self) -> float:
-        """For measuring."""
+        """Seconds left for measuring."""
         return self.budget_s - self.elapsed() - max(_SHORTEST_RESERVE_S, _RESERVE_FITS * self.refit_s)
 
     def measure(self) -> None:
-        """All rounds, and all again, as long as there is time and the target is not met."""
+        """Measure all rounds, then all points repeatedly, while there is time and the target is not met."""
         for at, tasks in enumerate(self.plan.rounds, start=1):
             if not self._pass(tasks, 1, f"round {at} of {len(self.plan.rounds)}") or self._met():
                 return
@@ -206,7 +207,7 @@ class _Run:
             visit += 1
 
     def _pass(self, tasks: Sequence[MeasurementTask], visit: int, phase: str) -> bool:
-        """Measure those that were visited less often; False when the time is up."""
+        """Measure tasks with fewer than `visit` visits; False if the time is up."""
         for task in tasks:
             if self.visits[task.key] >= visit:
                 continue
@@ -237,7 +238,7 @@ class _Run:
             self._point(self.plan.sentinels[at % len(self.plan.sentinels)])
 
     def _met(self) -> bool:
-        """Refit what is new, and whether every checked operator is within the target."""
+        """Fit new points; True if every checked operator is within the target."""
         if len(self.journal.points) == self.fitted:
             return False
         start, self.fitted = self.clock(), len(self.journal.points)
@@ -249,17 +250,19 @@ class _Run:
         return self.target is not None and all(self.errors.get(key, np.inf) <= self.target for key in checked)
 
     def _doubtful_first(self, tasks: Sequence[MeasurementTask], visit: int) -> list[MeasurementTask]:
-        """In another order on each visit; it depends on first visits only, so that a resumed run finds the same."""
+        """Return tasks in another order for each visit; it depends on first visits only, so that a resumed run repeats
+        it."""
         order = np.random.default_rng(visit).permutation(len(tasks)).tolist()
         doubted = doubtful(self.journal)
         return sorted((tasks[at] for at in order), key=lambda t: t.key not in doubted)
 
     def status(self, phase: str) -> LiveStatus:
-        done: Counter[str] = Counter()
+        finished: Counter[str] = Counter()
         for point in self.journal.points:
             if point.role != "sentinel":
-                done[point.operator] += 1
+                finished[point.operator] += 1
         rows = [
-            OperatorProgress(key, done[key], count, self.errors.get(key)) for key, count in sorted(self.planned.items())
+            OperatorProgress(key, finished[key], count, self.errors.get(key))
+            for key, count in sorted(self.planned.items())
         ]
         return LiveStatus(phase, rows, max(0.0, self.budget_s - self.elapsed()))

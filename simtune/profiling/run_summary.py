@@ -1,4 +1,4 @@
-"""What a run says of itself: how it went, how far its profile is off, and whether the device was steady."""
+"""Summary of a run: its progress, the errors of its profile, and the steadiness of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simtune.profiling.measurement_journal import Journal, task_of
 from simtune.profiling.measurement_plan import MeasurementPlan
 
 THROTTLED = 0.9
-"""Of the clock at the start: below it the device is throttled."""
+"""Share of the clock at the start below which the device is throttled."""
 
 
 def summarise(
@@ -27,7 +27,7 @@ def summarise(
     spent_s: float,
     resumed: int,
 ) -> dict[str, Any]:
-    """The content of summary.json; `resumed` is the number of points that earlier runs had left."""
+    """Return the content of summary.json; `resumed` is the number of points from earlier runs."""
     points = [p for p in journal.points if p.role != "sentinel"]
     timed = [(p, p.seconds) for p in points if p.seconds]
     return {
@@ -53,13 +53,13 @@ def summarise(
 
 
 def _launch_s(timed: Sequence[tuple[MeasuredPoint, float]]) -> float | None:
-    """What launching a kernel on its own adds to its time in a captured graph, at the median."""
+    """Return the median time that launching a kernel separately adds to its time in a captured graph."""
     launches = [p.number("eager") - seconds for p, seconds in timed if p.number("eager")]
     return short(float(np.median(launches))) if launches else None
 
 
 def _drift(points: Sequence[MeasuredPoint], plan: MeasurementPlan) -> dict[str, dict[str, float]]:
-    """By operator: how often its sentinel was measured, and the 10th and 90th percentile over the median."""
+    """Return by operator: how often its sentinel was measured, and the 10th and 90th percentile over the median."""
     drift: dict[str, dict[str, float]] = {}
     for sentinel in plan.sentinels:
         times = [p.seconds for p in points if p.seconds and task_of(p).key == sentinel.key]

@@ -1,7 +1,7 @@
-"""How long one call takes: a clock that repeats calls, and the loop that takes samples until they agree.
+"""Timing of one call: timers that repeat calls, and the loop that takes samples until they agree.
 
-A `Timer` runs calls back to back over rotating operands. The loop around it is the same for every clock: warm up by
-time, make samples long enough for the clock, stop when their spread is small or the time is spent.
+A `Timer` runs calls back to back over rotating operands. The loop around it is the same for every timer: warm up by
+time, make samples long enough for the timer, stop if their spread is small or the time is spent.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ Call = Callable[[], object]
 
 
 def now() -> float:
-    """Seconds on a clock that never goes back."""
+    """Return seconds on a clock that never goes back."""
     return time.monotonic()
 
 
 class Sample(NamedTuple):
-    """Seconds of one call, the mean of those in the sample; and whether nothing is known to have disturbed them."""
+    """Mean seconds of the calls in a sample; `clean` if no disturbance is known."""
 
     seconds: float
     clean: bool
 
 
 class Timer(Protocol):
-    """A clock for calls. `sample(calls, first, count)` runs `count` of them, calls[first], calls[first + 1], ...
-    around and around, and says how long one took.
+    """Timer of calls. `sample(calls, first, count)` runs `count` of them, calls[first], calls[first + 1], ...
+    cyclically, and returns the seconds of one.
     """
 
     name: str
     shortest_s: float
-    """A sample should be at least so long for the clock to be precise."""
+    """Seconds that a sample should take at least for the timer to be precise."""
     warm_up_s: float
-    """Calls are thrown away until they took so long."""
+    """Seconds of calls at the start that are discarded."""
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
-        """Run `count` calls from calls[first] on and say how long one took on average."""
+        """Run `count` calls from calls[first] on and return the mean seconds of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a call: the lower median over its clean samples, or over the shortest quarter where none was clean."""
+    """Seconds of a call: the lower median over its clean samples, or over the shortest quarter if none was clean."""
 
     seconds: float
     mad: float
@@ -54,10 +54,10 @@ class Measured:
     p90: float
     n: int
     clean: float
-    """Share of the samples that nothing disturbed."""
+    """Share of the samples without disturbance."""
     timer: str
     eager: float | None = None
-    """Seconds with every kernel launched on its own, where `seconds` is of a captured graph."""
+    """Seconds with every kernel launched separately, if `seconds` is that of a captured graph."""
     kernel: str | None = None
 
 
@@ -70,18 +70,18 @@ _FEWEST_CLEAN = 3
 
 
 class AmongOthers:
-    """A clock of a processor for calls as a model makes them: ahead of each runs another, which is not timed.
+    """Timer of a processor for calls as in a model: another call, which is not timed, runs before each.
 
-    In a loop of its own a short call finds its code and all operands in the caches. In a model a matrix product went
-    before it and left nothing there but weights and what it made: a norm of one row takes ten times as long.
+    In a separate loop a short call finds its code and all operands in the caches. In a model a matrix product runs
+    before it and leaves only weights and its output there: a norm of one row takes ten times as long.
     """
 
     shortest_s = 0.0
     warm_up_s = 0.0
 
     def __init__(self, timer: Timer, beside: Sequence[Call], renew: Callable[[Call], object] = id) -> None:
-        """`beside` are made in turns, one ahead of every call that `timer` times; then `renew` reads what of the call's
-        operands was made just now."""
+        """`beside` are run in turns, one before every call that `timer` times; then `renew` reads those operands of the
+        call that were written just before."""
         self.name, self._timer, self._beside, self._renew = timer.name, timer, cycle(beside), renew
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
@@ -97,7 +97,7 @@ class AmongOthers:
 def measure(timer: Timer, calls: Sequence[Call], allowance_s: float = ALLOWANCE_S) -> Measured:
     """Median time of one of these calls, which differ in their operands only.
 
-    The first calls are thrown away, unless a single one takes longer than the whole allowance: then its time is the
+    The first calls are discarded, unless a single one takes longer than the whole allowance: then its time is the
     first sample, and one more is taken.
     """
     first = timer.sample(calls, 0, 1)
@@ -106,6 +106,7 @@ def measure(timer: Timer, calls: Sequence[Call], allowance_s: float = ALLOWANCE_
     while not samples and (at < WARM_UP or spent < timer.warm_up_s):
         once = timer.sample(calls, at, 1)
         at, spent = at + 1, spent + once.seconds
+    # as many calls as the shortest sample that the timer measures precisely
     count = max(1, round(timer.shortest_s * at / max(spent, 1e-9)))
     spent = 0.0 if not samples else first.seconds
     while not _enough(samples, spent, allowance_s):
@@ -127,18 +128,19 @@ def _enough(samples: list[Sample], spent: float, allowance_s: float) -> bool:
 
 
 def summary(samples: list[Sample], timer: str) -> Measured:
-    """What samples of one call say."""
+    """Return the statistics of samples of one call."""
     every = np.sort([s.seconds for s in samples])
     clean = np.array([s.seconds for s in samples if s.clean])
-    used = clean if len(clean) >= min(_FEWEST_CLEAN, len(every)) else every[: max(1, len(every) // 4)]
-    median = float(np.sort(used)[(len(used) - 1) // 2])  # of two the shorter: what disturbs lengthens
-    p10, p90 = np.quantile(used, (0.1, 0.9)).tolist()
-    mad = float(np.median(np.abs(used - median)))
+    chosen = clean if len(clean) >= min(_FEWEST_CLEAN, len(every)) else every[: max(1, len(every) // 4)]
+    # of two the shorter: disturbances only lengthen times
+    median = float(np.sort(chosen)[(len(chosen) - 1) // 2])
+    p10, p90 = np.quantile(chosen, (0.1, 0.9)).tolist()
+    mad = float(np.median(np.abs(chosen - median)))
     return Measured(median, mad, p10, p90, len(every), len(clean) / len(every), timer)
 
 
 class CpuWall:
-    """Wall clock of the processor. A sample is clean when the thread waited for a core for less than 1 % of it."""
+    """Wall clock of the processor. A sample is clean if the thread waited for a core for less than 1 % of it."""
 
     name = "wall"
     shortest_s = 3e-4
@@ -154,7 +156,7 @@ class CpuWall:
 
 
 class CpuThread:
-    """Processor time of this thread alone, which beside that want the core do not lengthen."""
+    """Processor time of this thread alone, which other processes on the core do not lengthen."""
 
     name = "thread"
     shortest_s = 3e-4
@@ -173,7 +175,7 @@ def _repeat(calls: Sequence[Call], first: int, count: int) -> None:
 
 
 def _waited_s() -> float:
-    """Seconds this thread was ready to run and waited for a core; zero where the system does not tell."""
+    """Seconds this thread was ready to run and waited for a core; zero if the system does not report them."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) * 1e-9
@@ -182,11 +184,11 @@ def _waited_s() -> float:
 
 
 BUSY = 0.9
-"""With fewer clean samples than this the machine is busy, and processor time is what can be told."""
+"""Share of clean samples below which the machine is busy; then processor time is used instead of wall time."""
 
 
 def cpu_timer(call: Call, samples: int = 40) -> tuple[Timer, float]:
-    """The clock for a processor, wall time unless the machine is busy; and the share of clean wall samples."""
+    """Return the timer for a processor, wall time unless the machine is busy; and the share of clean wall samples."""
     wall = CpuWall()
     wall.sample([call], 0, 2)
     count = max(1, round(0.005 / max(wall.sample([call], 0, 3).seconds, 1e-9)))

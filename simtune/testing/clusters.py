@@ -1,5 +1,5 @@
-"""Random small clusters under the simulated clock: pipelines, prefill and decode apart, routers, and instances that
-come, fail and switch. And what must hold of every run of them."""
+"""Random small clusters under the simulated clock: pipelines, separate prefill and decode, routers, and instances that
+come, fail and switch; and the invariants of all their runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BLOCK_BYTES = 1000
 SESSIONS = 5
 EVEN = 5040
 LONGEST = 500
-"""Tokens of a prompt and of an answer at most: single steps take their time."""
+"""Most tokens of a prompt and of an answer: single steps take their time."""
 COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")
-"""Of an outcome, what jumps and single steps must agree on."""
+"""Columns of an outcome that jumps and single steps must agree on."""
 
 
 def stream_of(
@@ -44,7 +44,7 @@ def stream_of(
     users: int = 0,
     think_s: float = 0.0,
 ) -> RequestStream:
-    """Requests of one class; without arrival times those of so many users."""
+    """Return requests of one class; without arrival times those of `users` users."""
     n = len(prompt)
     return RequestStream(
         arrival_s=None if arrival_s is None else np.array(arrival_s, dtype=np.float64),
@@ -60,14 +60,14 @@ def stream_of(
 
 
 def even(seconds: float) -> float:
-    """The nearest multiple of EVEN ticks, as seconds: a multiple of it is one of its ticks too, and stages of a
-    pipeline and parts of a step share it evenly."""
+    """Return the nearest multiple of EVEN ticks, as seconds: stages of a pipeline and parts of a step divide it evenly,
+    and so do its multiples."""
     return EVEN * round(to_ticks(seconds) / EVEN) / TICKS_PER_SECOND
 
 
 @dataclass(frozen=True)
 class ImbalancedCosts(LinearCosts):
-    """Steps take longer the further the longest context is above the mean."""
+    """Costs whose steps take longer the further the longest context is above the mean."""
 
     balanced = False
 
@@ -87,17 +87,17 @@ class SmallPool:
     budget: int
     step_s: float
     dp: int = 1
-    """Cores of an instance that step together, where it has no pipeline."""
+    """Cores of an instance that step together, if it has no pipeline."""
 
     def stepping(self) -> Stepping:
-        """How the cores of an instance share its GPUs."""
+        """Return the rule by which the cores of an instance share its GPUs."""
         if self.pp > 1:
             return Pipeline(self.pp)
         return DpGroup() if self.dp > 1 else Stepping()
 
 
 class Way(NamedTuple):
-    """How KV caches go from prefill to decode instances."""
+    """Transfer of KV caches from prefill to decode instances."""
 
     bytes_per_s: float
     setup_s: float
@@ -105,13 +105,13 @@ class Way(NamedTuple):
     layers: int
     shared: bool
     forked: bool = False
-    """Half of the decode instances are a pool with a link of its own, twice as fast."""
+    """Half of the decode instances are a pool with a separate link, twice as fast."""
     first_token: FirstToken = "prefill"
-    """Where the client's first token comes from."""
+    """Source of the client's first token."""
 
 
 class Incident(NamedTuple):
-    """Something that happens to an instance of the first or second pool, and lasts."""
+    """Event of an instance of the first or second pool, with a duration."""
 
     what: Literal["start", "failure", "switch"]
     at_s: float
@@ -121,7 +121,7 @@ class Incident(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How instances of the two pools, which are all equal, take each other's role."""
+    """Rule by which instances of the two pools, which are all equal, take each other's role."""
 
     prefill: Pressure
     decode: Pressure
@@ -132,7 +132,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """One mixed pool, or a prefill and a decode pool, under one load."""
+    """Mixed pool, or a prefill and a decode pool, under one load."""
 
     front: SmallPool
     back: SmallPool | None
@@ -145,23 +145,23 @@ class Cluster:
     async_scheduling: bool = False
     policy: type[Scheduler] = VllmFcfs
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of its scheduler."""
+    """Options of the scheduler."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes of the policy's class that are to be smaller here."""
+    """Attributes of the policy's class to replace by smaller values."""
     router_options: Mapping[str, Any] = field(default_factory=dict)
     named: bool = False
-    """Whether each instance of the first pool is a pool by its name, `front-0` and so on."""
+    """True if each instance of the first pool has its own pool name, `front-0` and so on."""
     imbalanced: bool = False
     slower: float = 1.0
-    """Times of steps and swaps are so many times those of the pools."""
+    """Factor of the times of steps and swaps over those of the pools."""
     predicted_tokens: list[int] | None = None
     deadlines: list[float] | None = None
     moves: Moves | None = None
     cores: list[EngineCore] = field(default_factory=list)
-    """Those of the latest run."""
+    """Cores of the latest run."""
 
     def run(self, *, single_steps: bool = False, record: bool = False) -> Outcome:
-        """Simulate it from the beginning."""
+        """Simulate the cluster from the beginning."""
         front = self._cores(self.front, "front")
         back = [] if self.back is None else self._cores(self.back, "back")
         control = self._control(front, back)
@@ -187,15 +187,16 @@ class Cluster:
         ).run()
 
     def _control(self, front: list[EngineCore], back: list[EngineCore]) -> RoleController | None:
-        """With moves the second half of the instances of each pool are those of the other, in this pool's role."""
+        """Return the controller; with moves, half of each pool's instances belong to the other and serve in this
+        role."""
         if self.moves is None or self.back is None:
             return None
         for pool, cores in ((self.front, front), (self.back, back)):
             for core in cores:
                 core.up = core.instance < pool.instances // 2
         sides = [_by_instance(front, self.front.instances), _by_instance(back, self.back.instances)]
-        own = self.back.instances // 2
-        sides[1] = sides[1][own:] + sides[1][:own]
+        half = self.back.instances // 2
+        sides[1] = sides[1][half:] + sides[1][:half]
         return RoleController(
             RoleCores(self.moves.prefill, sides[0]),
             RoleCores(self.moves.decode, sides[1]),
@@ -224,13 +225,13 @@ class Cluster:
         policy = self.policy if name == "front" or self.policy.takes_over else VllmFcfs
         longest = pool.blocks * self.block_size
         ahead = {"async_scheduling": self.async_scheduling} if "async_scheduling" in policy.offers else {}
-        whole = policy.cuts_prompts == "never"
+        uncut = policy.cuts_prompts == "never"
         small = type(f"Small{policy.__name__}", (policy,), dict(self.constants))
         scheduler: Scheduler = small(
             num_blocks=pool.blocks,
             block_size=self.block_size,
             max_num_seqs=pool.seqs,
-            max_num_batched_tokens=max(pool.seqs, pool.budget, longest if whole else 1),
+            max_num_batched_tokens=max(pool.seqs, pool.budget, longest if uncut else 1),
             max_model_len=longest,
             **(self.options if policy is self.policy else {}),
             **ahead,
@@ -238,12 +239,12 @@ class Cluster:
         return scheduler
 
     def _router(self, cores: list[EngineCore]) -> Router:
-        given: dict[Need, object] = {
+        inputs: dict[Need, object] = {
             "seed": 3,
             "session": [i % SESSIONS for i in range(len(self.stream))],
             "block_tokens": 16,
         }
-        options = {need: given[need] for need in self.router.needs} | dict(self.router_options)
+        options = {need: inputs[need] for need in self.router.needs} | dict(self.router_options)
         if issubclass(self.router, LoadAware):
             options.setdefault("stale_s", self.stale_s)
         return self.router(cores, **options)
@@ -282,7 +283,7 @@ def _changes(incident: Incident, front: list[EngineCore], back: list[EngineCore]
 
 
 def small_pools(max_pp: int) -> st.SearchStrategy[SmallPool]:
-    """Few instances with few seats; memory may be tight."""
+    """Draw few instances with few seats; memory may be tight."""
     return st.builds(
         SmallPool,
         instances=st.integers(1, 3),
@@ -296,7 +297,7 @@ def small_pools(max_pp: int) -> st.SearchStrategy[SmallPool]:
 
 @st.composite
 def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cluster:
-    """Clusters under vLLM's first come, first served, with prefill and decode apart or not, failing or not."""
+    """Draw clusters under vLLM's first come, first served, with prefill and decode apart or not, failing or not."""
     block_size = draw(st.sampled_from([1, 4, 16]))
     front = draw(small_pools(max_pp))
     back = draw(small_pools(max_pp)) if apart else None
@@ -331,7 +332,7 @@ def clusters(draw: st.DrawFn, apart: bool, failing: bool, max_pp: int = 3) -> Cl
 
 @st.composite
 def _incidents(draw: st.DrawFn, front: SmallPool, back: SmallPool | None) -> tuple[Incident, ...]:
-    """At most one for each instance: their order is for the plan to check."""
+    """Draw at most one incident for each instance: their order is for the plan to check."""
     incident = st.builds(
         Incident,
         st.sampled_from(["start", "failure", "switch"]),
@@ -353,7 +354,7 @@ def of_policy(
     options: Mapping[str, Any] | None = None,
     constants: Mapping[str, Any] | None = None,
 ) -> Cluster:
-    """Clusters of any kind under one policy, with all that it offers."""
+    """Draw clusters of any kind under one policy, with all features that it offers."""
     cluster = draw(clusters(apart=draw(st.booleans()), failing=draw(st.booleans()), max_pp=2))
     n, rng = len(cluster.stream), np.random.default_rng(draw(st.integers(0, 1000)))
     settings = dict(options or {})
@@ -366,7 +367,7 @@ def of_policy(
     elif feature == "prefix_caching":
         size = cluster.block_size * draw(st.sampled_from([1, 2]))
         settings |= {"prefix_caching": True, "hash_block_tokens": size}
-        # What is shared: the longer or shorter beginning of one of two texts.
+        # Shared prefix of each prompt: a longer or shorter beginning of one of two texts.
         shared = [rng.integers(0, 1 + prompt // size) for prompt in stream.prompt_tokens]
         texts = rng.integers(0, 2, n).tolist()
         stream = replace(
@@ -387,7 +388,7 @@ def of_policy(
 
 @st.composite
 def controlled(draw: st.DrawFn) -> Cluster:
-    """Prefill and decode apart, and instances that take the other role."""
+    """Draw clusters with prefill and decode apart, and instances that take the other role."""
     cluster = draw(clusters(apart=True, failing=False, max_pp=2))
     assert cluster.back is not None
     instances = 2 * draw(st.integers(1, 3))
@@ -417,7 +418,7 @@ def controlled(draw: st.DrawFn) -> Cluster:
 
 
 def check(cluster: Cluster) -> None:
-    """Jumps and single steps agree, everybody is answered, nothing is left anywhere, and times are in order."""
+    """Check that jumps equal single steps, all requests are answered, no state remains, and times are in order."""
     stepped, flown, jumped = cluster.run(single_steps=True), cluster.run(), cluster.run(record=True)
     _check_same(flown, stepped)
     _check_same(jumped, stepped)
@@ -440,7 +441,7 @@ def check(cluster: Cluster) -> None:
 
 
 def check_nothing_is_left(cluster: Cluster) -> None:
-    """No request, no block and no KV cache is left in the cores of the latest run."""
+    """Check that no request, block or KV cache is left in the cores of the latest run."""
     for core in cluster.cores:
         assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
         assert not core.has_work, "work is left"
@@ -451,7 +452,7 @@ def _check_same(jumped: Outcome, stepped: Outcome) -> None:
     for name in COLUMNS:
         same = getattr(jumped, name).tolist() == getattr(stepped, name).tolist()
         assert same, f"{name} differs between jumps and single steps"
-    assert jumped.steps == stepped.steps, "jumps and single steps take so many steps"
+    assert jumped.steps == stepped.steps, "jumps and single steps differ in the number of steps"
 
 
 def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
@@ -459,15 +460,17 @@ def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
     if cluster.back is None:
         assert not sent.any(), "a KV cache was sent, and there is nowhere to send it"
         return
-    whole = outcome.resent == 0
+    sent_once = outcome.resent == 0
     least = 0 if cluster.way.first_token == "decode" else 1
-    assert (sent == (cluster.stream.output_tokens > least))[whole].all(), "who has more tokens to come is sent"
+    assert (sent == (cluster.stream.output_tokens > least))[sent_once].all(), "who has more tokens to come is sent"
     assert (outcome.prompt_done[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
     if cluster.way.first_token != "prefill":
-        first, came = outcome.first_token[sent & whole], outcome.transferred[sent & whole]
+        first, came = outcome.first_token[sent & sent_once], outcome.transferred[sent & sent_once]
         assert (first >= came).all(), "the first token is delivered before the KV cache has come"
         assert cluster.way.first_token == "decode" or (first == came).all(), "a token that is sent along comes late"
-    assert (outcome.transferred[sent & whole] < outcome.finish[sent & whole]).all(), "finished before it was sent"
-    if whole.all() and cluster.moves is None and not any(i.what == "switch" for i in cluster.incidents):
+    assert (outcome.transferred[sent & sent_once] < outcome.finish[sent & sent_once]).all(), (
+        "finished before it was sent"
+    )
+    if sent_once.all() and cluster.moves is None and not any(i.what == "switch" for i in cluster.incidents):
         blocks = -(-cluster.stream.prompt_tokens[sent] // cluster.block_size)
         assert outcome.transferred_bytes == BLOCK_BYTES * int(blocks.sum()), "bytes are lost or doubled on the way"

@@ -1,4 +1,4 @@
-"""What every cost model owes the simulator: see `simtune.costs.protocol`."""
+"""Suite of the laws that every cost model must keep for the simulator: see `simtune.costs.protocol`."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class CostSuite:
     max_num_seqs: ClassVar[int] = 256
     max_model_len: ClassVar[int] = 8192
     max_num_batched_tokens: ClassVar[int] = 8192
-    """What the costs are asked about, at most."""
+    """Largest inputs of the costs in the tests."""
 
     def make(self) -> Costs:
-        """The costs; to be overridden where they take work to make."""
+        """Return the costs; to be overridden if they take work to make."""
         costs = getattr_static(type(self), "costs")  # a function must not become a method
-        made: Costs = costs.__func__ if isinstance(costs, staticmethod) else costs
-        return made
+        model: Costs = costs.__func__ if isinstance(costs, staticmethod) else costs
+        return model
 
     @property
     def model(self) -> StepCosts:
-        """The costs; whatever they answer is checked to be whole positive ticks."""
+        """Return the costs, wrapped to check that every answer is in whole positive ticks."""
         return OwnCosts(self.make())
 
     def batch(self, data: st.DataObject) -> tuple[int, int]:
-        """Sequences that decode, and the tokens they read."""
+        """Draw the number of sequences that decode, and the tokens they read."""
         num_decodes = data.draw(st.integers(1, self.max_num_seqs))
         return num_decodes, data.draw(st.integers(2 * num_decodes, num_decodes * self.max_model_len))
 
     @given(st.data())
     @many
     def test_a_pure_decode_step_is_a_step_without_chunks(self, data: st.DataObject) -> None:
-        """The first law of the protocol."""
+        """Check the first law of the protocol."""
         batch = self.batch(data)
         mixed, (decode, _, _) = self.model.mixed(*batch, [], batch[0]), self.model.decode(*batch)
-        assert mixed == decode, f"mixed says {mixed} ticks and decode {decode} for the same step"
+        assert mixed == decode, f"mixed returns {mixed} ticks and decode {decode} for the same step"
 
     @given(st.data())
     @many
     def test_steps_take_longer_as_the_first_one_says(self, data: st.DataObject) -> None:
-        """The second law: all contexts a token longer, and so on, within the span; and the clock always goes on."""
+        """Check the second law: all contexts a token longer, and so on, within the span; and time always advances."""
         (num_decodes, context), model = self.batch(data), self.model
         first, slope, span = model.decode(num_decodes, context)
         last = min(span - 1, self.max_model_len - -(-context // num_decodes))
@@ -65,7 +65,7 @@ class CostSuite:
     @given(st.data())
     @many
     def test_the_same_step_takes_the_same_time(self, data: st.DataObject) -> None:
-        """Whatever was asked before."""
+        """Check that the time does not depend on previous calls."""
         batch = data.draw(st.sampled_from([self.batch(data), (0, 0)]))
         parts, budget = [], self.max_num_batched_tokens - batch[0]
         for _ in range(data.draw(st.integers(int(batch[0] == 0), 4))):
@@ -82,7 +82,7 @@ class CostSuite:
     @given(st.data())
     @many
     def test_load_imbalance_stays_while_nobody_comes_or_goes(self, data: st.DataObject) -> None:
-        """Where the costs know of it: all contexts grow alike, and so the ticks on top stay as they are."""
+        """Check costs with load imbalance: all contexts grow alike, so the ticks on top must not change."""
         costs = self.make()
         if not isinstance(costs, ImbalanceCosts) or costs.balanced:
             return
@@ -98,7 +98,7 @@ class CostSuite:
     @given(st.data())
     @many
     def test_rounds_end_when_one_after_the_other_does(self, data: st.DataObject) -> None:
-        """Where the costs know of drafts: the law of `RoundCosts`."""
+        """Check costs with drafts: the law of `RoundCosts`."""
         costs = self.make()
         if not isinstance(costs, RoundCosts):
             return

@@ -1,4 +1,4 @@
-"""A scheduler driven as a simulator would drive it, without a clock, and held to all laws on the way."""
+"""Driver that calls a scheduler as a simulator would, without a clock, and checks all laws on the way."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from simtune.engine.policies.listed import ListScheduler
 from simtune.testing.sealed import Sealed
 
 TOO_LONG = 50_000
-"""Steps after which somebody waits for ever."""
+"""Number of steps after which a request counts as waiting forever."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, and the step before which it comes."""
+    """Request, and the step before which it comes."""
 
     at: int
     prompt_tokens: int
@@ -28,7 +28,7 @@ class Arrival:
     deadline: float = 1.0
 
     def request(self, number: int) -> Sealed:
-        """The same as a policy sees it."""
+        """Return the request as a policy sees it."""
         return Sealed(
             number,
             self.prompt_tokens,
@@ -41,7 +41,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """Settings of a scheduler, and what comes."""
+    """Settings of a scheduler, and its load."""
 
     blocks: int
     block_size: int
@@ -54,7 +54,7 @@ class SmallWorld:
 
 @st.composite
 def small_worlds(draw: st.DrawFn) -> SmallWorld:
-    """Few blocks and seats, so that requests wait and are preempted."""
+    """Draw few blocks and seats, so that requests wait and are preempted."""
     block_size = draw(st.sampled_from([1, 4, 16]))
     blocks = draw(st.integers(4, 40))
     longest = max(2, blocks * block_size // draw(st.integers(1, 3)))
@@ -71,7 +71,7 @@ def small_worlds(draw: st.DrawFn) -> SmallWorld:
 
 @dataclass
 class DriverLog:
-    """Everything that happened, by number of the step."""
+    """All events, by number of the step."""
 
     scheduled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     context: dict[int, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class DriverLog:
     free: dict[int, int] = field(default_factory=dict)
 
     def note_step(self, now: int, repeat: int, step: Step, plan: dict[Request, int], *, with_longest: bool) -> None:
-        """A step that is run so often from now on."""
+        """Record a step that is run `repeat` times from step `now` on."""
         for i in range(repeat):
             self.scheduled[now + i] = [(request.id, tokens) for request, tokens in plan.items()]
             self.context[now + i] = step.context_tokens + i * step.num_decodes
@@ -97,7 +97,7 @@ class DriverLog:
             self.admitted[now] = [request.id for request in step.admitted]
 
     def note_progress(self, now: int, progress: Progress, free: int) -> None:
-        """What came out of it, and how many blocks are free."""
+        """Record the progress of a step, and the number of free blocks."""
         if progress.first_token:
             self.first[now] = [request.id for request in progress.first_token]
         if progress.finished:
@@ -105,11 +105,11 @@ class DriverLog:
         self.free[now] = free
 
     def finish_of(self, number: int) -> int:
-        """The step after which a request was finished."""
+        """Return the step after which a request was finished."""
         return next(step for step, numbers in self.finished.items() if number in numbers)
 
     def begin_of(self, number: int) -> int:
-        """The step that first had tokens of a request."""
+        """Return the first step that had tokens of a request."""
         return next(step for step, plan in sorted(self.scheduled.items()) if any(i == number for i, _ in plan))
 
 
@@ -120,13 +120,13 @@ class Driver:
     scheduler: Scheduler
     world: SmallWorld
     pads: bool = False
-    """Whether chunks count padding."""
+    """True if chunks count padding."""
     idle_seats: Callable[[Scheduler, int], bool] | None = None
-    """Whether somebody may wait beside a step of so many requests; asked where work is to be conserved."""
+    """Rule that a request may wait beside a step, given its number of requests; None if work need not be conserved."""
     log: DriverLog = field(default_factory=DriverLog)
 
     def run(self, *, single: bool) -> DriverLog:
-        """Run until everybody is done, in single steps or as many at once as the scheduler allows."""
+        """Run until all requests are done, in single steps or as many at once as the scheduler allows."""
         scheduler, now = self.scheduler, 0
         self._coming = [(arrival.at, arrival.request(i)) for i, arrival in enumerate(self.world.load)]
         self._accepted: list[Sealed] = []
@@ -147,7 +147,7 @@ class Driver:
                 self._accepted.append(request)
 
     def _step(self, now: int, single: bool) -> int:
-        """One step and its repetitions; the number of the step that follows."""
+        """Run one step and its repetitions; return the number of the step that follows."""
         scheduler, log = self.scheduler, self.log
         assert now < TOO_LONG, "somebody waits for ever"
         residents = set(scheduler.residents) if isinstance(scheduler, ListScheduler) else None
@@ -170,7 +170,7 @@ class Driver:
         return now
 
     def _check_step(self, step: Step, plan: dict[Request, int], residents: set[Request] | None) -> None:
-        """What holds of every step, whatever the policy."""
+        """Check the laws of every step, whatever the policy."""
         scheduler = self.scheduler
         assert plan, "a step without requests"
         assert all(tokens > 0 for tokens in plan.values()), "a request without tokens in the step"
@@ -211,13 +211,13 @@ class Driver:
 
     def _check_conserved(self) -> None:
         scheduler = self.scheduler
-        here = scheduler.num_running + scheduler.num_waiting
-        assert len(self._done) + here == len(self._accepted), "requests are lost or doubled"
+        present = scheduler.num_running + scheduler.num_waiting
+        assert len(self._done) + present == len(self._accepted), "requests are lost or doubled"
         assert len(set(scheduler.waiting)) == len(scheduler.waiting), "somebody waits twice"
         assert 0 <= scheduler.kv.free <= scheduler.kv.total, "more blocks than there are"
         if isinstance(scheduler, ListScheduler):
-            held = sum(scheduler.kv.held_by(request) for request in scheduler.residents)
-            assert scheduler.kv.free + held == scheduler.kv.total, "blocks are lost or doubled"
+            held_blocks = sum(scheduler.kv.held_by(request) for request in scheduler.residents)
+            assert scheduler.kv.free + held_blocks == scheduler.kv.total, "blocks are lost or doubled"
             assert not set(scheduler.residents) & set(scheduler.waiting), "somebody waits and has a seat"
             assert all(scheduler.kv.held_by(request) == 0 for request in scheduler.waiting), "who waits holds blocks"
 
@@ -235,7 +235,7 @@ class Driver:
 
 
 def to_the_end(scheduler: Scheduler) -> list[int]:
-    """Run until nothing runs any more; who finished, in that order."""
+    """Run until nothing runs any more; return the requests in the order in which they finished."""
     finished: list[int] = []
     while (step := scheduler.schedule()) is not None:
         finished += [request.id for request in scheduler.complete(step.repeat).finished]

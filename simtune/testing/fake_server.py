@@ -1,7 +1,7 @@
-"""A server that speaks as OpenAI-compatible engines do, decodes nothing, and misbehaves where it is told to.
+"""Server that imitates OpenAI-compatible engines, decodes nothing, and misbehaves as configured.
 
 It runs on the loopback in a thread with its own event loop; tokens come at the times of a simple schedule: the first
-`first_token_s` after the request, the others `token_s` apart, all on one clock and for every request by itself.
+`first_token_s` after the request, the others `token_s` apart, all on one clock and independently for every request.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Misbehaviour = Literal["500", "redirect", "stall", "close", "half_line", "short"
 
 @dataclass
 class FakeServer:
-    """`with FakeServer() as server: ... server.url`. What it was sent is in `requests`, in order."""
+    """`with FakeServer() as server: ... server.url`. Received requests are in `requests`, in order."""
 
     first_token_s: float = 0.01
     token_s: float = 0.001
     misbehaves: Mapping[int, Misbehaviour] = field(default_factory=dict)
-    """By the number of the request as it comes in: what goes wrong after half of its tokens, or instead of them."""
+    """Fault by the number of the request as it comes in: it occurs after half of its tokens, or instead of them."""
     api_key: str | None = None
     counts: bool = True
-    """Whether every message says how many tokens there are by now."""
+    """True if every message has the number of tokens so far."""
     port: int = 0
-    """Where it listens; any free one unless given."""
+    """Port of the server; any free one unless given."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
-    """Paths that were asked for, in order."""
+    """Requested paths, in order."""
 
     def __enter__(self) -> FakeServer:
         self._ready = threading.Event()
@@ -47,7 +47,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
@@ -65,7 +65,7 @@ class FakeServer:
         await asyncio.gather(*(task for task in self._connections.values() if task is not None))
 
     def _die(self) -> None:
-        """Close everything at once, as when the process ends."""
+        """Close all connections at once, as when the process ends."""
         self._server.close()
         for writer in self._connections:
             writer.transport.abort()
@@ -82,7 +82,7 @@ class FakeServer:
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request and its response; False where the connection is at its end."""
+        """Read one request and respond; False if the connection has ended."""
         line = await reader.readline()
         if not line:
             return False
@@ -139,7 +139,7 @@ class FakeServer:
             self._running -= 1
 
     async def _prefill(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """A prompt alone; where its KV cache is, if that is asked for."""
+        """Respond to a prompt alone; with the location of its KV cache, if the request asks for it."""
         number = len(self.requests)
         await asyncio.sleep(self.first_token_s)
         answer: dict[str, Any] = {"choices": [{"index": 0, "text": " t1", "finish_reason": "length"}]}
@@ -151,12 +151,12 @@ class FakeServer:
         tokens, half = request["max_tokens"], request["max_tokens"] // 2
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         begun = self._loop.time()
-        for done in range(tokens):
-            due = begun + self.first_token_s + done * self.token_s
+        for sent in range(tokens):
+            due = begun + self.first_token_s + sent * self.token_s
             await asyncio.sleep(max(0.0, due - self._loop.time()))
-            if wrong is not None and done == half:
+            if wrong is not None and sent == half:
                 return await self._misbehave(wrong, writer)
-            _chunk(writer, self._event(done + 1, len(request["prompt"])))
+            _chunk(writer, self._event(sent + 1, len(request["prompt"])))
             await writer.drain()
         usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": tokens}
         _chunk(writer, {"object": "text_completion", "choices": [], "usage": usage})
@@ -173,7 +173,7 @@ class FakeServer:
         return event
 
     async def _misbehave(self, wrong: Misbehaviour, writer: asyncio.StreamWriter) -> bool:
-        """In the middle of an answer; False, and the connection is closed, or True where the response ends in order."""
+        """Interrupt an answer; False if the connection is closed, or True if the response ends in order."""
         if wrong == "stall":
             await self._over.wait()
         elif wrong == "die":

@@ -1,4 +1,4 @@
-"""What every router owes those that it routes."""
+"""Suite of the invariants that every router must keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 4
 
 @dataclass(eq=False)
 class Core:
-    """All that a router may look at."""
+    """Fields that a router may read."""
 
     number: int
     instance: int
@@ -29,21 +29,21 @@ class Core:
 
 
 def cores(count: int, pools: int = 1) -> list[EngineCore]:
-    """Cores that are up, dealt to so many pools."""
-    made = [Core(number, number // pools, f"pool{number % pools}") for number in range(count)]
-    return cast("list[EngineCore]", made)
+    """Return cores that are up, dealt to `pools` pools."""
+    dealt = [Core(number, number // pools, f"pool{number % pools}") for number in range(count)]
+    return cast("list[EngineCore]", dealt)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens; `which` picks a core or a request under way, as far as there is one."""
+    """Event of a story; `which` picks a core or a request in progress, as far as there is one."""
 
     what: Literal["ask", "over", "fail", "back"]
     which: int
     tokens: int
     blocks: tuple[int, ...]
     later: int
-    """Ticks since the event before."""
+    """Ticks since the previous event."""
 
 
 events = st.lists(
@@ -63,19 +63,19 @@ events = st.lists(
 
 @dataclass
 class _Replay:
-    """A router under a story, and what it answers."""
+    """Router under a story, and its answers."""
 
     router: Router
     cores: Sequence[EngineCore]
     there: list[tuple[Sealed, EngineCore]] = field(default_factory=list)
-    """Requests under way."""
+    """Requests in progress."""
     answers: list[int | None] = field(default_factory=list)
 
     def ask(self, number: int, event: Event, now: int) -> None:
         request = Sealed(number, event.tokens + BLOCK_TOKENS * len(event.blocks), 1, blocks=event.blocks)
         choice = self.router.choose(request, now)
         if choice is None:
-            assert not any(core.up for core in self.cores), "nobody is chosen, though cores are up"
+            assert not any(core.up for core in self.cores), "choose() returned None although cores are up"
             self.answers.append(None)
             return
         assert any(choice is core for core in self.cores), f"{choice!r} is none of its cores"
@@ -89,32 +89,32 @@ class _Replay:
 
     def fail(self, core: EngineCore, now: int) -> None:
         core.up = False
-        for request, its in self.there:
-            if its is core:
+        for request, chosen in self.there:
+            if chosen is core:
                 self.router.over(request, core, now)
-        self.there = [(request, its) for request, its in self.there if its is not core]
+        self.there = [(request, chosen) for request, chosen in self.there if chosen is not core]
 
 
 class RouterSuite:
-    """Derive from it and set `router`. What the class of the router states (`needs`) is believed."""
+    """Derive from it and set `router`; the suite trusts what the class of the router states (`needs`)."""
 
     router: ClassVar[type[Router]]
     options: ClassVar[Mapping[str, Any]] = {}
-    """What its constructor is given besides the cores and what it needs."""
+    """Options of the constructor besides the cores and the inputs in `needs`."""
     first_of_equals: ClassVar[bool] = True
-    """Whether the first of equal cores is chosen; False for one that draws, or goes by something else than load."""
+    """True if the first of equal cores is chosen; False for a router that draws, or depends on more than load."""
 
     def make(self, up: Sequence[EngineCore]) -> Router:
-        """A router of these cores."""
-        given: dict[Need, object] = {
+        """Make a router of these cores."""
+        inputs: dict[Need, object] = {
             "seed": 3,
             "session": [i % SESSIONS for i in range(200)],
             "block_tokens": BLOCK_TOKENS,
         }
-        return self.router(up, **{need: given[need] for need in self.router.needs}, **self.options)
+        return self.router(up, **{need: inputs[need] for need in self.router.needs}, **self.options)
 
     def choices(self, story: Sequence[Event], count: int) -> list[int | None]:
-        """The number of the core that each request goes to; None where all are down."""
+        """Return the number of the core that each request goes to; None if all are down."""
         up, now = cores(count, 2), 0
         replay = _Replay(self.make(up), up)
         for number, event in enumerate(story):
@@ -132,7 +132,8 @@ class RouterSuite:
     @given(events, st.integers(1, 6))
     @many
     def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[Event], count: int) -> None:
-        """Whatever is asked, finishes, fails and comes back; the same story again has the same choices."""
+        """Check stories of requests that arrive and finish, and cores that fail and return; repeated stories are
+        equal."""
         assert self.choices(story, count) == self.choices(story, count), (
             "the same story has other choices when it comes again"
         )
@@ -142,14 +143,14 @@ class RouterSuite:
     def test_in_clusters_under_the_clock_nothing_is_lost_and_jumps_equal_single_steps(
         self, data: st.DataObject
     ) -> None:
-        """Before prefill and decode pools too, with instances that come, fail and switch."""
+        """Check also before prefill and decode pools, with instances that come, fail and switch."""
         cluster = data.draw(clusters(apart=data.draw(st.booleans()), failing=data.draw(st.booleans())))
         check(replace(cluster, router=self.router, router_options=self.options, cores=[]))
 
     @given(st.integers(1, 6), st.sets(st.integers(0, 5)))
     @many
     def test_ties(self, count: int, down: set[int]) -> None:
-        """Of cores that are equal the first is chosen."""
+        """Check that the first of equal cores is chosen."""
         up = cores(count)
         for number in down & set(range(count)):
             up[number].up = False

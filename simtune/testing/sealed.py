@@ -1,4 +1,4 @@
-"""Requests whose true output length nobody may see who chooses."""
+"""Requests that hide their true output length from policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simtune.engine import Request
 
 
 class Sealed(Request):
-    """Its output length may be read where an engine sees that an answer is over, and by nobody who chooses."""
+    """Request whose output length may be read when an engine detects an end, but not when a policy chooses."""
 
     __slots__ = ("_true",)
     MAY_READ = frozenset({"Scheduler.outgrows", "DecodeBatch.join", "_end_chunks", "ListScheduler.remaining"})
@@ -21,7 +21,7 @@ class Sealed(Request):
 
     @property
     def output_tokens(self) -> int:
-        """The true length, where the caller may know it."""
+        """True output length, if the caller may read it."""
         frame = sys._getframe(1)
         assert frame.f_code.co_qualname in self.MAY_READ, f"{frame.f_code.co_qualname} reads the output length"
         while frame.f_back is not None:
@@ -35,7 +35,7 @@ class Sealed(Request):
 
     @property
     def true_tokens(self) -> int:
-        """The same, for the test itself."""
+        """True output length, for the test itself."""
         return self._true
 
     def __repr__(self) -> str:

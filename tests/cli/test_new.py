@@ -163,7 +163,7 @@ def test_the_doctor_names_what_is_wrong(desk: Desk, call: Callable[..., Said], m
     said = call("doctor", "--json")
     assert said.code == 1
     (problem,) = [finding for finding in said.json if finding["state"] == "problem"]
-    assert problem["says"] == "nowhere is no folder; make it or take it out"
+    assert problem["says"] == "nowhere is not a folder; create it or remove it from SIMTUNE_PATH"
 
 
 def test_the_doctor_reports_that_no_profile_can_be_read(

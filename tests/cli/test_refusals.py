@@ -146,8 +146,8 @@ def test_an_answer_of_another_kind_is_asked_for_by_name(desk: Desk) -> None:
         ("sglang", "scheduler_recv_interval: often", "'<' not supported between instances of 'str' and 'int'"),
         ("sglang", "scheduler_recv_interval: 0", "scheduler_recv_interval (0) must be at least 1"),
         ("sglang", "schedule_conservativeness: 0", "schedule_conservativeness (0) must be above 0"),
-        ("tensorrt-llm", "capacity_scheduler_policy: NONE", "capacity_scheduler_policy must not be NONE"),
-        ("tensorrt-llm", "context_chunking_policy: NONE", "context_chunking_policy must not be NONE"),
+        ("tensorrt-llm", "capacity_scheduler_policy: NONE", "capacity_scheduler_policy must be GUARANTEED_NO_EVICT or"),
+        ("tensorrt-llm", "context_chunking_policy: NONE", "context_chunking_policy must be FIRST_COME_FIRST_SERVED or"),
     ],
 )
 def test_settings_that_a_policy_cannot_run_with(desk: Desk, policy: str, options: str, said: str) -> None:

@@ -167,7 +167,10 @@ class TestLogs:
             ({"decodes": 3, "context_tokens": 0, "seconds": 1.0}, "context_tokens: cannot be 0 for 3 decodes"),
             ({"decodes": 1.5, "context_tokens": 9, "seconds": 1.0}, "draft_tokens are counts"),
             ({"decodes": 1, "context_tokens": 9, "seconds": 1e300}, "seconds: is no time of a step: 1e.300 s"),
-            ({"decodes": 1, "context_tokens": 10**15, "seconds": 1.0}, "is no step: it has 1,000,000,000,000,000 of"),
+            (
+                {"decodes": 1, "context_tokens": 10**15, "seconds": 1.0},
+                "is no step: a count of 1,000,000,000,000,000 exceeds",
+            ),
         ],
     )
     def test_a_bad_line_is_named(self, tmp_path: Path, line: dict[str, Any], words: str) -> None:

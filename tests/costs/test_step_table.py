@@ -113,11 +113,14 @@ def write(folder: Path, text: str) -> Path:
     [
         ("decodes,context_tokens,prefill_tokens\n1,2,3\n", r"steps\.csv:1: seconds: column is missing; give the time"),
         ("decodes,seconds\n1,2\n", r"steps\.csv:1: context_tokens: column is missing"),
-        ("decodes,context_tokens,seconds,milliseconds\n1,2,3,4\n", "seconds and milliseconds are both there"),
-        (f"{HEADER}\n1,10,0,0,0.01\n\n2,20,0,0,nan\n", r"steps\.csv:4: seconds: 'nan': a time above 0 is wanted"),
-        (f"{HEADER}\n1,10,0,0,0.01\n2,20,0,0,\n", r"steps\.csv:3: seconds: '': a time above 0"),
+        ("decodes,context_tokens,seconds,milliseconds\n1,2,3,4\n", "seconds and milliseconds are both present"),
+        (f"{HEADER}\n1,10,0,0,0.01\n\n2,20,0,0,nan\n", r"steps\.csv:4: seconds: 'nan': must be a time above 0"),
+        (f"{HEADER}\n1,10,0,0,0.01\n2,20,0,0,\n", r"steps\.csv:3: seconds: '': must be a time above 0"),
         (f"{HEADER}\n1,10,0,0,0.01\n2,20,0,0,-0.01\n", r"steps\.csv:3: seconds: '-0.01'"),
-        (f"{HEADER}\n1,10,0,0,0.01\n-2,20,0,0,0.01\n", r"steps\.csv:3: decodes: '-2': a whole number of at least 0"),
+        (
+            f"{HEADER}\n1,10,0,0,0.01\n-2,20,0,0,0.01\n",
+            r"steps\.csv:3: decodes: '-2': must be a whole number of at least 0",
+        ),
         (f"{HEADER}\n1,10,0,0,0.01\n2,2.5,0,0,0.01\n", r"steps\.csv:3: context_tokens: '2.5'"),
         (f"{HEADER}\n1,10,0,0,0.01\n0,0,0,0,0.01\n", r"steps\.csv:3: decodes: the step neither decodes nor prefills"),
         (f"{HEADER}\n1,10,0,0,0.01\n0,9,5,0,0.01\n", r"steps\.csv:3: context_tokens: is what decodes read"),

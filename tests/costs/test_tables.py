@@ -156,7 +156,7 @@ def test_kernels_of_several_engines_are_not_mixed(tmp_path: Path) -> None:
     assert found.operators["gemm.bf16"].seconds.tolist() == [0.5e-3]
     assert found.operators["all_gather.bf16"].software == "NCCL 3", "which is no engine's"
     assert found.notes == ["vllm.csv: passed over, kernels of vllm"]
-    with pytest.raises(UsageError, match=r"no table of trtllm's kernels, only of sglang, vllm"):
+    with pytest.raises(UsageError, match=r"no table of trtllm's kernels; the tables are of sglang, vllm"):
         read_tables([tmp_path], "trtllm")
     with pytest.raises(UsageError, match=r"--engine orca: there are tables of vllm, trtllm, sglang"):
         read_tables([tmp_path], "orca")
@@ -464,7 +464,7 @@ def test_llmservingsim_times_experts_of_every_tensor_parallelism(tmp_path: Path)
     assert shape_of(found.operators["gemm.bf16"]) == {"m": [8], "n": [(4096 + 2 * 1024) / 2], "k": [4096]}
     assert set(found.notes) == {
         "dense.csv: 1 rows belong to no operator: no operator for the layer gate_up_proj",
-        "mtp.csv: 1 rows belong to no operator: a drafter's layers, whose sizes the model's own do not tell",
+        "mtp.csv: 1 rows belong to no operator: a drafter's layers, whose sizes the model does not determine",
     }
 
 

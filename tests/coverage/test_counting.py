@@ -136,7 +136,7 @@ def test_statements_and_branches_are_held_each_and_all_of_them_where_torch_is(
 
 def test_what_no_run_is_to_reach_does_not_count() -> None:
     found = everything()
-    lines = lines_of("simtune/engine/settling.py", 'raise AssertionError("nobody has ended")')
+    lines = lines_of("simtune/engine/settling.py", 'raise AssertionError("no request has ended")')
     assert len(lines) == 1
     assert not lines & set(found["simtune/engine/settling.py"]["missing_lines"])
     only_for_mypy = lines_of("simtune/cli/fit.py", "if TYPE_CHECKING:")

@@ -163,13 +163,13 @@ def test_a_batch_remembers_the_order_of_joining_and_forgets_who_left() -> None:
             "must exceed the drafter's extra slots",
         ),
         ({"prefix_caching": True, "hash_block_tokens": 24}, "must be a multiple of block_size"),
-        ({"prefix_caching": True, "preemption": "swap"}, "does not go with prefix caching"),
+        ({"prefix_caching": True, "preemption": "swap"}, "prefix_caching are mutually exclusive"),
         (
             {
                 "async_scheduling": True,
                 "speculation": DraftingTerms(1, lambda r, n, d: 0, shares=lambda requests: [1] * len(requests)),
             },
-            "does not go with drafts whose number is known only when they are made",
+            "requires a number of drafts known in advance",
         ),
     ],
 )

@@ -95,5 +95,5 @@ def test_a_point_tells_a_time_or_why_it_has_none(path: Path) -> None:
     point = {"kind": "gemm", "dtype": "bf16", "shape": {"m": 1, "n": 1, "k": 1}}
     with path.open("a") as file:
         file.write(json.dumps(point) + "\n")
-    with pytest.raises(SpecError, match=r"jsonl:5: .*give seconds, or say why it failed"):
+    with pytest.raises(SpecError, match=r"jsonl:5: .*give either seconds or failed, with the reason"):
         own.read(path)

@@ -64,7 +64,7 @@ def test_a_line_that_was_cut_short_is_measured_again_and_that_is_said(tmp_path: 
     file.write_bytes(whole[:-20])
     rig = PretendedRig()
     profile(rig, tmp_path / "p1", budget_s=25, note=said.append)
-    assert f"{file}: the last line was cut short and is taken off; its point is measured again" in said
+    assert f"{file}: the last line was cut short and is removed; its point is measured again" in said
     assert len(file.read_bytes().splitlines()) > len(whole.splitlines())
 
 

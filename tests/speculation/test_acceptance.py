@@ -221,7 +221,7 @@ def test_ranks() -> None:
         (lambda: estimate.from_histogram({0: -5}), "none of them negative"),
         (lambda: estimate.from_windows([(3, 2)]), "cannot keep more draft tokens than it had"),
         (lambda: estimate.from_windows([(0, 0)]), "no round drafted a token"),
-        (lambda: estimate.from_requests([[1, 2]]), "fewer than two"),
+        (lambda: estimate.from_requests([[1, 2]]), "at least two requests"),
         (lambda: estimate.from_ranks([[5]], [[4]]), "depth 1: candidates taken more often"),
         (lambda: estimate.from_top_k([[0.5, 0.4]]), "depth 1: accuracy falls"),
         (lambda: from_few_ranks([0, 0], 3), "some candidate must have been taken"),

@@ -117,7 +117,8 @@ LAWS = "test_all_laws_hold_and_jumps_equal_single_steps"
     [
         (Greedy, LAWS, "more tokens than max_num_batched_tokens"),
         (Crowded, LAWS, "more requests than max_num_seqs"),
-        (Leaking, LAWS, "blocks are lost or doubled"),
+        # a policy that leaks all blocks in one step runs nothing, which is found before the blocks are counted
+        (Leaking, LAWS, "blocks are lost or doubled|there is work, and nothing runs"),
         (Clairvoyant, LAWS, "Clairvoyant.key reads the output length"),
         (Jumpy, LAWS, "differs between jumps and single steps"),
         (Forgetful, LAWS, "requests are lost or doubled"),
@@ -143,7 +144,7 @@ def test_who_goes_by_the_length_by_another_way_is_found_out() -> None:
             return lengths[request.id]
 
     suite = type("Suite", (PolicySuite,), {"policy": Informed})()
-    with pytest.raises(AssertionError, match="goes by the length of"):
+    with pytest.raises(AssertionError, match="depends on the length of"):
         quickly(suite, "test_a_longer_answer_changes_nothing_before_the_shorter_one_ends")
 
 
@@ -192,7 +193,7 @@ CHOICES = "test_only_cores_that_are_up_are_chosen_and_always_the_same"
         (First, CHOICES, "core 0 is down"),
         (Last, "test_ties", "of equal cores not the first is chosen"),
         (Whimsical, CHOICES, "the same story has other choices"),
-        (Lazy, CHOICES, "nobody is chosen, though cores are up"),
+        (Lazy, CHOICES, "returned None although cores are up"),
         (Reader, CHOICES, "Reader.choose reads the output length"),
     ],
 )
@@ -258,7 +259,7 @@ class Sprinting(LinearCosts):
 @pytest.mark.parametrize(
     ("costs", "test", "finding"),
     [
-        (Sampling(1e-3), "test_a_pure_decode_step_is_a_step_without_chunks", "mixed says .* for the same step"),
+        (Sampling(1e-3), "test_a_pure_decode_step_is_a_step_without_chunks", "mixed returns .* for the same step"),
         (Bent(1e-3), "test_steps_take_longer_as_the_first_one_says", "of a span of"),
         (
             Falling(1e-3),

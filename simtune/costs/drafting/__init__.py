@@ -1,4 +1,4 @@
-"""What drafting and verifying cost: seconds of a round, the same in integer tables, and the memory a drafter takes."""
+"""Costs of drafting and verifying: seconds of a round, the same in integer tables, and the memory of a drafter."""
 
 from simtune.costs.drafting.compiled_rounds import CompiledRounds
 from simtune.costs.drafting.draft_memory import DraftMemory, draft_memory, drafting_pool

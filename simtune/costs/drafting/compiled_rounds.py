@@ -1,35 +1,35 @@
-"""What rounds of drafting and verifying take, frozen into integer tables: `RoundModel` for the simulator.
+"""Time of rounds of drafting and verifying, frozen into integer tables: `RoundModel` for the simulator.
 
 A step with B decodes that verify T tokens between them, beside some prefill chunks, takes
 
     T_gpu = linear(T + chunk tokens) + head(T + completed chunks) + attention(B, T / B) + prefill
             + drafting(sequences that got a token) + the drafter's own pass over the chunks
 
-of which drafting is that of the next drafts: of every decode and of every chunk that completes its prompt. Where the
-drafter drafts beside the target, on devices of its own, that is
+where drafting is that of the next drafts: of every decode and of every chunk that completes its prompt. If the
+drafter drafts in parallel with the target, on its own devices, that is
 
     max(target, drafting(decodes) + the drafter's own pass over the chunks)
 
-and every draft is one pass over one token of each decode: what was rejected is forgotten, and the token that came in
-its place is read as the first draft is made. What the two send each other is not counted. Of a target with R replicas
-(DSI, arXiv 2405.14105) this is a tick: on one of them the verification of a window begins, of every decode whatever
-becomes of it, and it takes R ticks, so that it counts 1 / R, rounded up to whole ticks. Prefill chunks are computed by
-all replicas at once, beside which they go on: what a step takes longer for them is not divided; nor is the host.
+and every draft is one pass over one token of each decode: rejected drafts are forgotten, and the token that replaced
+them is read as the first draft is made. The messages between the two are not counted. With a target of R replicas
+(DSI, arXiv 2405.14105) this is a tick: on one of them the verification of a window begins, of every decode whether it
+is accepted or not, and it takes R ticks, so that it counts 1 / R, rounded up to whole ticks. Prefill chunks are
+computed by all replicas at once while verifications continue: their additional time is not divided; nor is the host's.
 
 A chain in chunks that are verified while the next one is drafted (like FASER, arXiv 2604.20503; a model of ours, the
 paper has no closed form) takes
 
     d_1 + sum over j >= 2 of max(d_j / draft_share, v_(j-1) / verify_share) + v_last
 
-with d_j the drafting of chunk j, in the first with the pass over what was verified last, and v_j a pass of the target
+with d_j the drafting of chunk j, in the first with the pass over the tokens verified last, and v_j a pass of the target
 over as many tokens of each decode, in the last with one more. Prefill chunks are computed once, with v_1 and d_1, and
-the first drafts of a prompt just completed are made in its first round. As in
-`simtune.costs.compiled` all tables hold whole ticks and attention has whole ticks per context token between knots, so
-that every round has a time of its own, exactly: a jump is the sum of its rounds. Where T is no multiple of B attention
-is that between the two nearest widths; where it is less than B, as in a chunk that not every decode got to, that of B.
+the first drafts of a prompt just completed are made in its first round. As in `simtune.costs.compiled` all tables
+contain whole ticks, and attention has whole ticks per context token between knots, so that every round has an exact
+time: a jump is the sum of its rounds. If T is no multiple of B, attention is interpolated between the two nearest
+widths; if T is less than B, as in a chunk that not every decode got to, it is that of B.
 
-Known leanings besides those of `simtune.costs.drafting.round_model`. Decode attention beside prefill chunks is that of
-steps without. A prompt just completed is taken to be as long as the chunks of its step are on average.
+Known biases besides those of `simtune.costs.drafting.round_model`. Decode attention in steps with prefill chunks is that
+of steps without. A prompt just completed is taken to be as long as the chunks of its step are on average.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from simtune.specs.schemes import RoundShape
 class CompiledRounds:
     """Step costs of one instance that drafts; see the module. `draft` is the model that a draft model names.
 
-    What goes to another process is what it was compiled from. Raises Infeasible where the target or the draft model
-    cannot be sharded, the draft model speaks another vocabulary, or the profile cannot tell a time.
+    Pickling passes on the arguments; the other process compiles the tables again. Raises Infeasible if the target or
+    the draft model cannot be sharded, the draft model has another vocabulary, or the profile cannot predict a time.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CompiledRounds:
             join=gemm.joins(draft_tables) if drafter.joins_hidden_states and draft_tables is not None else (),
             heads=gemm.heads(drafter.parallel_heads, pool) if drafter.parallel_heads else (),
         )
-        # Without graphs, and where nothing hides the host, it prepares every pass of the drafter like a step.
+        # Without graphs, and if nothing hides the host, the host prepares every pass of the drafter like a step.
         self._prepares_each = not pool.cuda_graphs and not pool.hides_host and tables.model.correction(False) is None
         self.order = order_of(shape)(shape, target, drafts, self._prepares_each)
         self._host = to_ticks(drafter.host_cost_s)
@@ -147,7 +147,7 @@ class CompiledRounds:
         return list(accumulate(ticks))
 
     def _line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
-        """Of a round without chunks, by the tokens that the decodes have computed before it."""
+        """Return the line of a round without chunks, by the tokens that the decodes have computed before it."""
         key = (num_decodes, verify_tokens, depth)
         line = self._lines.get(key)
         if line is None:
@@ -175,7 +175,7 @@ class _Gemm:
         self._target, self._factor = target, (factors or {}).get("gemm", 1.0)
 
     def joins(self, tables: StepTables) -> list[int]:
-        """By tokens: embeddings joined to hidden states."""
+        """Ticks of joining embeddings to hidden states, by tokens."""
         hidden = self._target.hidden_size
         tokens = np.arange(1, len(tables.pure.linear), dtype=np.float64)
         at = sizes(tokens)
@@ -183,8 +183,8 @@ class _Gemm:
         return [0, *whole_ticks(self._factor * seconds)]
 
     def heads(self, number: int, pool: Pool) -> list[int]:
-        """By sequences: so many parallel heads."""
+        """Ticks of `number` parallel heads, by sequences."""
         hidden, vocab = self._target.hidden_size, -(-self._target.vocab_size // pool.parallelism.tp)
         rows = np.arange(1, pool.batching.max_num_seqs + 1, dtype=np.float64)
-        one = self._gemm.seconds(m=rows, n=hidden, k=hidden) + self._gemm.seconds(m=rows, n=vocab, k=hidden)
-        return [0, *whole_ticks(self._factor * number * one)]
+        per_head = self._gemm.seconds(m=rows, n=hidden, k=hidden) + self._gemm.seconds(m=rows, n=vocab, k=hidden)
+        return [0, *whole_ticks(self._factor * number * per_head)]

@@ -1,4 +1,4 @@
-"""The memory a drafter takes, and the devices it runs on."""
+"""Memory of a drafter, and the devices it runs on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from simtune.specs.pool import Parallelism, Pool
 
 
 class DraftMemory(NamedTuple):
-    """On each rank of the target."""
+    """Bytes on each rank of the target."""
 
     weights_bytes: float
     kv_bytes_per_token: float
 
 
 def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | None = None) -> DraftMemory:
-    """What a drafter takes of the target's memory, embedding and head shared with the target where they are its.
+    """Return the drafter's memory; embedding and head count only if they are not the target's.
 
     `draft` is the model that a draft model names.
     """
@@ -44,11 +44,11 @@ def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | Non
 
 
 def drafting_parallelism(drafter: Drafter, pool: Pool) -> Parallelism:
-    """Of the drafter, on one pipeline stage."""
+    """Return the parallelism of the drafter, on one pipeline stage."""
     return Parallelism(tp=drafter.ranks(pool.parallelism.tp), expert_parallel=False)
 
 
 def drafting_pool(drafter: Drafter, pool: Pool) -> Pool:
-    """The pool as the drafter's own network runs in it: on one pipeline stage, with the weights of its checkpoint."""
+    """Return the pool for the drafter's own network: one pipeline stage, with the weights of its checkpoint."""
     update = {"parallelism": drafting_parallelism(drafter, pool), "weight_dtype": None}
     return pool.model_copy(update=update)

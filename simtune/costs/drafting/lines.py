@@ -19,37 +19,37 @@ class TickLine(NamedTuple):
 
     starts: list[int]
     ticks: list[int]
-    """At the starts."""
+    """Ticks at the starts."""
     slopes: list[int]
     """Ticks per context token from each start on."""
 
     @classmethod
     def flat(cls, ticks: int) -> TickLine:
-        """The same at all contexts."""
+        """Return a line with the same ticks at all contexts."""
         return cls([0], [ticks], [0])
 
     @classmethod
     def through(cls, starts: Ints, ticks: Ints) -> TickLine:
-        """Through these knots, less those that a straight line can do without; the last one ends it."""
-        kept = bends(starts, ticks)
-        starts, ticks = starts[kept], ticks[kept]
+        """Return a line through these knots, without those that a straight line passes; the last knot ends it."""
+        corners = bends(starts, ticks)
+        starts, ticks = starts[corners], ticks[corners]
         slopes = np.diff(ticks) // np.diff(starts)
         return cls(starts[:-1].tolist(), ticks[:-1].tolist(), slopes.tolist())
 
     def at(self, context_tokens: int) -> int:
-        """Ticks there."""
+        """Return the ticks at `context_tokens`."""
         i = bisect_right(self.starts, context_tokens, 1) - 1
         return self.ticks[i] + self.slopes[i] * (context_tokens - self.starts[i])
 
     def piece(self, context_tokens: int) -> tuple[int, int, int]:
-        """(ticks without any context, ticks per context token, contexts below which that holds)."""
+        """Return (ticks without any context, ticks per context token, contexts below which that holds)."""
         starts, ticks, slopes = self
         i = bisect_right(starts, context_tokens, 1) - 1
         end = starts[i + 1] if i + 1 < len(starts) else UNBOUNDED
         return ticks[i] - slopes[i] * starts[i], slopes[i], end
 
     def many(self, context_tokens: Ints) -> Ints:
-        """Ticks at contexts that rise."""
+        """Return the ticks at contexts that rise."""
         starts, ticks, slopes = self
         i, last = bisect_right(starts, int(context_tokens[0]), 1) - 1, int(context_tokens[-1])
         values: Ints = context_tokens * slopes[i]
@@ -61,26 +61,26 @@ class TickLine(NamedTuple):
         return values
 
     def plus(self, more: int) -> TickLine:
-        """So many ticks more everywhere."""
+        """Return the line with `more` ticks more everywhere."""
         return TickLine(self.starts, [ticks + more for ticks in self.ticks], self.slopes)
 
     def moved(self, shift: int) -> TickLine:
-        """self(x - shift)."""
+        """Return self(x - shift)."""
         return TickLine([start + shift for start in self.starts], self.ticks, self.slopes)
 
     def at_speed(self, speed: float) -> TickLine:
-        """self(x) / speed; ticks at the starts are rounded up, ticks per context token down."""
+        """Return self(x) / speed; ticks at the starts are rounded up, ticks per context token down."""
         ticks = [math.ceil(t / speed) for t in self.ticks]
         return TickLine(self.starts, ticks, [math.floor(s / speed) for s in self.slopes])
 
     def added_to(self, other: TickLine) -> TickLine:
-        """self(x) + other(x)."""
+        """Return self(x) + other(x)."""
         starts = _starts(self, other)
         slopes = [self.piece(x)[1] + other.piece(x)[1] for x in starts]
         return TickLine(starts, [self.at(x) + other.at(x) for x in starts], slopes)
 
     def or_larger(self, other: TickLine) -> TickLine:
-        """max(self(x), other(x)), on whole numbers."""
+        """Return max(self(x), other(x)), on whole numbers."""
         pieces = []
         for x, end in pairwise([*_starts(self, other), UNBOUNDED]):
             (p, q, _), (r, s, _) = self.piece(x), other.piece(x)
@@ -94,5 +94,5 @@ class TickLine(NamedTuple):
 
 
 def _starts(a: TickLine, b: TickLine) -> list[int]:
-    """Of the pieces of both together, from where a starts."""
+    """Return the starts of the pieces of both lines together, from the first start of `a`."""
     return [a.starts[0], *sorted({x for x in (*a.starts, *b.starts) if x > a.starts[0]})]

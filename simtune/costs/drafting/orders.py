@@ -1,6 +1,6 @@
-"""How the passes of a target and of its drafter follow each other in a round: in turn, beside each other, in chunks.
+"""Orders of the passes of a target and of its drafter in a round: in turn, in parallel, in chunks.
 
-Each order puts rounds together from the passes, without prefill chunks as a line over context tokens, with them as a
+Each order assembles rounds from the passes, without prefill chunks as a line over context tokens, with them as a
 number; `simtune.costs.drafting.compiled_rounds` has the formulas.
 """
 
@@ -15,7 +15,7 @@ from simtune.specs.schemes import RoundShape
 
 
 class RoundOrder(ABC):
-    """The time of rounds whose passes follow each other in one way, but for what the host adds after the last.
+    """Time of rounds with one order of passes, without the host's time after the last pass.
 
     With `prepares_each` the host prepares every pass, and nothing hides that.
     """
@@ -38,11 +38,11 @@ class RoundOrder(ABC):
 
     @abstractmethod
     def steps_prepared(self, depth: int) -> int:
-        """How often the host's time comes on top of the GPU's, where it prepares every pass."""
+        """Number of times that the host's time comes on top of the GPU's, if it prepares every pass."""
 
 
 class InTurn(RoundOrder):
-    """One verification of all drafts, then the next drafts."""
+    """A verification of all drafts, then the next drafts."""
 
     def __init__(
         self, shape: RoundShape, target: TargetPasses, drafter: DraftPasses, prepares_each: bool = False
@@ -54,20 +54,21 @@ class InTurn(RoundOrder):
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
-        """The sum of both."""
+        """Return the sum of both."""
         line = self.target.alone(num_decodes, verify_tokens)
         if not depth:
             return line
         if self.drafter.tables is None:
             return line.plus(self.drafter.ticks(num_decodes, depth, 0, False))
-        shorter = verify_tokens - depth * num_decodes  # the contexts that are drafted on
+        # the drafter reads the contexts without the drafts that are verified
+        shorter = verify_tokens - depth * num_decodes
         return line.added_to(self.drafter.line(num_decodes, depth, False).moved(shorter))
 
     def beside_chunks(
         self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
     ) -> int:
-        """The sum of both, with drafts of the prompts just completed."""
-        # `TargetPasses.beside_chunks` and `chunks` come to the same; inlined for speed.
+        """Return the sum of both, with drafts of the prompts just completed."""
+        # Equal to `TargetPasses.beside_chunks` plus `chunks`; inlined for speed.
         prefill, cached = self._prefill, self._cached
         ticks, new, length, number = 0, 0, 0, len(chunks)
         for past, tokens in chunks:
@@ -89,18 +90,18 @@ class InTurn(RoundOrder):
         return ticks
 
     def steps_prepared(self, depth: int) -> int:
-        """Those of both."""
+        """Return the sum for verification and drafts."""
         return 1 + self.drafter.passes(depth)
 
 
 class Beside(RoundOrder):
-    """Drafts made on devices of the drafter's own while one replica after the other begins a verification.
+    """Drafts made on the drafter's own devices while one target replica after the other begins a verification.
 
-    Of a target with one replica it is the next verification, of several the whole window of every decode.
+    With one replica the drafts are for the next verification; with several they fill the whole window of every decode.
     """
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
-        """The larger of the two."""
+        """Return the larger of verification and drafts."""
         if not depth:
             return self.target.alone(num_decodes, verify_tokens)
         tokens, replicas = self._verified(num_decodes, verify_tokens, depth), self.shape.replicas
@@ -111,7 +112,7 @@ class Beside(RoundOrder):
     def beside_chunks(
         self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
     ) -> int:
-        """The larger of the two; what the chunks add is not divided among replicas, which all compute them.
+        """Return the larger of both; the chunks' time is not divided among replicas, which all compute them.
 
         The first drafts of a prompt just completed are made in its first round.
         """
@@ -139,21 +140,21 @@ class Beside(RoundOrder):
         return (self.drafter.passes(depth) - 1) * tables.after[num_seqs]
 
     def steps_prepared(self, depth: int) -> int:
-        """Once: for the target and one pass of the drafter."""
+        """Return 1: for the target and one pass of the drafter."""
         return 1
 
 
 class InChunks(RoundOrder):
-    """A chain in chunks, each verified while the next one is drafted, each with its share of the processors."""
+    """A chain in chunks, each verified while the next is drafted, each with its share of the processors."""
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
-        """The first chunk drafted, then the larger of both chunk by chunk, then the last one verified."""
+        """Return the first chunk drafted, then the larger of both chunk by chunk, then the last chunk verified."""
         chunks = self.shape.chunks
         assert chunks is not None
-        verifies, left = [], verify_tokens
+        verifies, remaining = [], verify_tokens
         for part in self._parts(num_decodes, verify_tokens, depth):
-            left -= part
-            verifies.append(self.target.alone(num_decodes, part).moved(max(0, left)))
+            remaining -= part
+            verifies.append(self.target.alone(num_decodes, part).moved(max(0, remaining)))
         line = verifies[-1]
         if not depth:
             return line
@@ -168,14 +169,14 @@ class InChunks(RoundOrder):
     def beside_chunks(
         self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
     ) -> int:
-        """The same; prefill chunks are computed with the first verification and the first drafts."""
+        """Return the same; prefill chunks are computed with the first verification and the first drafts."""
         target, cut = self.target, self.shape.chunks
         assert cut is not None
-        parts, left, verifies = self._parts(num_decodes, verify_tokens, depth), verify_tokens, []
+        parts, remaining, verifies = self._parts(num_decodes, verify_tokens, depth), verify_tokens, []
         more = target.chunks(parts[0], chunks, completing)
         for part in parts:
-            left -= part
-            ticks = target.beside_chunks(num_decodes, part, context_tokens - left) + more
+            remaining -= part
+            ticks = target.beside_chunks(num_decodes, part, context_tokens - remaining) + more
             verifies.append(max(ticks, target.launch[True]))
             more = 0
         if not depth:
@@ -189,22 +190,22 @@ class InChunks(RoundOrder):
         return ticks
 
     def _parts(self, num_decodes: int, verify_tokens: int, depth: int) -> list[int]:
-        """Tokens that the target computes in one pass after the other; drafts are taken to be spread evenly."""
-        parts, left = [], verify_tokens
+        """Tokens that the target computes in each pass; drafts are taken to be spread evenly."""
+        parts, remaining = [], verify_tokens
         if depth and num_decodes and self.shape.chunks is not None:
             for size in self.shape.chunks.sizes[:-1]:
-                parts.append(min(left, num_decodes * size))
-                left -= parts[-1]
-        return [*parts, left]
+                parts.append(min(remaining, num_decodes * size))
+                remaining -= parts[-1]
+        return [*parts, remaining]
 
     def steps_prepared(self, depth: int) -> int:
-        """Those of every chunk's verification, and of all drafts."""
+        """Return the sum for every chunk's verification and all drafts."""
         assert self.shape.chunks is not None
         return len(self.shape.chunks.sizes) + self.drafter.passes(depth)
 
 
 def order_of(shape: RoundShape) -> type[RoundOrder]:
-    """The order in which a scheme's passes follow each other."""
+    """Return the order of the passes of a scheme."""
     if shape.overlapped:
         return Beside
     return InTurn if shape.chunks is None else InChunks

@@ -1,4 +1,4 @@
-"""What the passes of a target and of its drafter take, in ticks, as rounds are put together from them."""
+"""Ticks of the passes of a target and of its drafter, from which rounds are assembled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WideAttention:
         self._ticks: dict[tuple[int, bool, int], Ints] = {}
 
     def ticks(self, width: int, sequences: int, mixed: bool) -> Ints:
-        """Of `sequences` with `width` query tokens each; `mixed` beside prefill chunks."""
+        """Ticks of `sequences` with `width` query tokens each; `mixed` in steps with prefill chunks."""
         mixed = mixed and not self._alike
         ticks = self._ticks.get(key := (width, mixed, sequences))
         if ticks is None:
@@ -37,7 +37,7 @@ class WideAttention:
         return ticks
 
     def line(self, sequences: int, ticks: Ints) -> TickLine:
-        """Ticks at all tabulated contexts as a line over the context tokens of so many sequences."""
+        """Return ticks at all tabulated contexts as a line over the context tokens of `sequences` sequences."""
         return TickLine.through(self._tables.contexts.astype(np.int64) * sequences, ticks)
 
 
@@ -47,35 +47,35 @@ class TargetPasses:
     def __init__(self, tables: StepTables) -> None:
         self.tables = tables
         self.launch = [to_ticks(tables.scale(mixed) * tables.model.launch_s[mixed]) for mixed in (False, True)]
-        """The least that a pass takes, without and with chunks."""
+        """Least ticks of a pass, without and with chunks."""
         self._attention = WideAttention(tables)
         self._lines: dict[tuple[int, int, bool], TickLine] = {}
 
     def attention(self, num_decodes: int, verify_tokens: int, mixed: bool) -> TickLine:
-        """Attention of so many tokens of all decodes together.
+        """Return the attention of `verify_tokens` tokens of all decodes together.
 
-        Where they are no multiple of the decodes it is that between the two nearest widths.
+        If they are no multiple of the decodes, it is interpolated between the two nearest widths.
         """
         key = (num_decodes, verify_tokens, mixed)
         line = self._lines.get(key)
         if line is None:
-            width, rest = divmod(max(verify_tokens, num_decodes), num_decodes)
+            width, remainder = divmod(max(verify_tokens, num_decodes), num_decodes)
             ticks = self._attention.ticks(width, num_decodes, mixed)
-            if rest:
+            if remainder:
                 above = self._attention.ticks(width + 1, num_decodes, mixed)
-                ticks = ticks + (above - ticks) * rest // num_decodes
+                ticks = ticks + (above - ticks) * remainder // num_decodes
             line = self._lines[key] = self._attention.line(num_decodes, ticks)
         return line
 
     def alone(self, num_decodes: int, verify_tokens: int) -> TickLine:
-        """A whole pass without chunks."""
+        """Return a whole pass without chunks."""
         pure = self.tables.pure
         line = self.attention(num_decodes, verify_tokens, False).plus(pure.head[verify_tokens])
         line = line.plus(pure.linear[verify_tokens])
         return line.or_larger(TickLine.flat(self.launch[False])) if self.launch[False] else line
 
     def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:
-        """A pass beside chunks, without them and not less than its launch."""
+        """Ticks of a pass in a step with chunks, without the chunks' own part and without its least ticks."""
         mixed = self.tables.mixed
         ticks = mixed.linear[verify_tokens] + mixed.head[verify_tokens]
         if num_decodes:
@@ -83,7 +83,8 @@ class TargetPasses:
         return ticks
 
     def chunks(self, verify_tokens: int, chunks: Chunks, completing: int) -> int:
-        """What prefill chunks, of which some complete their prompt, add to a pass over so many tokens."""
+        """Ticks that prefill chunks, `completing` of which end their prompt, add to a pass over `verify_tokens`
+        tokens."""
         tables, linear, head = self.tables, self.tables.mixed.linear, self.tables.mixed.head
         new, ticks = 0, tables.chunk * len(chunks)
         for past, tokens in chunks:
@@ -95,7 +96,7 @@ class TargetPasses:
 
 
 class DraftPasses:
-    """Passes of a drafter, whose first one reads what became certain in the round before."""
+    """Passes of a drafter; the first one reads the tokens that became certain in the round before."""
 
     def __init__(
         self,
@@ -106,10 +107,10 @@ class DraftPasses:
         join: Sequence[int] = (),
         heads: Sequence[int] = (),
     ) -> None:
-        """`tables` are those of the network that drafts, None where nothing or only parallel heads run on the GPU.
+        """Take the tables of the drafting network, None if nothing or only parallel heads run on the GPU.
 
-        `join` holds ticks of joining embeddings to hidden states, by tokens; `heads` those of the parallel heads, by
-        sequences. Either is empty where there are none.
+        `join` are ticks of joining embeddings to hidden states, by tokens; `heads` those of the parallel heads, by
+        sequences. Either is empty if there are none.
         """
         self.tables = tables
         self._drafter, self._shape, self._target = drafter, shape, target
@@ -118,16 +119,16 @@ class DraftPasses:
         self._lines: dict[tuple[int, int, bool, int], TickLine] = {}
 
     def passes(self, depth: int) -> int:
-        """Passes in turn that make so many drafts in turn."""
+        """Number of consecutive passes that make `depth` consecutive drafts."""
         return self._drafter.passes(depth)
 
     def first_width(self, depth: int) -> int:
-        """Tokens of a sequence that are read as the first draft is made: as many as may have been kept in the round
-        before; beside the target only the one that came last."""
+        """Tokens of a sequence that are read as the first draft is made: as many as may have been accepted in the round
+        before; if drafts overlap with verification, only the last token."""
         return 1 if self._shape.overlapped else depth + 1
 
     def ticks(self, sequences: int, depth: int, context_tokens: int, mixed: bool, part: int = 0) -> int:
-        """Of the drafts of so many sequences, or of one chunk of them if they are made in chunks."""
+        """Ticks of the drafts of `sequences` sequences, or of one chunk of them if they are made in chunks."""
         if not sequences:
             return 0
         if self.tables is not None:
@@ -136,7 +137,7 @@ class DraftPasses:
         return round(self._target.scale(mixed) * self._heads[sequences]) if self._heads else 0
 
     def line(self, sequences: int, depth: int, mixed: bool, part: int = 0) -> TickLine:
-        """`ticks` by context tokens, of a drafter that is a network."""
+        """Return `ticks` by context tokens, for a drafter that is a network."""
         key = (sequences, depth, mixed, part)
         line = self._lines.get(key)
         if line is None:
@@ -146,14 +147,15 @@ class DraftPasses:
                 chunks, width = self._shape.chunks, self._shape.width
                 further = self._pass(sequences, width, sequences * width, mixed)
                 ticks = further * (depth if chunks is None else chunks.sizes[part])
-                if part == 0:  # the first pass is another one
+                if part == 0:  # the first pass is wider: it reads the accepted tokens
                     ticks = ticks - further + self._pass(sequences, self.first_width(depth), sequences, mixed)
             assert self._attention is not None
             line = self._lines[key] = self._attention.line(sequences, ticks)
         return line
 
     def chunks(self, sequences: int, depth: int, chunks: Chunks, new: int) -> int:
-        """What prefill chunks of `new` tokens together add to the first pass, which drafts for so many sequences."""
+        """Ticks that prefill chunks of `new` tokens in all add to the first pass, which drafts for `sequences`
+        sequences."""
         tables, join = self.tables, self._join
         if tables is None:
             return 0
@@ -169,7 +171,7 @@ class DraftPasses:
         return ticks
 
     def _pass(self, sequences: int, width: int, samples: int, mixed: bool) -> Ints:
-        """Ticks of one pass over so many tokens of each sequence, at all contexts."""
+        """Ticks of one pass over `width` tokens of each sequence, at all contexts."""
         assert self.tables is not None
         assert self._attention is not None
         tables = self.tables.mixed if mixed else self.tables.pure

@@ -1,4 +1,4 @@
-"""What a round of drafting and verifying takes, in seconds.
+"""Time of a round of drafting and verifying, in seconds.
 
 In a round every sequence of the batch drafts some tokens and the target verifies them in one step, together
 with the token that follows what is already certain:
@@ -12,10 +12,10 @@ with the token that follows what is already certain:
 
 The host prepares a round once; asynchronous engines hide it behind the GPU, T = max(T_gpu, T_host), others add it,
 as for any step (`simtune.costs.iteration`). Every draft step is a CUDA graph of its own, whose launch is not counted;
-where there are neither graphs nor asynchronous scheduling, the host prepares every pass of the drafter like a step.
+without graphs and asynchronous scheduling, the host prepares every pass of the drafter like a step.
 Drafters run on the tensor-parallel ranks of the target and on one pipeline stage.
 
-Known leanings. To the fast side: building and re-ranking a dynamic tree, rejection sampling beyond one pass over
+Known biases. To the fast side: building and re-ranking a dynamic tree, rejection sampling beyond one pass over
 the logits of every verified token. To the slow side: engines may pack ragged drafts tighter than the padded first
 step of a draft that is counted here.
 """
@@ -39,7 +39,7 @@ class RoundModel:
     """Seconds of the rounds of one target, drafter and pool; see the module. `draft` is the model that a draft model
     names.
 
-    Raises Infeasible where the target or the draft model cannot be sharded, or the profile cannot tell a time.
+    Raises Infeasible if the target or the draft model cannot be sharded, or the profile cannot predict a time.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RoundModel:
             return self._heads(batch)
         if self._drafter.at_once:
             return self._step_s(self._draft, batch, context + depth, depth, depth)
-        # Engines pad what the last round verified to the longest path that it may have kept.
+        # Engines pad the tokens that the last round verified to the longest path that may have been accepted.
         seconds = self._step_s(self._draft, batch, context + depth, depth + 1, 1) + self.join_s(batch * (depth + 1))
         if depth > 1:
             further = self._step_s(self._draft, batch, context + depth, width, width) + self.join_s(batch * width)
@@ -99,7 +99,7 @@ class RoundModel:
         return seconds
 
     def join_s(self, rows: int) -> float:
-        """GPU seconds of joining embeddings to the hidden states they were drafted from, of a drafter that does."""
+        """GPU seconds of joining embeddings to the hidden states they were drafted from; 0 if the drafter does not."""
         return self._joining(rows) if self._drafter.joins_hidden_states else 0.0
 
     def _joining_s(self, rows: int) -> float:
@@ -107,19 +107,19 @@ class RoundModel:
         return float(self._gemm.seconds(m=rows, n=self._hidden, k=2 * self._hidden))
 
     def _heads_s(self, rows: int) -> float:
-        """Of all parallel heads."""
+        """GPU seconds of all parallel heads."""
         heads = self._drafter.parallel_heads
         if not heads:
             return 0.0
-        one = self._gemm.seconds(m=rows, n=self._hidden, k=self._hidden)
-        return heads * float(one + self._gemm.seconds(m=rows, n=self._vocab, k=self._hidden))
+        hidden_s = self._gemm.seconds(m=rows, n=self._hidden, k=self._hidden)
+        return heads * float(hidden_s + self._gemm.seconds(m=rows, n=self._vocab, k=self._hidden))
 
     def _step_s(self, model: StepModel, batch: int, context: int, tokens: int, samples: int) -> float:
         gpu = self._rows(model, batch * tokens, batch * samples) + self._attention(model, batch, context, tokens)
         return max(gpu, model.launch_s[False])
 
     def _rows_s(self, model: StepModel, tokens: int, samples: int) -> float:
-        """What depends on the numbers of tokens only."""
+        """Seconds of the calls that depend only on the numbers of tokens."""
         parts = [*model.linear(np.array([tokens])).values(), *model.head(np.array([samples])).values()]
         return float(sum(part[0] for part in parts))
 

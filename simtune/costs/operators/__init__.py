@@ -1,11 +1,11 @@
-"""Operators: which shapes describe a call, and how much work the shape implies.
+"""Operators: the shapes that describe a call, and the work that a shape implies.
 
 Each operator kind turns shapes into three numbers, the terms of the fitted time
 (`simtune.specs.hardware.BaseFit`): flops, bytes moved to and from memory (or over the link), and `blocks`,
 the serial units whose fixed cost a roofline does not see. All in SI units, on numpy arrays of equal length.
 The forms were found on tables of AIConfigurator for H200, A100 and H100. A new kind is a class in the file of its
-family, which says all that is known of it (`OperatorForm`), and a line in `OPERATORS`; `OperatorKind` names it for the
-files of profiles.
+family, with all that is known of the kind (`OperatorForm`), and a line in `OPERATORS`; `OperatorKind` names it for
+the files of profiles.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
 
 
 def operator_key(kind: str, dtype: str, kv_dtype: str | None = None, variant: str | None = None) -> str:
-    """Its name in a hardware profile: gemm.bf16, decode_attention.bf16.kv-fp8, elementwise.norm.bf16."""
+    """Return the operator's name in a profile: gemm.bf16, decode_attention.bf16.kv-fp8, elementwise.norm.bf16."""
     parts = [kind] if variant is None else [kind, variant]
     parts.append(dtype)
     if kv_dtype is not None and kv_dtype != dtype:

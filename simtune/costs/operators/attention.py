@@ -1,7 +1,7 @@
 """Softmax attention with grouped heads: prefill, decode and verification of drafts.
 
-Which kernel runs decides how work is laid out on processors. Of a chip whose architecture is known it follows from that
-and from the dtype of the KV cache (`kernels_of`), as vLLM chooses; of others nothing is assumed.
+The kernel decides how work is laid out on processors. If the architecture of a chip is known, the kernel follows from
+it and from the dtype of the KV cache (`kernels_of`), as vLLM chooses; for others nothing is assumed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from simtune.costs.operators.base import (
 from simtune.costs.operators.splits import RANDOM, above
 
 _EXPONENTIAL = 64
-"""Flops that one exponential of the softmax takes as long as, over the 4 of a query, a key and one of head_dim.
+"""Flops that take as long as one exponential of the softmax, over the 4 of a query, a key and one of head_dim.
 
 An H100 does 4,096 dense 16-bit flops a cycle and multiprocessor, and 16 exponentials (FlashAttention 3,
-arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 say 67. An A100 would be at 32; it is taken for all
-GPUs, for tables of others have heads of 128 only, which do not tell.
+arXiv:2407.08608): 256 = 4 x 64. Its tables of heads of 64 and 128 give 67. An A100 would be at 32; 64 is taken for all
+GPUs, since tables of others have heads of 128 only, which cannot tell the two apart.
 """
 
 _TWICE_AS_FAST = frozenset({103})
 """Capabilities whose processors do twice as many exponentials a cycle: sm_103, by NVIDIA's text on Blackwell Ultra."""
 
 _HALF_TILE = 64
-"""Of 128 keys: what a query computes past its own position, on average, since the diagonal is computed in tiles."""
+"""Keys of a tile of 128 that a query computes past its own position, on average: the diagonal is computed in tiles."""
 
 
 def beyond_products(setting: Setting) -> tuple[int, int]:
-    """(what the softmax adds to head_dim, keys that a query computes but masks). None on a CPU: points measured on one
-    are predicted better without.
+    """Return (size that the softmax adds to head_dim, keys that a query computes but masks).
+
+    Both are 0 on a CPU: points measured on one are predicted better without.
     """
     if setting.processors == 1:
         return 0, 0
@@ -48,16 +49,16 @@ def beyond_products(setting: Setting) -> tuple[int, int]:
 
 
 class Kernels(NamedTuple):
-    """How an engine's attention kernels on a chip lay work out."""
+    """Layout of work by an engine's attention kernels on a chip."""
 
     rows: int
-    """Queries that a prefill kernel treats at a time."""
+    """Queries that a prefill kernel processes at a time."""
     shares: bool
-    """Whether the query heads of one KV head fill a tile of prefill together."""
+    """True if the query heads of one KV head fill a tile of prefill together."""
     splits: bool
-    """Whether prefill is so shared out that no tile is waited for."""
+    """True if prefill is divided so that no tile is waited for."""
     walks: bool
-    """Whether decode without grouped heads, or with a window, walks along each context in one piece, a query head at a
+    """True if decode without grouped heads, or with a window, walks along each context in one piece, a query head at a
     time."""
 
 
@@ -68,8 +69,10 @@ TENSORRT_LLM = Kernels(rows=128, shares=False, splits=False, walks=False)
 
 
 def kernels_of(setting: Setting) -> Kernels | None:
-    """Those that vLLM 0.24 runs: FlashAttention 3 on sm_90, TensorRT-LLM's on sm_100 and sm_103, FlashAttention 2 on
-    other chips, which has no 8-bit KV cache and leaves that to FlashInfer. None where the architecture is not known.
+    """Return the kernels that vLLM 0.24 runs; None if the architecture is unknown.
+
+    FlashAttention 3 on sm_90, TensorRT-LLM's on sm_100 and sm_103, FlashAttention 2 on other chips, which has no 8-bit
+    KV cache and leaves that to FlashInfer.
     """
     capability = setting.chip.capability
     if capability is None or setting.processors == 1:
@@ -82,7 +85,7 @@ def kernels_of(setting: Setting) -> Kernels | None:
 
 
 def _head_features(x: Shape) -> dict[str, Array]:
-    """What kernels choose by: a window, heads that are not a power of two wide, and those too wide for most."""
+    """Features by which kernels are chosen: a window, heads that are not a power of two wide, and very wide heads."""
     d = x["head_dim"]
     return {
         "windowed": np.where(x["window"] != x["context"], 1.0, 0.0),
@@ -113,8 +116,8 @@ class _GroupedHeads(OperatorForm):
     def _work(self, x: Shape, setting: Setting) -> dict[str, Array]:
         """Flops, bytes, heads, and what tensor cores leave empty of a group: they take heads by eights.
 
-        Most are about sums of other features, but a residual of few rows is nearer with than without them: of 200
-        random rows of 56 tables by 6 % at the 90th percentile.
+        Most are about sums of other features, but a residual of few rows predicts better with them: 200 random rows of
+        56 tables by 6 % at the 90th percentile.
         """
         terms, group = self.terms(x, setting), x["heads"] / x["kv_heads"]
         return {
@@ -177,7 +180,8 @@ class PrefillAttention(_GroupedHeads):
         logs = super().features(x, setting) | _head_features(x)
         logs["context"] -= logs["tokens"]  # zero for whole prompts
         logs["seen"] = np.log2(np.minimum(x["window"], x["context"]))
-        logs["single token"] = np.where(x["tokens"] == 1, 1.0, 0.0)  # a kernel of decode
+        # a chunk of one token runs the decode kernel
+        logs["single token"] = np.where(x["tokens"] == 1, 1.0, 0.0)
         if setting.processors > 1:
             tiles = _tiles(x, setting)
             number = x["batch"] * tiles.heads * tiles.number
@@ -189,7 +193,7 @@ class PrefillAttention(_GroupedHeads):
 
 
 class _Tiles(NamedTuple):
-    """Of one sequence: how many heads have tiles of their own, the rows of a tile, and tiles of each such head."""
+    """Tiles of one sequence: heads that have tiles of their own, rows of a tile, and tiles of each such head."""
 
     heads: Array
     rows: int
@@ -208,7 +212,7 @@ def _tiles(x: Shape, setting: Setting) -> _Tiles:
 
 
 def seen_pairs(tokens: Array, window: Array) -> Array:
-    """Pairs of a query and a key it sees among the first so many tokens."""
+    """Return the pairs of a query and a key it sees among the first `tokens` tokens."""
     w = np.minimum(window, tokens)
     pairs: Array = w * (w + 1) / 2 + (tokens - w) * w
     return pairs
@@ -216,17 +220,17 @@ def seen_pairs(tokens: Array, window: Array) -> Array:
 
 START_KEYS = 64
 """Keys, about, that a block of decode attention reads while it starts, and so for nothing: kernels read them in tiles
-of 64 to 128. Of none, 32 and 64 this says best, on tables of four GPUs, what takes larger batches than were trained on;
-longer contexts than were trained on, on the two of them with GDDR memory, none says best."""
+of 64 to 128. Of 0, 32 and 64, 64 predicts larger batches than the fit saw best, on tables of four GPUs; for longer
+contexts than the fit saw, 0 is best on the two of them with GDDR memory."""
 
 
 def _waited_for(keys: Array, setting: Setting) -> Array:
-    """Of so many keys per sequence, those whose reading takes time: all but `START_KEYS` of many, on a GPU."""
+    """Return the keys per sequence whose reading takes time: all but `START_KEYS` of many, on a GPU."""
     return keys * keys / (keys + START_KEYS) if setting.processors > 1 else keys
 
 
 def shares_keys(x: Shape, setting: Setting) -> Mask:
-    """Whether the query heads of one KV head read it together when they decode."""
+    """True where the query heads of one KV head read it together when they decode."""
     kernels = kernels_of(setting)
     if kernels is None or not kernels.walks:
         return np.ones(np.shape(x["heads"]), dtype=np.bool_)
@@ -246,8 +250,8 @@ _KEYS_OF_SPLIT = {64: 256, 128: 128}  # by head_dim; 64 of wider heads
 
 
 def _pieces(x: Shape, pairs: Array, processors: int) -> Array:
-    """In how many pieces FlashAttention 2 cuts each context, about (`num_splits_heuristic`): two for each processor, as
-    long as there are as many tiles of keys, at most 128."""
+    """Return the pieces into which FlashAttention 2 cuts each context, about (`num_splits_heuristic`): two for each
+    processor, while there are as many tiles of keys, at most 128."""
     d = x["head_dim"]
     keys = np.where(d <= 64, _KEYS_OF_SPLIT[64], np.where(d <= 128, _KEYS_OF_SPLIT[128], 64))
     most = np.minimum(np.minimum(ceil_div(x["context"], keys), 2 * processors / np.maximum(pairs, 1)), 128)
@@ -255,15 +259,15 @@ def _pieces(x: Shape, pairs: Array, processors: int) -> Array:
 
 
 class DecodeAttention(_GroupedHeads):
-    """One new token for each of `batch` sequences whose KV is `context` tokens long, itself included.
+    """Attention of one new token for each of `batch` sequences whose KV is `context` tokens long, that token included.
 
     A block is one more wave of (sequence, KV head) pairs than the first: each costs microseconds however
     short, and about as many on all GPUs: 3.7 on A100 tables, 4.9 on RTX 4090 ones, 4.1 on RTX PRO 6000 ones. Small
-    batches alone, which are one wave, tell nothing of it.
+    batches alone, which are one wave, do not show it.
 
-    FlashAttention 2 splits contexts only for grouped heads that see all tokens, and then combines the pieces; else
-    every query head walks along its context alone, whatever the batch, and finds what others of its group read again in
-    the cache, where that holds one head of all sequences (`shares_keys`).
+    FlashAttention 2 splits contexts only for grouped heads that see all tokens, and then combines the pieces. Otherwise
+    every query head walks along its context alone, whatever the batch, and finds what other heads of its group read
+    still in the cache, if the cache can store one head of all sequences (`shares_keys`).
     """
 
     shape = ("batch", "context", "heads", "kv_heads", "head_dim", "window")
@@ -315,12 +319,12 @@ class DecodeAttention(_GroupedHeads):
         return logs
 
     def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
-        """Those without a chunk that kernels do not split along the context: splitting balances the load."""
+        """Select batches without a chunk that kernels do not split along the context: splitting balances the load."""
         return ~mixed & unsplit(blocks, processors)
 
 
 def unsplit(blocks: Array | float, processors: int) -> Mask:
-    """Whether decode attention over so many pairs of a sequence and a KV head leaves each context in one piece.
+    """True if decode attention over `blocks` pairs of a sequence and a KV head leaves each context in one piece.
 
     FlashAttention 2 splits contexts while the pairs are fewer than 0.8 of two for every processor; so do the tables of
     two devices (188 and 128 processors), in which unequal contexts cost something above that and nothing below.
@@ -329,12 +333,12 @@ def unsplit(blocks: Array | float, processors: int) -> Mask:
 
 
 class MixedAttention(_GroupedHeads):
-    """What `batch` decodes over `context` tokens each add to the kernel of a prefill chunk of `tokens` tokens.
+    """Attention of `batch` decodes over `context` tokens each inside the kernel of a prefill chunk of `tokens` tokens.
 
     FlashAttention 2, which vLLM runs on devices other than sm_90 and sm_100, gives every row of a step the shape of the
-    longest: a decode's heads no longer share the KV they read (their sharing is found again in the cache, as far as it
-    reaches), and a tile of queries is laid out for each of the chunk's, though all but one are empty. A block is 128
-    query rows of one head, per processor.
+    longest: a decode's heads no longer share the KV they read (repeated reads hit the cache, as far as it reaches), and
+    a tile of queries is laid out for each query of the chunk, though all but one are empty. A block is 128 query rows
+    of one head, per processor.
     """
 
     shape = ("batch", "tokens", "context", "heads", "kv_heads", "head_dim", "window")
@@ -343,7 +347,8 @@ class MixedAttention(_GroupedHeads):
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """As decode attention, but each query head reads the KV on its own; tiles as tall as the chunk."""
+        """Return the work of decode attention, but with each query head reading the KV alone; tiles as tall as the
+        chunk."""
         b, s, h, d = x["batch"], x["tokens"], x["heads"], x["head_dim"]
         w = np.minimum(x["window"], x["context"])
         return Terms(
@@ -353,7 +358,7 @@ class MixedAttention(_GroupedHeads):
         )
 
     def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
-        """Those with a chunk, in whose kernel no context is split."""
+        """Select batches with a chunk, in whose kernel no context is split."""
         return mixed
 
 
@@ -372,7 +377,7 @@ class TreeAttention(_GroupedHeads):
     overlap = 2.0
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """As decode attention with `width` queries a sequence against one reading of the KV."""
+        """Return the work of decode attention with `width` queries a sequence against one reading of the KV."""
         b, q, h, hk, d = x["batch"], x["width"], x["heads"], x["kv_heads"], x["head_dim"]
         w = np.minimum(x["window"], x["context"])
         tiles = ceil_div(q * (h / hk), 128)

@@ -1,4 +1,4 @@
-"""What every operator kind has in common: the terms of its work, and where a fit of its time starts from."""
+"""Base of all operator kinds: the terms of their work, and the priors from which a fit of their time starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Shape = Mapping[str, Array]
 
 
 class Terms(NamedTuple):
-    """Work of calls: flops, bytes, and serial blocks, one number per call; and, for kinds that have them, the values
-    that a kernel ahead of the call goes through before it can start.
+    """Work of calls: flops, bytes and serial blocks, one number per call; for kinds that have one, also the values
+    that a kernel ahead of the call goes through before the call can start.
     """
 
     flops: Array
@@ -30,23 +30,23 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What tells which kernels a device runs, and what they find in its cache; nothing where nobody said."""
+    """Facts that decide which kernels a device runs, and what they find in its cache; None if not given."""
 
     architecture: str | None = None
     cache_bytes: float | None = None
-    """Of the last cache that all processors share."""
+    """Bytes of the last cache that all processors share."""
     in_step: bool = False
-    """Whether calls are those of an engine's step, where every layer has keys, values and states of its own, so that
-    nothing of them is left in the cache; a table times one batch again and again."""
+    """True if calls are those of an engine's step, in which every layer has keys, values and states of its own, so that
+    none of them is left in the cache; a table times one batch repeatedly."""
 
     @classmethod
     def of(cls, device: Device, *, in_step: bool = False) -> Chip:
-        """Of a device's facts."""
+        """Return the chip of a device's facts."""
         return cls(device.architecture, device.cache_bytes, in_step)
 
     @property
     def capability(self) -> int | None:
-        """90 of sm_90 and sm_90a; None for what is not NVIDIA's."""
+        """Compute capability, as 90 for sm_90 and sm_90a; None if the device is not NVIDIA's."""
         digits = "".join(c for c in (self.architecture or "").removeprefix("sm_") if c.isdigit())
         return int(digits) if (self.architecture or "").startswith("sm_") and digits else None
 
@@ -56,43 +56,44 @@ UNKNOWN = Chip()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What besides its shape decides the work of a call."""
+    """Properties besides its shape that decide the work of a call."""
 
     processors: int
     dtype_bytes: float
     kv_bytes: float
     activation_bytes: float
-    """Of what a matrix product reads beside its weights: 16 bits where only the weights are quantised."""
+    """Bytes of a value that a matrix product reads beside its weights: 2 if only the weights are quantised."""
     chip: Chip = UNKNOWN
 
     @classmethod
     def of(cls, processors: int, dtype: str, kv_dtype: str | None, chip: Chip = UNKNOWN) -> Setting:
-        """By dtypes; the KV cache has the operator's own unless it is given."""
+        """Return the setting of these dtypes; the KV cache has the operator's dtype unless another is given."""
         width = DTYPE_BYTES[dtype]
         kv_width = DTYPE_BYTES[kv_dtype or dtype]
         return cls(processors, width, kv_width, ACTIVATION_BYTES.get(dtype, max(2.0, width)), chip)
 
     @property
     def quantised(self) -> bool:
-        """Whether a matrix product reads activations of fewer bits than 16, which something has to quantise."""
+        """True if a matrix product reads activations of fewer bits than 16, which a kernel has to quantise first."""
         return self.activation_bytes < 2
 
     @property
     def out_bytes(self) -> float:
-        """Of what a matrix product writes: 8-bit inputs are accumulated and written as 16 bits."""
+        """Bytes of a value that a matrix product writes: 8-bit inputs are accumulated and written as 16 bits."""
         return max(2.0, self.dtype_bytes)
 
 
 _FROM_CACHE = 0.4
-"""Time of a byte that the last cache holds over that of one from memory: 0.35 and 0.4 on cards with GDDR memory, whose
+"""Time of a byte read from the last cache over that of one from memory: 0.35 and 0.4 on cards with GDDR memory, whose
 attention it describes (L40S, RTX PRO 6000); those with HBM hardly show it."""
-_CACHE_SHARE = 0.8  # of the cache, in which what is read over and over stays
+# share of the cache in which data that is read repeatedly stays
+_CACHE_SHARE = 0.8
 _SHARP = 4.0
 
 
 def slowness(held: Array, setting: Setting) -> Array:
-    """Of what is read over and over, `held` bytes in all, the time of a byte over that of one from memory; 1 where the
-    cache is not known."""
+    """Return the time of a byte over that of one from memory, for `held` bytes that are read repeatedly; 1 if the size
+    of the cache is unknown."""
     if setting.chip.cache_bytes is None:
         return np.ones_like(held)
     missed = 1 / (1 + (_CACHE_SHARE * setting.chip.cache_bytes / np.maximum(held, 1)) ** _SHARP)
@@ -101,83 +102,83 @@ def slowness(held: Array, setting: Setting) -> Array:
 
 
 def first_slowness(held: Array, setting: Setting) -> Array:
-    """The same of what a call reads for the first time: 1 in an engine's step."""
+    """Return the slowness of bytes that a call reads for the first time: 1 in an engine's step."""
     return np.ones_like(held) if setting.chip.in_step else slowness(held, setting)
 
 
 @dataclass(frozen=True, slots=True)
 class CurveForm:
-    """Which calls lie on one curve, and what the curve runs over."""
+    """Rule that assigns calls to curves, and the axis of a curve."""
 
     shared: tuple[str, ...] = ()
     """Shape parameters that all calls of a curve have in common."""
     along: str | None = None
-    """The shape parameter it runs over; None for the bytes moved.
+    """The shape parameter along the curve; None for the bytes moved.
 
     Bytes moved, not bytes of the buffer: at equal bytes moved a ring of any size takes the same time but for its
     latency.
     """
     exact_only: bool = False
-    """Curves only through a user's own points, beside a residual that answers for all other shapes; else a curve takes
-    the place of the residual."""
+    """True: curves only through a user's own points, beside a residual that predicts all other shapes; else a curve
+    replaces the residual."""
 
     @property
     def of_groups(self) -> bool:
-        """Whether each curve is of one number of devices, so that other numbers follow from those measured."""
+        """True if each curve is of one number of devices, so that other numbers follow from the measured ones."""
         return self.shared == ("devices",)
 
     def x(self, shape: Shape, terms: Terms) -> Array:
-        """Where calls of these shapes and terms lie along their curves."""
+        """Return the positions of calls of these shapes and terms along their curves."""
         return terms.bytes if self.along is None else shape[self.along]
 
 
 class OperatorForm(ABC):
-    """One operator kind, all that is known of it: shape parameters, the terms of its work, where a fit starts from,
-    what its residual depends on, how a fit is tested.
+    """Operator kind: its shape parameters, the terms of its work, the priors of a fit, the features of its
+    residual, and the tests of a fit.
 
     A new kind is a subclass in the file of its family, a line in `OPERATORS`, and its name in
     `simtune.specs.hardware.OperatorKind`.
     """
 
     shape: ClassVar[tuple[str, ...]]
-    """Parameters by which calls are told apart, in the order of tables."""
+    """Parameters that distinguish calls, in the order of tables."""
     ordered: ClassVar[tuple[str, ...]] = ()
-    """Parameters, if any, with which times grow: of two calls the one that is nowhere smaller takes longer."""
+    """Parameters, if any, with which times grow: of two calls, the one that is nowhere smaller takes longer."""
     overhead_s: ClassVar[float]
-    """Of one call where nothing was measured."""
+    """Seconds of one call if nothing was measured."""
     block_s: ClassVar[float]
     """Prior of the time per block."""
     block_log_sd: ClassVar[float] = 1.5
-    """How far off that may be."""
+    """Standard deviation of the logarithm of that prior."""
     overlap: ClassVar[float]
     """Prior of overlap_p - 1."""
     ahead_s: ClassVar[float] = 0.0
-    """Prior of the time per value that a kernel ahead of it goes through; 0 for kinds that have none."""
+    """Prior of the time per value that a kernel ahead of the call goes through; 0 for kinds without one."""
     ahead_log_sd: ClassVar[float] = 1.5
-    """How far off that may be."""
+    """Standard deviation of the logarithm of that prior."""
     computes: ClassVar[bool] = True
-    """False: it only moves bytes, and no peak rate of its dtype is needed."""
+    """False: the kind only moves bytes, and needs no peak rate of its dtype."""
     link: ClassVar[bool] = False
     """True: its bytes move between devices, not to and from memory."""
     starts_with_latency: ClassVar[bool] = False
-    """True: where nothing was measured, a call's overhead is the latency of the link."""
+    """True: if nothing was measured, a call's overhead is the latency of the link."""
     curve: ClassVar[CurveForm | None] = None
     """None: no curve describes it."""
     joint: ClassVar[tuple[str, ...] | None] = None
-    """Features whose measured ranges bound what was measured, besides those of the parameters; None is all that are
-    more than the logarithm of one parameter."""
+    """Features whose measured ranges bound what was measured, besides those of the parameters; None for all features
+    that are more than the logarithm of one parameter."""
     splits: ClassVar[tuple[Split, ...]] = (RANDOM,)
-    """How a fit of it is tested; the coverage on the first stands in its interval."""
+    """Splits that test a fit; the coverage on the first is recorded in its interval."""
     not_positive: ClassVar[Mapping[str, tuple[float, ...]]] = {}
-    """Values that parameters may have in tables although no size is like that."""
+    """Values that parameters may have in tables although no size has such a value."""
 
     @abstractmethod
     def terms(self, x: Shape, setting: Setting) -> Terms:
         """The work of calls of shapes `x`, one array per name in `shape`."""
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """What the residual may depend on, one array per feature: the logarithms of the shape parameters unless the
-        kind knows better.
+        """Return the features that the residual may depend on, one array per feature: the logarithms of the shape
+        parameters unless the kind overrides this.
         """
         return {name: np.log2(np.maximum(x[name], 1)) for name in self.shape}
 
@@ -186,9 +187,9 @@ class OperatorForm(ABC):
         return {name: (float(column.min()), float(column.max())) for name, column in x.items()}
 
     def imbalanced(self, mixed: Mask, blocks: Array, processors: int) -> Mask:
-        """Of measured batches of unequal contexts, those that tell what load imbalance costs this kind: none.
+        """Select, among measured batches of unequal contexts, those that show the cost of load imbalance: none here.
 
-        `mixed` are those with a prefill chunk in the same kernel, `blocks` their pairs of a sequence and a KV head.
+        `mixed` are those with a prefill chunk in the same kernel; `blocks` are pairs of a sequence and a KV head.
         """
         return np.zeros_like(mixed)
 
@@ -199,6 +200,6 @@ def ceil_div(a: Array, b: Array | float) -> Array:
 
 
 def last_wave(tiles: Array, processors: int) -> Array:
-    """Logarithm of what whole waves of so many tiles come to over what the tiles do."""
+    """Logarithm of the tiles that whole waves have room for over `tiles`."""
     idle: Array = np.log2(ceil_div(tiles, processors) * processors / tiles)
     return idle

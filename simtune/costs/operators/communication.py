@@ -1,4 +1,4 @@
-"""What moves bytes between devices: collectives, point to point, and the transfer of a KV cache."""
+"""Operators that move bytes between devices: collectives, point to point, and the transfer of a KV cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from simtune.costs.operators.splits import EVERY_SECOND, RANDOM, above
 
 
 class AllReduce(OperatorForm):
-    """Sum of `bytes` bytes over `devices` devices, moving the bytes of a ring. A block is one further
-    device.
-    """
+    """Sum of `bytes` bytes over `devices` devices, moving the bytes of a ring. A block is one further device."""
 
     shape = ("devices", "bytes")
     overhead_s = 6e-6
@@ -31,12 +29,12 @@ class AllReduce(OperatorForm):
 class OnePass(AllReduce):
     """All-gather, reduce-scatter and all-to-all: half an all-reduce, so half its bytes move.
 
-    `bytes` is the whole of what is gathered (the output of a rank), scattered (its input), or sent by one rank
+    `bytes` is the size of all that is gathered (the output of a rank), scattered (its input), or sent by one rank
     to all ranks, itself included.
     """
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """(n - 1) / n of the whole over the link, and a block for each further device."""
+        """Return (n - 1) / n of the buffer over the link, and a block for each further device."""
         n, size = x["devices"], x["bytes"]
         return Terms(np.zeros_like(size), (n - 1) / n * size, n - 1)
 
@@ -45,9 +43,9 @@ class ExpertExchange(OperatorForm):
     """`tokens` tokens of each of `ep` ranks on `nodes` nodes, `row_bytes` bytes wide, to `experts_per_token` of
     `experts` experts, or back from there. It has no blocks.
 
-    Every expert gets a copy of its own, as in DeepEP's low-latency kernels; on one node those that leave the rank cross
-    the link, on several those that leave the node. The variant is the kernels' name, `low_latency` or
-    `high_throughput`, or the link between nodes where nobody measured them.
+    Every expert gets its own copy, as in DeepEP's low-latency kernels; on one node those that leave the rank cross the
+    link, on several those that leave the node. The variant is the kernels' name, `low_latency` or `high_throughput`, or
+    the link between nodes if the kernels were not measured.
     """
 
     shape = ("tokens", "row_bytes", "experts_per_token", "experts", "ep", "nodes")
@@ -60,7 +58,7 @@ class ExpertExchange(OperatorForm):
     splits = (RANDOM, above("tokens", 8192, "tokens"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """A copy for each expert beyond the rank, or beyond the node where there are several."""
+        """Return a copy for each expert beyond the rank, or beyond the node if there are several."""
         away = 1 - 1 / np.where(x["nodes"] > 1, x["nodes"], x["ep"])
         moved = x["tokens"] * x["experts_per_token"] * x["row_bytes"] * away
         return Terms(np.zeros_like(moved), moved, np.zeros_like(moved))

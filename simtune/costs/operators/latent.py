@@ -17,7 +17,7 @@ from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ce
 
 
 class MlaPrefill(OperatorForm):
-    """Latent attention over whole prompts, its keys and values spelled out for every head (192 and 128 wide in
+    """Latent attention over whole prompts, with keys and values expanded for every head (192 and 128 wide in
     DeepSeek V2 and V3). Flops and blocks count as in `PrefillAttention`.
     """
 
@@ -28,7 +28,7 @@ class MlaPrefill(OperatorForm):
     splits = LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Scores over qk_dim and sums over v_dim; queries, keys, values and outputs spelled out; tiles."""
+        """Scores over qk_dim and sums over v_dim; queries, keys, values and outputs, expanded; tiles."""
         b, s, h, qk, v = (x[name] for name in self.shape)
         softmax, masked = beyond_products(setting)
         return Terms(
@@ -42,7 +42,7 @@ class MlaDecode(OperatorForm):
     """Latent attention of one new token for each of `batch` sequences, absorbed: every head reads the same
     cache of `latent` + `rope` values a token (512 + 64), scores it in full and sums its `latent` part.
 
-    The cache is not split over tensor-parallel ranks: `heads` is what one rank has, the bytes are the same on
+    The cache is not split over tensor-parallel ranks: `heads` are those of one rank, the bytes are the same on
     each. A block is one more wave of (sequence, 64 heads) pairs than the first.
     """
 
@@ -64,8 +64,8 @@ class MlaDecode(OperatorForm):
 
 
 class LatentProducts(OperatorForm):
-    """The products that absorb the spelling out of keys or values into queries or outputs: for each of `heads` heads
-    `tokens` rows of k values times a matrix of its own, k by n. A block is a tile of 128 by 128, per processor.
+    """Products that absorb the expansion of keys or values into queries or outputs: for each of `heads` heads `tokens`
+    rows of k values times its own matrix, k by n. A block is a tile of 128 by 128, per processor.
     """
 
     shape = ("tokens", "heads", "n", "k")
@@ -84,24 +84,24 @@ class LatentProducts(OperatorForm):
 
 
 _SIZES = ("heads", "hidden", "q_rank", "latent", "rope", "nope", "v_dim")
-"""Of a block: the heads of one rank, what all ranks have of their own, and the width of a head's keys, without and with
-a position, and of its values."""
+"""Sizes of a block: the heads of one rank, the widths that are the same on all ranks, and the width of a head's keys,
+without and with a position, and of its values."""
 _INDEX = ("index_heads", "index_dim", "topk")
 _HEADS_AT_A_TIME = 64
-"""Query heads that kernels of absorbed attention multiply at a time, fewer as well."""
+"""Query heads that kernels of absorbed attention multiply at a time, even if there are fewer."""
 
 
 class _LatentBlock(OperatorForm):
     """A whole attention block on one rank, from hidden states to hidden states: products into queries and latents,
-    norms, rotary embedding, attention, the product back. `heads` are those of the rank; what leads into the latents is
-    not shared among ranks. The dtype is that of the products, attention itself is in 16 bits.
+    norms, rotary embedding, attention, the product back. `heads` are those of the rank; the products into the latents
+    are not shared among ranks. The dtype is that of the products; attention itself is in 16 bits.
     """
 
     overhead_s = 60e-6
     overlap = 0.5
 
     def _work(self, x: Shape, rows: Array, setting: Setting) -> Terms:
-        """The products of so many rows, without attention."""
+        """Return the work of the products over `rows` rows, without attention."""
         h, hidden, q, latent, rope, nope, v = (x[name] for name in _SIZES)
         weights = hidden * (q + latent + rope) + h * (q * (nope + rope) + latent * (nope + v) + v * hidden)
         passed_on = hidden + q + latent + rope + h * (2 * nope + rope + 2 * v)  # written once and read once
@@ -126,7 +126,7 @@ def _indexed(x: Shape) -> Array:
 
 
 def _slower(setting: Setting) -> float:
-    """How much longer a product in 16 bits takes than one of the block's dtype, by their widths."""
+    """Return the time of a product in 16 bits over that of one in the block's dtype, by their widths."""
     return float(_WORD / 2 ** np.round(np.log2(setting.dtype_bytes)))
 
 
@@ -135,15 +135,17 @@ def _padded_heads(x: Shape) -> Array:
 
 
 def _absorbs(x: Shape, setting: Setting) -> Mask:
-    """Whether so few tokens are taken for decodes, whose heads all read the latents: up to 512 by FlashAttention 3,
-    128 by FlashMLA, which it leaves an 8-bit cache to, and only single ones on other chips, as in vLLM 0.24."""
+    """True if so few tokens are taken for decodes, whose heads all read the latents, as in vLLM 0.24.
+
+    Up to 512 tokens by FlashAttention 3, up to 128 by FlashMLA, which it leaves an 8-bit cache to, and only single
+    tokens on other chips."""
     few = 1 if setting.chip.capability != 90 else 512 if setting.kv_bytes >= _WORD else 128
     return np.asarray(x["tokens"] <= few)
 
 
 class MlaContextBlock(_LatentBlock):
     """Block of latent attention for the last `tokens` of `context` tokens of each of `batch` sequences, the others
-    cached. Keys and values are spelled out for every head, those of the past again; few tokens read the latents
+    cached. Keys and values are expanded for every head, those of the past repeatedly; few tokens read the latents
     instead. A block is a tile of 128 queries of a head, per processor.
     """
 
@@ -152,7 +154,7 @@ class MlaContextBlock(_LatentBlock):
     splits = LONGER_PROMPTS
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """The products, and scores and sums of the pairs that see each other, spelled out or absorbed."""
+        """Return the products, and scores and sums of the pairs that see each other, expanded or absorbed."""
         b, s, c = x["batch"], x["tokens"], x["context"]
         h, latent, rope, nope, v = (x[name] for name in ("heads", "latent", "rope", "nope", "v_dim"))
         softmax, masked = beyond_products(setting)
@@ -170,7 +172,7 @@ class MlaContextBlock(_LatentBlock):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """The context over the tokens, and whether the latents are read."""
+        """Return the context over the tokens, and 1 if the latents are read."""
         logs = super().features(x, setting)
         logs["context"] -= logs["tokens"]
         return logs | {"absorbed": np.where(_absorbs(x, setting), 1.0, 0.0)}
@@ -202,7 +204,7 @@ class DsaContextBlock(_LatentBlock):
     """Block of sparse attention on latents (DeepSeek-V3.2) for the last `tokens` of `context` tokens.
 
     An indexer of `index_heads` heads of `index_dim` scores all earlier tokens in 8 bits, and attention sees the `topk`
-    best of them, absorbed. A layer that goes by the indices of another has no index heads: 0. A block is a query of
+    best of them, absorbed. A layer that reuses the indices of another has no index heads: 0. A block is a query of
     64 heads, per processor.
     """
 
@@ -226,7 +228,7 @@ class DsaContextBlock(_LatentBlock):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """The context over the tokens, and what of it is selected."""
+        """Return the context over the tokens, and the part of it that is selected."""
         logs = super().features(x, setting)
         logs["seen"] = np.log2(np.minimum(x["context"], x["topk"]))
         logs["whole context"] = np.where(x["context"] <= x["topk"], 1.0, 0.0)
@@ -260,7 +262,7 @@ class DsaDecodeBlock(_LatentBlock):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """What of the context is selected, and the tokens of all contexts."""
+        """Return the selected part of the context, and the tokens of all contexts."""
         logs = super().features(x, setting)
         logs["seen"] = np.log2(np.minimum(x["context"], x["topk"]))
         return logs | {"keys": np.log2(x["batch"] * x["context"])}

@@ -17,19 +17,19 @@ _ROW_TILES = (1, 16, 64, 128, 256)
 
 
 class Gemm(OperatorForm):
-    """(m, k) times (k, n). A block is 3,072 values of a walk along k that nothing hides.
+    """Product of (m, k) and (k, n). A block is 3,072 values of a walk along k that nothing hides.
 
-    The dtype is that of the kernel: bf16 is what both inputs are, fp8, fp8_block and nvfp4 are 8- and 4-bit inputs with
-    a scale per tensor or channel, per 128 x 128 or per 16 values, int8 is 8-bit weights and activations (w8a8), int4
-    is 4-bit weights with their group scales against 16-bit activations (w4a16). Each is a kernel of its own with
-    rates of its own, never a scaled bf16 one.
+    The dtype is that of the kernel: with bf16 both inputs are bf16, fp8, fp8_block and nvfp4 are 8- and 4-bit inputs
+    with a scale per tensor or channel, per 128 x 128 or per 16 values, int8 is 8-bit weights and activations (w8a8),
+    int4 is 4-bit weights with their group scales against 16-bit activations (w4a16). Each is a separate kernel with
+    separate rates, never a scaled bf16 one.
 
     Every processor walks along k for one tile of outputs at a time. In the last wave of tiles, the only one of small
     products, some of them idle, and that share of a walk is time that neither flops nor bytes explain. Kernels of 16
-    bits split a long k over idle processors, at the price of a second pass: of the walk no more than 3,072 values
-    stay. Those of 8 and 4 bits do not, and where activations are quantised another kernel has done that before.
+    bits split a long k over idle processors, at the price of a second pass: at most 3,072 values of the walk remain.
+    Kernels of 8 and 4 bits do not split; if they need quantised activations, another kernel quantises them first.
 
-    Chosen on the tables of three cards, looked at on those of four others; errors of the base alone there, on 200
+    Chosen on the tables of three cards, checked on those of four others; errors of the base alone there, on 200
     random rows and on sizes over 8,192 from those below, before and after: bf16 6.9 / 21 and 10 / 24 % became 6.5 / 21
     and 7.3 / 21 %, 8 and 4 bits 16 / 48 and 26 / 70 % became 8.6 / 27 and 12 / 34 %; the residual on top is judged in
     benchmarks/costs/test_gemm_accuracy.py, tables of whole models in benchmarks/costs/test_gemm_form.py. Whole waves of
@@ -46,8 +46,8 @@ class Gemm(OperatorForm):
     splits = (RANDOM, unseen("n", "k"), above("dims", 8192, "n", "k"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """2 m n k flops; inputs, weights and outputs once; walks along k in what the last wave of tiles leaves idle;
-        m (k + 1024) values to quantise, the rows of which take time of their own.
+        """Return 2 m n k flops; inputs, weights and outputs once; walks along k in the idle part of the last wave of
+        tiles; m (k + 1024) values to quantise, with 1024 for the fixed time of each row.
         """
         m, n, k = x["m"], x["n"], x["k"]
         waves = ceil_div(m, _TILE[0]) * ceil_div(n, _TILE[1]) / setting.processors
@@ -60,8 +60,10 @@ class Gemm(OperatorForm):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Sizes, bytes, tiles, and the share of the last wave of tiles that stays empty; of 8 and 4 bits also what
-        they do with rows: some pad them to 16 or, in a pair of processors, to 256, and change tiles at 16 to 256.
+        """Return sizes, bytes, tiles, and the empty share of the last wave of tiles; for 8 and 4 bits also row
+        features.
+
+        Some of these kernels pad rows to 16 or, in a pair of processors, to 256, and change tiles at 16 to 256.
         """
         m = x["m"]
         tiles = ceil_div(m, 128) * ceil_div(x["n"], 128)
@@ -78,7 +80,7 @@ class Gemm(OperatorForm):
 
 
 class Quantise(OperatorForm):
-    """(m, k) activations of 16 bits written in 8, with a scale for each row: 3 m k bytes. A block is a row."""
+    """Quantising of (m, k) activations of 16 bits to 8, with a scale for each row: 3 m k bytes. A block is a row."""
 
     shape = ("m", "k")
     overhead_s = 2e-6
@@ -87,6 +89,6 @@ class Quantise(OperatorForm):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """16 bits read and 8 written for each value, and a block for each row."""
+        """Return 16 bits read and 8 written for each value, and a block for each row."""
         m, k = x["m"], x["k"]
         return Terms(np.zeros_like(m), (2 + setting.dtype_bytes) * m * k, m)

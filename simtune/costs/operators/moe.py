@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a batch wakes, how unevenly ranks are loaded, and the grouped product."""
+"""Mixtures of experts: the experts that a batch activates, the imbalance of ranks, and the grouped product."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from simtune.costs.operators.splits import RANDOM, unseen
 from simtune.specs.hardware import Range
 
 DEALT = -1.0
-"""The `skew` of tokens that are dealt out to the experts in turn: none is visited twice before all others once."""
+"""Value of `skew` for tokens that are dealt out to the experts in turn: none is visited twice before all others
+once."""
 
 _BLOCK = 64
 """Rows of one expert that vLLM's fused kernels multiply at a time unless they were tuned to other numbers."""
 
 
 def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew: Array) -> Array:
-    """Expected number of distinct experts that so many tokens visit: sum over experts of 1 - (1 - p)^tokens.
+    """Expected number of distinct experts that `tokens` tokens visit: sum over experts of 1 - (1 - p)^tokens.
 
-    Without skew chance wakes up to 37 % fewer of them than tokens that are dealt out.
+    Without skew, tokens routed by chance activate up to 37 % fewer of them than tokens that are dealt out.
     """
     tokens, experts, experts_per_token, skew = np.broadcast_arrays(tokens, experts, experts_per_token, skew)
     by_chance = experts * (1 - (1 - experts_per_token / experts) ** tokens)
@@ -36,9 +37,9 @@ def active_experts(tokens: Array, experts: Array, experts_per_token: Array, skew
 
 
 def padded_rows(rows: Array, skew: Array) -> Array:
-    """What a kernel that multiplies 64 rows of an expert at a time makes of so many, on average.
+    """Rows that a kernel multiplies if it multiplies 64 rows of an expert at a time, on average.
 
-    Dealt out, all experts have equally many. By chance they differ by the root of it, and steps are smeared.
+    Dealt out, all experts have equally many. By chance they differ by the root of it, which smooths the steps.
     """
     from scipy.special import ndtr
 
@@ -50,8 +51,9 @@ def padded_rows(rows: Array, skew: Array) -> Array:
 
 
 def awakened(tokens: Array, experts: Array, experts_per_token: Array, ep: Array, skew: Array) -> Array:
-    """Expected number of experts of one of `ep` ranks that so many tokens visit: its share of those that they visit
-    at all, but one expert if the rank has any, and never more than it has.
+    """Expected number of experts of one of `ep` ranks that `tokens` tokens visit.
+
+    It is the rank's share of all experts visited, but one expert if the rank has any, and never more than it has.
     """
     local = experts / ep
     awake = active_experts(tokens, experts, experts_per_token, skew) / ep
@@ -60,7 +62,7 @@ def awakened(tokens: Array, experts: Array, experts_per_token: Array, ep: Array,
 
 @lru_cache(maxsize=256)
 def visit_probabilities(experts: int, experts_per_token: float, skew: float) -> Array:
-    """How likely a token visits each expert, the busiest first; they add up to experts_per_token.
+    """Probabilities that a token visits each expert, the busiest first; they add up to experts_per_token.
 
     A token draws its experts one after the other without repetition, expert i with weight i^-skew (Zipf; 0 is
     uniform). Drawing is a race of exponential clocks that is stopped when k have rung: p = 1 - exp(-weight x
@@ -86,12 +88,12 @@ def visit_probabilities(experts: int, experts_per_token: float, skew: float) -> 
 def rank_load(
     tokens: Array, experts: int, experts_per_token: int, ep: int, skew: float, placed: float | None = None
 ) -> Array:
-    """Rows on the busiest of `ep` ranks over the mean: what a step of expert parallelism waits for.
+    """Rows on the busiest of `ep` ranks over the mean: a step of expert parallelism waits for that rank.
 
-    Random routing alone gives about 1 + sqrt(2 ln(ep) / mean), with mean = tokens x k / ep rows a rank. Under
-    skew the rank that holds the busiest expert has an average share of the others beside it. The two are
-    added; no rank gets more than all tokens on every expert it may hold. Where experts were placed by their load,
-    `placed` is what that leaves of the busiest rank over the mean, and takes the place of the first.
+    Random routing alone gives about 1 + sqrt(2 ln(ep) / mean), with mean = tokens x k / ep rows a rank. Under skew the
+    rank that has the busiest expert has an average share of the others besides it. The two are added; no rank gets more
+    than all tokens on every expert it may have. If experts were placed by their load, `placed` is the remaining ratio
+    of the busiest rank to the mean, and replaces the first term.
     """
     if ep == 1:
         return np.ones_like(tokens)
@@ -113,11 +115,11 @@ _ALIGNED_WIDTH = 16
 
 _FEW_ROWS = 6
 """Rows for every expert of a rank, those of other ranks' experts included, up to which vLLM multiplies 4-bit weights in
-a kernel of its own (`should_moe_wna16_use_cuda`)."""
+a separate kernel (`should_moe_wna16_use_cuda`)."""
 
 
 def _awake(x: Shape) -> Array:
-    """`awakened` of calls of these shapes."""
+    """Return `awakened` of calls of these shapes."""
     return awakened(x["tokens"], x["experts"], x["experts_per_token"], x["ep"], x["skew"])
 
 
@@ -130,8 +132,8 @@ class Moe(OperatorForm):
 
     A row is one expert of one token. Only those of the rank's own experts are multiplied; but every rank that has all
     tokens has a slot for each of their rows, which the sum over experts reads. Kernels of vLLM and SGLang that write
-    zeros into the others' slots take longer than that, those of TensorRT-LLM do not: the residual knows `ep`. Where
-    tokens were dispatched, tokens and experts are those of the rank, and `ep` is 1.
+    zeros into the others' slots take longer than that, those of TensorRT-LLM do not: `ep` is a feature of the residual.
+    If tokens were dispatched, tokens and experts are those of the rank, and `ep` is 1.
     """
 
     shape = ("tokens", "hidden", "intermediate", "experts_per_token", "experts", "ep", "skew")
@@ -143,7 +145,7 @@ class Moe(OperatorForm):
     not_positive: ClassVar = {"skew": (0.0, DEALT)}
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Flops of the rank's rows; the weights of the experts they wake, activations, and slots of all rows."""
+        """Return flops of the rank's rows; weights of the experts they activate, activations, and slots of all rows."""
         return self._terms(x, setting, _awake(x))
 
     def _terms(self, x: Shape, setting: Setting, awake: Array) -> Terms:
@@ -159,8 +161,9 @@ class Moe(OperatorForm):
         )
 
     def features(self, x: Shape, setting: Setting) -> dict[str, Array]:
-        """Sizes, ranks, experts that are awake on one, and what kernels choose by; of kernels for 4-bit weights, what
-        padding adds to the rows of an expert; on a GPU the work itself.
+        """Return sizes, ranks, active experts on one rank, and the features by which kernels are chosen.
+
+        For kernels of 4-bit weights also the padding of an expert's rows; on a GPU the work itself.
         """
         m, e, k, ep, skew = (x[name] for name in ("tokens", "experts", "experts_per_token", "ep", "skew"))
         logs = {name: np.log2(x[name]) for name in ("tokens", "hidden", "intermediate", "experts_per_token", "ep")}
@@ -176,10 +179,10 @@ class Moe(OperatorForm):
         return logs | self._work(x, setting, awake) if setting.processors > 1 else logs
 
     def _work(self, x: Shape, setting: Setting, awake: Array) -> dict[str, Array]:
-        """Flops, bytes, rows of an expert that is awake, tiles of the first product and what the last wave of them
-        leaves empty.
+        """Return flops, bytes, rows of an active expert, tiles of the first product, and the empty part of their last
+        wave.
 
-        Sums of other features for the most part; a residual of few rows is nearer with than without them, see
+        Sums of other features for the most part; a residual of few rows predicts better with them, see
         benchmarks/costs/test_moe_accuracy.py.
         """
         terms = self._terms(x, setting, awake)
@@ -194,7 +197,8 @@ class Moe(OperatorForm):
         }
 
     def box(self, x: Shape) -> dict[str, Range]:
-        """Tokens routed by chance belong to those dealt out or skewed: the terms tell them apart."""
+        """Include skew 0: tokens routed by chance belong to those dealt out or skewed, and the terms distinguish
+        them."""
         box = super().box(x)
         box["skew"] = (min(box["skew"][0], 0.0), max(box["skew"][1], 0.0))
         return box

@@ -1,4 +1,4 @@
-"""What only moves bytes in memory: norms, activations, rotary embedding, addition, sampling."""
+"""Operators that only move bytes in memory: norms, activations, rotary embedding, addition, sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Elementwise(OperatorForm):
     curve = CurveForm()
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Every value once, and a block for each row."""
+        """Return every value once, and a block for each row."""
         rows, width = x["rows"], x["width"]
         return Terms(np.zeros_like(rows), setting.dtype_bytes * rows * width, rows)
 
@@ -30,8 +30,8 @@ class Sampling(OperatorForm):
     """A token for each of `rows` rows of `vocab` logits: cast, temperature, softmax and draw, one pass over
     the logits each. A block is one row.
 
-    That there are four passes, and 30 us of small kernels around them, is assumed: 20-40 us and an unknown
-    number of passes are what is known. A sort for top-k or top-p comes on top.
+    Four passes, and 30 us of small kernels around them, are assumed: known are 20-40 us and an unknown number of
+    passes. A sort for top-k or top-p comes on top.
     """
 
     shape = ("rows", "vocab")
@@ -41,6 +41,6 @@ class Sampling(OperatorForm):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Four passes over the logits, and a block for each row."""
+        """Return four passes over the logits, and a block for each row."""
         rows, vocab = x["rows"], x["vocab"]
         return Terms(np.zeros_like(rows), 4 * setting.dtype_bytes * rows * vocab, rows)

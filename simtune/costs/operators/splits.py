@@ -1,4 +1,4 @@
-"""Ways to hold rows of a table back, to test a fit on what it did not see."""
+"""Ways to hold rows of a table back, to test a fit on rows that it did not see."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from simtune.arrays import Array, Mask
 
 
 class Split(NamedTuple):
-    """A way to hold rows back: which ones, none of them trained on, where training takes from all the others.
+    """A way to hold rows back: `held` selects them; a fit takes its rows from all the others.
 
-    `random` has no held rows of its own: it tests on whatever was not trained on.
+    `random` selects none: it tests on all rows that the fit did not take.
     """
 
     name: str
@@ -21,35 +21,35 @@ class Split(NamedTuple):
 
 
 def unseen(*names: str) -> Split:
-    """A fifth of all combinations of these parameters held back whole."""
+    """Return a split that holds back a fifth of all combinations of these parameters."""
 
     def fifth(shape: Mapping[str, Array], rng: np.random.Generator) -> Mask:
         _, group = np.unique(np.column_stack([shape[name] for name in names]), axis=0, return_inverse=True)
         group = group.ravel()
-        held: Mask = np.isin(group, rng.permutation(group.max() + 1)[: (group.max() + 1) // 5])
-        return held
+        held_back: Mask = np.isin(group, rng.permutation(group.max() + 1)[: (group.max() + 1) // 5])
+        return held_back
 
     return Split(f"unseen ({', '.join(names)})", fifth)
 
 
 def above(what: str, limit: float, *names: str) -> Split:
-    """Rows with any of these parameters above the limit held back."""
+    """Return a split that holds back rows with any of these parameters above the limit."""
 
     def beyond(shape: Mapping[str, Array], rng: np.random.Generator) -> Mask:
-        held: Mask = np.max([shape[name] for name in names], axis=0) > limit
-        return held
+        held_back: Mask = np.max([shape[name] for name in names], axis=0) > limit
+        return held_back
 
     return Split(f"{what} > {limit:g} trained below", beyond)
 
 
 def _every_second(shape: Mapping[str, Array], rng: np.random.Generator) -> Mask:
-    """Every second size of every group but the smallest and the largest."""
+    """Select every second size of every group but the smallest and the largest."""
     sizes = shape["bytes"]
-    held = np.zeros(len(sizes), dtype=np.bool_)
+    held_back = np.zeros(len(sizes), dtype=np.bool_)
     for n in np.unique(shape["devices"]):
         rows = np.flatnonzero(shape["devices"] == n)
-        held[rows[np.argsort(sizes[rows])][1:-1:2]] = True
-    return held
+        held_back[rows[np.argsort(sizes[rows])][1:-1:2]] = True
+    return held_back
 
 
 RANDOM = Split("random", None)

@@ -1,6 +1,6 @@
 """Linear attention and state-space layers (Mamba2, gated delta net): a state of constant size per sequence.
 
-Each of `heads` heads keeps a matrix of key_dim x value_dim values, kept in the profile's KV dtype. Mamba2 calls
+Each of `heads` heads has a matrix of key_dim x value_dim values, in the profile's KV dtype. Mamba2 calls
 them heads, state size and head dimension.
 """
 
@@ -13,11 +13,11 @@ from simtune.costs.operators.base import OperatorForm, Setting, Shape, Terms, ce
 from simtune.costs.operators.splits import RANDOM, above
 
 CHUNK = 64
-"""Tokens that prefill kernels treat at once as a matrix product."""
+"""Tokens that prefill kernels process at once as a matrix product."""
 
 
 class LinearPrefill(OperatorForm):
-    """`tokens` new tokens for each of `batch` sequences, chunk by chunk, the state handed on between them.
+    """`tokens` new tokens for each of `batch` sequences, chunk by chunk, the state passed on between them.
 
     Within a chunk every token meets the others, 2 x 64 x (key_dim + value_dim) flops a token and head; the
     state is read and updated, 4 x key_dim x value_dim. Linear in tokens, whatever came before. A block is the
@@ -30,7 +30,8 @@ class LinearPrefill(OperatorForm):
     overlap = 0.5
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Within chunks quadratic, between them a state; inputs and outputs once; the walk along the chunks."""
+        """Return the work: quadratic within chunks, a state between them; inputs and outputs once; walks along the
+        chunks."""
         b, s, h, dk, dv = (x[name] for name in self.shape)
         return Terms(
             b * s * h * (4 * dk * dv + 2 * CHUNK * (dk + dv)),
@@ -40,7 +41,7 @@ class LinearPrefill(OperatorForm):
 
 
 class LinearDecode(OperatorForm):
-    """One new token for each of `batch` sequences: every state is read and written, whatever the context.
+    """Linear attention of one new token for each of `batch` sequences: every state is read and written once.
 
     A block is one more wave of (sequence, head) pairs than the first.
     """
@@ -62,8 +63,8 @@ class LinearDecode(OperatorForm):
 
 class DeltaPrefill(OperatorForm):
     """Gated delta rule over `tokens` new tokens of each of `batch` sequences, chunk by chunk; `heads` value heads share
-    `key_heads` key heads. Within a chunk tokens meet each other twice as often as in `LinearPrefill`, since what
-    earlier ones left is taken out first. A block is the walk of one head along its chunks, per processor.
+    `key_heads` key heads. Within a chunk tokens meet each other twice as often as in `LinearPrefill`, since the
+    contribution of earlier tokens is subtracted first. A block is the walk of one head along its chunks, per processor.
     """
 
     shape = ("batch", "tokens", "heads", "key_heads", "key_dim", "value_dim")
@@ -73,7 +74,8 @@ class DeltaPrefill(OperatorForm):
     splits = (RANDOM, above("tokens", 4096, "tokens"))
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Within chunks quadratic, between them a state; inputs and outputs once; the walk along the chunks."""
+        """Return the work: quadratic within chunks, a state between them; inputs and outputs once; walks along the
+        chunks."""
         b, s, h, hk, dk, dv = (x[name] for name in self.shape)
         return Terms(
             b * CHUNK * ceil_div(s, CHUNK) * h * (6 * dk * dv + 4 * CHUNK * (dk + dv)),
@@ -126,7 +128,7 @@ class ConvPrefill(OperatorForm):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """Every value read and written once, and the last of each sequence kept."""
+        """Return the work: every value read and written once, and the last ones of each sequence stored."""
         b, s, channels, width = (x[name] for name in self.shape)
         return Terms(
             np.zeros_like(b),
@@ -152,11 +154,11 @@ class ConvDecode(OperatorForm):
     computes = False
 
     def terms(self, x: Shape, setting: Setting) -> Terms:
-        """What is kept of each channel, and one value in and out."""
+        """Return the work: the stored inputs of each channel, and one value in and out."""
         b, channels, width = (x[name] for name in self.shape)
-        kept = setting.dtype_bytes * b * channels * (width - 1)
+        stored_bytes = setting.dtype_bytes * b * channels * (width - 1)
         return Terms(
             np.zeros_like(b),
-            kept * first_slowness(kept, setting) + 2 * setting.dtype_bytes * b * channels,
+            stored_bytes * first_slowness(stored_bytes, setting) + 2 * setting.dtype_bytes * b * channels,
             ceil_div(b * ceil_div(channels, 64), setting.processors) - 1,
         )

@@ -1,7 +1,8 @@
-"""Readers of operator times that others, or simtune itself, have measured.
+"""Readers of operator times measured by others, or by simtune itself.
 
-A CSV or Parquet table is recognised by columns only its format has, and from then on every column it needs must be
-there; a measurements.jsonl by its first line. What the files of one operator hold becomes one `Table`, a row a shape.
+A CSV or Parquet table is recognised by columns that only its format has, and must then have every column that the
+format needs; a measurements.jsonl is recognised by its first line. The files of one operator become one `Table`, with a
+row per shape.
 
 | source | tables | time |
 |---|---|---|
@@ -12,8 +13,8 @@ there; a measurements.jsonl by its first line. What the files of one operator ho
 
 Two collections of one operator on one device, by other people, other releases or other engines, differ by up to 7 %
 throughout, and more where kernels differ. They are never mixed: the first source given that has an operator provides
-it, and the rows of others are counted as not used. Which engine's kernels are wanted has to be said where there are
-several.
+it, and the rows of others are counted as not used. If there are tables of several engines' kernels, the engine must be
+given.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ SOURCES: dict[str, Formats] = {
     "Vidur": vidur.FORMATS,
     "LLMServingSim": llmservingsim.FORMATS,
 }
-"""For each source of CSV and Parquet tables: the columns that tell a format, and its reader."""
+"""For each source of CSV and Parquet tables: the columns by which a format is recognised, and its reader."""
 
 _CSV = (".csv", ".csv.gz")
 _SUFFIXES = (*_CSV, ".parquet", ".jsonl")
@@ -78,7 +79,7 @@ _SUFFIXES = (*_CSV, ".parquet", ".jsonl")
 
 @dataclass
 class Tables:
-    """What was found in the sources: operator tables by key, the host's table, and what is in none of them."""
+    """Content of the sources: operator tables by key, the host's table, and notes."""
 
     operators: dict[str, Table] = field(default_factory=dict)
     host: HostTable | None = None
@@ -99,8 +100,8 @@ def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:
     read = [table for content in contents for table in content.tables if table.read]
     if not read:
         raise UsageError(f"no table of operator times in {', '.join(map(str, sources))}")
-    kept, passed_over = _of_engine(read, engine)
-    operators, unusable = _by_operator(kept)
+    of_engine, passed_over = _of_engine(read, engine)
+    operators, unusable = _by_operator(of_engine)
     if not operators:
         raise UsageError(f"{', '.join(map(str, sources))}: {'; '.join(unusable)}")
     operators, apart = aiconfigurator.with_dynamic_scales(operators)
@@ -114,7 +115,7 @@ def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:
 
 
 def _read_sources(sources: Sequence[Path]) -> tuple[list[FileContent], list[str]]:
-    """What the files of known formats hold, in the order given, and notes on what is in none of them."""
+    """Return the content of files of known formats, in the order given, and notes on everything that is unused."""
     contents: list[FileContent] = []
     notes: list[str] = []
     for source in sources:
@@ -134,37 +135,37 @@ def _read_sources(sources: Sequence[Path]) -> tuple[list[FileContent], list[str]
 
 
 def _by_operator(tables: Iterable[Table]) -> tuple[dict[str, Table], list[str]]:
-    """One table for each operator, and notes on those without a row that can be used."""
+    """Return one table for each operator, and notes on those without a usable row."""
     pieces: dict[str, list[Table]] = {}
     for piece in tables:
         pieces.setdefault(piece.key, []).append(piece)
-    whole = {key: _one_collection(pieces[key]) for key in sorted(pieces)}
-    notes = [f"{key}: no row can be used: {account(table)}" for key, table in whole.items() if not len(table)]
-    return {key: table for key, table in whole.items() if len(table)}, notes
+    joined = {key: _one_collection(pieces[key]) for key in sorted(pieces)}
+    notes = [f"{key}: no row can be used: {account(table)}" for key, table in joined.items() if not len(table)]
+    return {key: table for key, table in joined.items() if len(table)}, notes
 
 
 def _of_engine(tables: list[Table], engine: str | None) -> tuple[list[Table], list[str]]:
-    """The tables of one engine's kernels and of no engine's, and notes on the files of others."""
-    wanted = (None, _chosen_engine(tables, engine))
-    notes = {f"{t.files[0]}: passed over, kernels of {t.engine}": None for t in tables if t.engine not in wanted}
-    return [table for table in tables if table.engine in wanted], list(notes)
+    """Return the tables of one engine's kernels and of no engine's, and notes on the files of others."""
+    accepted = (None, _chosen_engine(tables, engine))
+    notes = {f"{t.files[0]}: passed over, kernels of {t.engine}": None for t in tables if t.engine not in accepted}
+    return [table for table in tables if table.engine in accepted], list(notes)
 
 
 def _chosen_engine(tables: list[Table], engine: str | None) -> str | None:
-    """Raises UsageError for an engine that is not known or not there, and for several without a choice."""
+    """Return the engine. Raises UsageError if it is unknown or absent, or there are several and none is chosen."""
     if engine is not None and engine not in ENGINES:
         raise UsageError(f"--engine {engine}: there are tables of {', '.join(ENGINES)}")
-    there = {table.engine: table.files[0] for table in reversed(tables) if table.engine}
-    if engine is None and len(there) > 1:
-        named = ", ".join(f"{name} in {file}" for name, file in sorted(there.items()))
-        raise UsageError(f"tables of several engines' kernels: {named}; choose one with --engine")
-    if engine is not None and there and engine not in there:
-        raise UsageError(f"no table of {engine}'s kernels, only of {', '.join(sorted(there))}")
-    return engine or next(iter(there), None)
+    file_of = {table.engine: table.files[0] for table in reversed(tables) if table.engine}
+    if engine is None and len(file_of) > 1:
+        engines = ", ".join(f"{name} in {file}" for name, file in sorted(file_of.items()))
+        raise UsageError(f"tables of several engines' kernels: {engines}; choose one with --engine")
+    if engine is not None and file_of and engine not in file_of:
+        raise UsageError(f"no table of {engine}'s kernels; the tables are of {', '.join(sorted(file_of))}")
+    return engine or next(iter(file_of), None)
 
 
 def _one_host(tables: Sequence[HostTable]) -> HostTable | None:
-    """The rows of all tables of host times; None where there is none."""
+    """Join the rows of all tables of host times; None if there is none."""
     if not tables:
         return None
     return HostTable(
@@ -182,7 +183,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> FileContent | None:
-    """The tables of one file, or None when it is of no known format."""
+    """Return the tables of one file, or None if it is of no known format."""
     if path.name.endswith(".jsonl"):
         return own.read(path)
     columns = read_parquet(path) if path.name.endswith(".parquet") else read_csv(path)
@@ -192,7 +193,8 @@ def _read_file(path: Path) -> FileContent | None:
         for tell_tale, reader in formats.items()
         if all(name in columns.names for name in tell_tale)
     }
-    return readers[max(readers, key=len)](columns) if readers else None  # of several the one that knows it best
+    # of several formats, the one with the most columns in common is the most specific
+    return readers[max(readers, key=len)](columns) if readers else None
 
 
 def _tell_tales() -> str:
@@ -204,24 +206,24 @@ def _tell_tales() -> str:
 
 
 def _one_collection(pieces: Sequence[Table]) -> Table:
-    """The pieces of the first collection as one table; the rows of others are counted."""
+    """Return the pieces of the first collection as one table; the rows of others are counted."""
     first = pieces[0].collection
     table = merge([p for p in pieces if p.collection == first])
     left_out = dict(table.left_out)
     for piece in pieces:
         if piece.collection != first:
-            whose = piece.origin.name if piece.origin != first[0] else piece.software
-            why = f"of {whose}, since another source given before it has it"
+            source = piece.origin.name if piece.origin != first[0] else piece.software
+            why = f"of {source}, since another source given before it has it"
             left_out[why] = left_out.get(why, 0) + piece.read
     return replace(table, left_out=left_out)
 
 
 def _with_nccl(operators: dict[str, Table]) -> dict[str, Table]:
-    """NCCL's all-reduce stands beside the engine's own one as a variant, and in its place where there is no other."""
-    named = {}
+    """Name NCCL's all-reduce as a variant beside the engine's own, or as the all-reduce if there is no other."""
+    by_key = {}
     for key, table in operators.items():
         plain = operator_key("all_reduce", table.dtype)
         if table.kind == "all_reduce" and table.variant == "nccl" and plain not in operators:
             key, table = plain, replace(table, variant=None)
-        named[key] = table
-    return named
+        by_key[key] = table
+    return by_key

@@ -1,5 +1,6 @@
-"""Tables of AIConfigurator: gemm, quantising, custom all-reduce and NCCL; CSV or Parquet, times in ms. Attention and
-experts stand in `simtune.costs.tables.aiconfigurator_attention` and `aiconfigurator_moe`.
+"""Tables of AIConfigurator: gemm, quantising, custom all-reduce and NCCL; CSV or Parquet, times in ms.
+
+Attention and experts are in `simtune.costs.tables.aiconfigurator_attention` and `aiconfigurator_moe`.
 
 Times are means of six replays of a CUDA graph, stored without a spread. `message_size` counts elements, in the NCCL
 table as in the custom ones of vLLM, SGLang and TensorRT-LLM: NCCL's collector divides the bytes by the width of the
@@ -9,11 +10,11 @@ all_gather, reduce_scatter or alltoall of S bytes is one whose larger buffer hol
 
 Products of 8 and 4 bits are timed with the quantising of their 16-bit inputs: with next to no outputs they take longer
 than both tables of quantising together (vLLM and TensorRT-LLM on every card). Of those, scale_matrix is quantising with
-scales that are known, compute_scale what finding them adds. It is a difference of two measurements, cut off at zero;
-where most of a table is zero, as SGLang's, it tells nothing. Which of the two is in a product the collectors say
-(collector/ENGINE/collect_gemm.py of ai-dynamo/aiconfigurator): of fp8 vLLM's layer has a static activation scheme,
-TensorRT-LLM's no input scale and SGLang's one for each token, so both find them. What quantising to nvfp4 takes no
-table tells.
+known scales, and compute_scale the additional time to compute scales. It is a difference of two measurements, cut off
+at zero; if most of a table is zero, as in SGLang's, it has no information. The collectors show which of the two a
+product includes (collector/ENGINE/collect_gemm.py of ai-dynamo/aiconfigurator): for fp8 vLLM's layer has a static
+activation scheme, TensorRT-LLM's no input scale and SGLang's one for each token, so both compute them. No table has the
+time of quantising to nvfp4.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 
 _DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "half": "bf16", "fp8": "fp8"}
-"""The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
+"""The two 16-bit formats run at the same speed, see `simtune.costs.predict`."""
 
 _GEMM_DTYPES: dict[str, Dtype] = {
     **_DTYPES,
@@ -42,7 +43,7 @@ _GEMM_DTYPES: dict[str, Dtype] = {
 _NCCL_DTYPES: dict[str, Dtype] = {**_DTYPES, "int8": "int8"}
 
 _SCALES = "scales"
-"""Variant of quantising that stands for what finding the scales adds to it, between reading and adding."""
+"""Variant of quantising for the additional time to compute scales, between reading and adding the tables."""
 
 _MOSTLY = 0.5  # a table with more zeros than this tells nothing
 
@@ -62,18 +63,19 @@ def _gemm(columns: Columns) -> FileContent:
 
 
 def _knows_scales(table: Table) -> bool:
-    """Whether products quantise their inputs by scales that the collector gives, of formats with a table of that."""
+    """True if products quantise their inputs by scales that the collector gives, for formats with a table of that."""
     return table.dtype == "fp8" and table.engine == "vllm"
 
 
 def _quantise(columns: Columns) -> FileContent:
-    """Quantising with known scales, and what finding them adds, which `with_dynamic_scales` makes the whole of."""
+    """Read quantising with known scales, and the additional time to compute them; `with_dynamic_scales` adds the
+    two."""
     shape = {name: columns.numbers(name) for name in "mk"}
     names = columns.text("op_name")
     content = FileContent()
     content.skip(sum(name not in ("scale_matrix", "compute_scale") for name in names), "unknown op_name")
-    known, scales = columns.equal("op_name", "scale_matrix"), columns.equal("op_name", "compute_scale")
-    content.add(_by_dtype(columns, "quantise", ("quant_dtype",), shape, {}, known, "static"))
+    static, scales = columns.equal("op_name", "scale_matrix"), columns.equal("op_name", "compute_scale")
+    content.add(_by_dtype(columns, "quantise", ("quant_dtype",), shape, {}, static, "static"))
     zero = scales & ~(columns.numbers("latency") > 0)
     if zero.sum() > _MOSTLY * scales.sum():
         content.skip(int(scales.sum()), f"compute_scale is zero in {zero.sum():,} of {scales.sum():,} rows")
@@ -83,23 +85,23 @@ def _quantise(columns: Columns) -> FileContent:
 
 
 def with_dynamic_scales(operators: Mapping[str, Table]) -> tuple[dict[str, Table], list[str]]:
-    """Quantising that finds its scales: the sum of the two tables at the shapes both hold; and notes on the rest."""
-    whole, notes = dict(operators), []
+    """Return quantising that computes its scales: the sum of the two tables at shapes that both have; and notes."""
+    summed, notes = dict(operators), []
     for key, scales in operators.items():
         if scales.kind != "quantise" or scales.variant != _SCALES:
             continue
-        del whole[key]
+        del summed[key]
         static = operators.get(operator_key("quantise", scales.dtype, variant="static"))
         if static is None:
             file, rows = scales.files[0], f"{scales.read:,} rows of {scales.dtype}"
             notes.append(f"{file}: {rows} belong to no operator: no scale_matrix beside them")
             continue
         times = dict(zip(zip(*static.shape.values(), strict=True), static.seconds, strict=True))
-        known = np.array([times.get(shape, np.nan) for shape in zip(*scales.shape.values(), strict=True)])
+        static_s = np.array([times.get(shape, np.nan) for shape in zip(*scales.shape.values(), strict=True)])
         files = tuple(dict.fromkeys((*static.files, *scales.files)))
-        both = replace(scales, variant=None, seconds=scales.seconds + known, files=files)
-        whole[both.key] = finish(both, {"no row of scale_matrix at this shape": np.isnan(known)})
-    return whole, notes
+        table = replace(scales, variant=None, seconds=scales.seconds + static_s, files=files)
+        summed[table.key] = finish(table, {"no row of scale_matrix at this shape": np.isnan(static_s)})
+    return summed, notes
 
 
 def _custom_all_reduce(columns: Columns) -> FileContent:
@@ -136,7 +138,7 @@ def _by_dtype(
     variant: str | None = None,
     dtypes: Mapping[str, Dtype] = _DTYPES,
 ) -> FileContent:
-    """One table per dtype (and KV dtype) among `rows`; rows of dtypes that no model here has are counted."""
+    """Return one table per dtype (and KV dtype) among `rows`; rows of unknown dtypes are counted."""
     columns.require("latency")
     seconds = columns.numbers("latency") * MS
     content = FileContent()
@@ -148,7 +150,7 @@ def _by_dtype(
         if any(name not in dtypes for name in names):
             content.skip(len(at), f"{dtype_columns[0]} {names[0]}" + "".join(f", KV {name}" for name in names[1:]))
             continue
-        whole = Table(
+        all_rows = Table(
             kind=kind,
             dtype=dtypes[names[0]],
             kv_dtype=dtypes[names[1]] if len(names) > 1 else None,
@@ -161,12 +163,14 @@ def _by_dtype(
             software=_software(columns),
         )
         index = np.array(at)
-        content.tables.append(finish(take(whole, index), {why: mask[index] for why, mask in (excluded or {}).items()}))
+        content.tables.append(
+            finish(take(all_rows, index), {why: mask[index] for why, mask in (excluded or {}).items()})
+        )
     return content
 
 
 def _software(columns: Columns) -> str | None:
-    """Who made the kernels, and which release; NCCL's tables name the engine that launched it beside NCCL's release."""
+    """Return engine and release of the kernels; NCCL's tables also name the engine that launched them."""
     made_by = "NCCL" if "nccl_dtype" in columns.names else columns.only("framework")
     return " ".join(x for x in (made_by, columns.only("version")) if x) or None
 

@@ -1,8 +1,8 @@
-"""AIConfigurator's tables of attention in all its kinds: softmax, encoders, latent and sparse blocks, linear layers.
+"""Tables of AIConfigurator of all kinds of attention: softmax, encoders, latent and sparse blocks, linear layers.
 
 Times are in ms. Blocks ("modules") are whole: from hidden states to hidden states, projections included, of `num_heads`
-heads of one rank; `gemm_type` is what their weights are kept in. A block names its model, and the sizes that its table
-does not give are those of the model's config.json. A row of no known model belongs to no operator.
+heads of one rank; `gemm_type` is the format of their weights. A block names its model; sizes that its table does not
+contain are those of the model's config.json. A row of an unknown model belongs to no operator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES: dict[str, Dtype] = {
     "fp8_block": "fp8_block",
     "nvfp4": "nvfp4",
 }
-"""The two 16-bit formats run at one speed, see `simtune.costs.predict`."""
+"""The two 16-bit formats run at the same speed, see `simtune.costs.predict`."""
 
 _DEEPSEEK = {"hidden": 7168.0, "q_rank": 1536.0, "latent": 512.0, "rope": 64.0, "nope": 128.0, "v_dim": 128.0}
 _GLM = {"hidden": 6144.0, "q_rank": 2048.0, "latent": 512.0, "rope": 64.0, "nope": 192.0, "v_dim": 256.0}
@@ -52,14 +52,14 @@ class _Part(NamedTuple):
     rows: Mask
     shape: Mapping[str, Array]
     dtype_columns: tuple[str, ...] = ()
-    """Of the operator and, if there are two, of its KV cache; bf16 where there is none."""
+    """Columns of the dtype of the operator and, if there are two, of its KV cache; bf16 if there is none."""
     excluded: Mapping[str, Mask] = {}
     kv_dtype: Dtype | None = None
-    """Of a state, where the table names none."""
+    """Dtype of a state, if the table names none."""
 
 
 def _content(columns: Columns, parts: list[_Part]) -> FileContent:
-    """One table per part and dtype; rows of no part, or of a dtype that is not known, are counted."""
+    """Return one table per part and dtype; rows of no part, or of an unknown dtype, are counted."""
     columns.require("latency")
     content = FileContent()
     of_none = ~np.logical_or.reduce([part.rows for part in parts])
@@ -69,13 +69,13 @@ def _content(columns: Columns, parts: list[_Part]) -> FileContent:
             if all(dtype in DTYPES for dtype in dtypes):
                 content.tables.append(_table(columns, part, dtypes, rows))
             else:
-                named = zip(part.dtype_columns, dtypes, strict=True)
-                content.skip(len(rows), ", ".join(f"{column} {dtype}" for column, dtype in named))
+                unknown_dtypes = zip(part.dtype_columns, dtypes, strict=True)
+                content.skip(len(rows), ", ".join(f"{column} {dtype}" for column, dtype in unknown_dtypes))
     return content
 
 
 def _by_dtypes(columns: Columns, part: _Part) -> dict[tuple[str, ...], NDArray[np.intp]]:
-    """The rows of a part by what its dtype columns say."""
+    """Group the rows of a part by the values of its dtype columns."""
     texts = [columns.text(name) for name in part.dtype_columns]
     members: dict[tuple[str, ...], list[int]] = {}
     for row in np.flatnonzero(part.rows):
@@ -84,7 +84,7 @@ def _by_dtypes(columns: Columns, part: _Part) -> dict[tuple[str, ...], NDArray[n
 
 
 def _table(columns: Columns, part: _Part, dtypes: tuple[str, ...], rows: NDArray[np.intp]) -> Table:
-    whole = Table(
+    all_rows = Table(
         kind=part.kind,
         dtype=DTYPES[dtypes[0]] if dtypes else "bf16",
         kv_dtype=DTYPES[dtypes[1]] if len(dtypes) > 1 else part.kv_dtype,
@@ -95,11 +95,11 @@ def _table(columns: Columns, part: _Part, dtypes: tuple[str, ...], rows: NDArray
         device=columns.device(),
         software=" ".join(x for x in (columns.only("framework"), columns.only("version")) if x) or None,
     )
-    return finish(take(whole, rows), {why: mask[rows] for why, mask in part.excluded.items()})
+    return finish(take(all_rows, rows), {why: mask[rows] for why, mask in part.excluded.items()})
 
 
 def _attention(columns: Columns) -> FileContent:
-    """Prefill and decode. A window is kept as it is where it is longer than the context: its kernels are others."""
+    """Read prefill and decode. A window longer than the context stays as it is: its kernels are different."""
     new, step = columns.numbers("isl"), columns.numbers("step")
     window = columns.numbers("window_size") if "window_size" in columns.names else np.zeros(len(columns))
     context = new + step
@@ -127,27 +127,27 @@ def _attention(columns: Columns) -> FileContent:
 
 
 def _second_kernels(columns: Columns, shape: Mapping[str, Array], windowed: Mask) -> Mask:
-    """Rows of kernels that were measured on shapes of a more common one of the same operator, dtypes and head_dim, both
-    with a window or both without.
+    """Select rows of kernels that were measured on shapes of a more common one of the same operator, dtypes and
+    head_dim, both with a window or both without.
 
-    SGLang's tables of B200 time what some models are set to beside what all others run, on the same shapes; the median
-    of both, which several rows of a shape come to, is the time of neither.
+    SGLang's tables of B200 time the kernels of some models and those of all others on the same shapes; the median of
+    both, to which several rows of a shape are merged, is the time of neither.
     """
     if "kernel_source" not in columns.names:
         return np.zeros(len(columns), dtype=np.bool_)
     kernels = columns.text("kernel_source")
-    said = [columns.text(name) for name in ("op_name", "attn_dtype", "kv_cache_dtype")]
-    operators = list(zip(*said, shape["head_dim"].tolist(), windowed.tolist(), strict=True))
+    operator_columns = [columns.text(name) for name in ("op_name", "attn_dtype", "kv_cache_dtype")]
+    operators = list(zip(*operator_columns, shape["head_dim"].tolist(), windowed.tolist(), strict=True))
     shapes = list(zip(operators, *(column.tolist() for column in shape.values()), strict=True))
     rows = Counter(zip(operators, kernels, strict=True))
     by_shape: dict[Any, set[str]] = {}
-    for one, kernel in zip(shapes, kernels, strict=True):
-        by_shape.setdefault(one, set()).add(kernel)
+    for key, kernel in zip(shapes, kernels, strict=True):
+        by_shape.setdefault(key, set()).add(kernel)
     second = {
-        (one[0], kernel)
-        for one, of_shape in by_shape.items()
+        (key[0], kernel)
+        for key, of_shape in by_shape.items()
         for kernel in of_shape
-        if any(rows[one[0], other] > rows[one[0], kernel] for other in of_shape)
+        if any(rows[key[0], rival] > rows[key[0], kernel] for rival in of_shape)
     }
     return np.array([key in second for key in zip(operators, kernels, strict=True)], dtype=np.bool_)
 
@@ -164,7 +164,7 @@ def _encoder(columns: Columns) -> FileContent:
 
 
 def _latent_kernels(columns: Columns) -> FileContent:
-    """Kernels alone, of DeepSeek's sizes; the cached part of a prompt is not in any row, which is refused if it is."""
+    """Read kernels alone, of DeepSeek's sizes; rows of prompts after a cached part are excluded."""
     new, step = columns.numbers("isl"), columns.numbers("step")
     common = {"batch": columns.numbers("batch_size"), "heads": columns.numbers("num_heads")}
     qk, v, latent, rope = (np.full(len(columns), size) for size in (192.0, 128.0, 512.0, 64.0))
@@ -180,7 +180,7 @@ def _latent_kernels(columns: Columns) -> FileContent:
 
 
 def _latent_products(columns: Columns) -> FileContent:
-    """Queries into latents before attention (128 to 512), and sums of latents into outputs after it (512 to 128)."""
+    """Read products of queries into latents before attention (128 to 512), and of latents into outputs (512 to 128)."""
     into, out_of = columns.equal("op_name", "mla_gen_pre"), columns.equal("op_name", "mla_gen_post")
     shape = {
         "tokens": columns.numbers("num_tokens"),
@@ -192,7 +192,7 @@ def _latent_products(columns: Columns) -> FileContent:
 
 
 def _blocks(columns: Columns) -> FileContent:
-    """Whole blocks of latent and of sparse attention; those that skip the indexer have no index heads."""
+    """Read whole blocks of latent and of sparse attention; those that skip the indexer have no index heads."""
     names = [name.rpartition("/")[2] for name in columns.text("model")]
     operations = columns.text("op_name")
     skips = np.array([name.endswith("_skip_indexer") for name in operations], dtype=np.bool_)
@@ -216,33 +216,38 @@ def _blocks(columns: Columns) -> FileContent:
     parts = []
     for kind in kinds.values():
         sizes = _MODELS["DeepSeek-V3"] if kind.startswith("mla") else _MODELS["DeepSeek-V3.2"]
-        known = np.array([own == kind and name in _MODELS for own, name in zip(kind_of, names, strict=True)])
-        given = ("batch", "tokens", "context") if "context" in kind else ("batch", "context")
-        of_kind = {name: shape[name] for name in (*given, "heads", *sizes)}
-        parts.append(_Part(kind, known.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
+        of_models = np.array(
+            [row_kind == kind and name in _MODELS for row_kind, name in zip(kind_of, names, strict=True)]
+        )
+        columns_of_kind = ("batch", "tokens", "context") if "context" in kind else ("batch", "context")
+        of_kind = {name: shape[name] for name in (*columns_of_kind, "heads", *sizes)}
+        parts.append(_Part(kind, of_models.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
     return _content(columns, parts)
 
 
 def _delta_nets(columns: Columns) -> FileContent:
-    """Gated delta nets: the rule and the convolution before it, in 16 bits, states in 32."""
+    """Read gated delta nets: the rule and the convolution before it, in 16 bits, states in 32."""
     heads, key_heads = columns.numbers("num_v_heads"), columns.numbers("num_k_heads")
     key_dim, value_dim = columns.numbers("head_k_dim"), columns.numbers("head_v_dim")
     channels = 2 * key_heads * key_dim + heads * value_dim
     common = {"batch": columns.numbers("batch_size")}
     rule = common | {"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim}
-    chunked, one = _kernels(columns, "chunk_gated_delta_rule"), _kernels(columns, "fused_recurrent_gated_delta_rule")
+    chunked, recurrent = (
+        _kernels(columns, "chunk_gated_delta_rule"),
+        _kernels(columns, "fused_recurrent_gated_delta_rule"),
+    )
     return _content(
         columns,
         [
             _Part("delta_prefill", chunked, rule | {"tokens": columns.numbers("seq_len")}, kv_dtype="fp32"),
-            _Part("delta_decode", one, rule, kv_dtype="fp32"),
+            _Part("delta_decode", recurrent, rule, kv_dtype="fp32"),
             *_convolutions(columns, channels),
         ],
     )
 
 
 def _mamba2(columns: Columns) -> FileContent:
-    """Mamba2: the convolution, over its heads and twice its groups of states. Of its scans no engine has a row."""
+    """Read Mamba2: the convolution, over its heads and twice its groups of states. No engine has rows of its scans."""
     channels = columns.numbers("nheads") * columns.numbers("head_dim")
     channels = channels + 2 * columns.numbers("n_groups") * columns.numbers("d_state")
     return _content(columns, _convolutions(columns, channels))
@@ -250,10 +255,10 @@ def _mamba2(columns: Columns) -> FileContent:
 
 def _convolutions(columns: Columns, channels: Array) -> list[_Part]:
     shape = {"batch": columns.numbers("batch_size"), "channels": channels, "width": columns.numbers("d_conv")}
-    many, one = _kernels(columns, "causal_conv1d_fn"), _kernels(columns, "causal_conv1d_update")
+    forward, update = _kernels(columns, "causal_conv1d_fn"), _kernels(columns, "causal_conv1d_update")
     return [
-        _Part("conv_prefill", many, shape | {"tokens": columns.numbers("seq_len")}),
-        _Part("conv_decode", one, shape),
+        _Part("conv_prefill", forward, shape | {"tokens": columns.numbers("seq_len")}),
+        _Part("conv_decode", update, shape),
     ]
 
 

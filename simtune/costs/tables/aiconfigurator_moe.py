@@ -1,24 +1,25 @@
-"""AIConfigurator's tables of experts: the fused kernels of each engine, in ms, and the exchange of tokens, in us.
+"""Tables of experts of AIConfigurator: the fused kernels of each engine, in ms, and the exchange of tokens, in us.
 
-Balanced routing deals tokens out: token t takes every (experts / topk)-th expert from the t-th on. `power_law_x` is no
+Balanced routing deals tokens out: token t takes every (experts / topk)-th expert from the t-th on. `power_law_x` is not
 routing by chance: loads of the experts are drawn with a density that falls as load^-x between 1 and 0.8 times the
-tokens, or 0.01 and 2 where there are fewer rows than experts, anew for each of five runs, and the rank measured is the
-one that came to most rows (`sample_power_law` and `power_law_logits_v3` of its collector). Where several ranks share
-the experts a shape does not tell such a time: from 100 rows an expert on it is 1 to 3 times that of balanced rows. On
-one rank a Zipf exponent of 0.5 does: over 20 tables fits of balanced rows are 10.3 % off there (mean of medians), 7.5 %
-on balanced rows they did not see, and 12.8 % if skewed rows are taken to be dealt out
-(benchmarks/costs/test_moe_accuracy.py). So skewed rows are left out where a format has balanced ones; where it has
-none, those on one rank are used.
+tokens, or 0.01 and 2 if there are fewer rows than experts, anew for each of five runs, and the rank measured is the one
+with the most rows (`sample_power_law` and `power_law_logits_v3` of its collector). If several ranks share the experts,
+a shape does not determine such a time: from 100 rows an expert on it is 1 to 3 times that of balanced rows. On one rank
+a Zipf exponent of 0.5 does: over 20 tables fits of balanced rows are 10.3 % off there (mean of medians), 7.5 % on
+balanced rows they did not see, and 12.8 % if skewed rows are taken to be dealt out
+(benchmarks/costs/test_moe_accuracy.py). So skewed rows are left out if a format has balanced ones; if it has none,
+those on one rank are used.
 
-One row of the moe table is all tokens through one rank: with `moe_ep_size` ranks it holds every token and multiplies
-those rows that are its own experts', so nothing was dispatched.
+A row of the moe table is all tokens through one rank: with `moe_ep_size` ranks the rank has every token and multiplies
+the rows of its own experts, so nothing was dispatched.
 
-Two kinds of balanced rows are not what their columns say, and are left out. DeepSeek-V3's router takes experts of four
-of eight groups. Where the layer of an engine routes, as in vLLM's and SGLang's tables, four of the eight experts that a
-token is dealt are so forbidden; ties take their place, the same for all tokens. These, and half of all experts, are on
-the first rank, the one measured: told so, a base of all other models is 4 to 14 % off at the median of these rows, told
-that experts are dealt out 20 to 36 (benchmarks/costs/test_grouped_router.py). TensorRT-LLM's are dealt out: 36
-to 39, and 6 to 8. And Nemotron's experts have no gate, which only TensorRT-LLM's tables say, in the kernel's name.
+Two kinds of balanced rows do not match their columns, and are left out. DeepSeek-V3's router takes experts of four of
+eight groups. If the layer of an engine routes, as in vLLM's and SGLang's tables, four of the eight experts that a token
+is dealt are forbidden by this; ties replace them, the same for all tokens. These, and half of all experts, are on the
+first rank, the one measured: with that as input, a base of all other models is 4 to 14 % off at the median of these
+rows, with dealt-out experts as input 20 to 36 (benchmarks/costs/test_grouped_router.py). TensorRT-LLM's rows are dealt
+out: 36 to 39, and 6 to 8. And Nemotron's experts have no gate, which only TensorRT-LLM's tables state, in the kernel's
+name.
 """
 
 from __future__ import annotations
@@ -43,27 +44,26 @@ _DTYPES: dict[str, Dtype] = {
 }
 
 POWER_LAW = 0.5
-"""The Zipf exponent that stands for `power_law_1.01` and `power_law_1.2` on one rank."""
+"""Zipf exponent that is taken for `power_law_1.01` and `power_law_1.2` on one rank."""
 
 _BACKENDS = {"deepep_ll": "low_latency", "deepep_ht": "high_throughput"}
 _PHASES: dict[str, OperatorKind] = {"dispatch": "moe_dispatch", "combine": "moe_combine"}
 _SENT: Dtype = "bf16"
-"""What `default` stands for: dispatch and combine of as many tokens take about the same time, so that neither sends
-eight bits."""
+"""Format of `default`: dispatch and combine of as many tokens take about the same time, so neither sends eight bits."""
 
 _GROUPED = (7168.0, 8.0, 256.0)
-"""Hidden, experts per token and experts of DeepSeek-V3, the one model here whose router knows groups."""
+"""Hidden, experts per token and experts of DeepSeek-V3, the only model here whose router has groups."""
 
 _ROUTED_BY_HAND = ("vllm_fused_moe", "moe_torch_flow", "deepgemm")
-"""How names of kernels begin for which the collector chose the experts: vLLM's to 0.19, TensorRT-LLM's."""
+"""Prefixes of the names of kernels for which the collector chose the experts: vLLM's to 0.19, TensorRT-LLM's."""
 
 _PLAIN = {(2688.0, 6.0, 128.0)} | {(hidden, 22.0, 512.0) for hidden in (1024.0, 2048.0, 4096.0, 8192.0)}
-"""The same of Nemotron 3, as TensorRT-LLM's tables name kernels without a gate."""
+"""Hidden, experts per token and experts of Nemotron 3, whose kernels without a gate TensorRT-LLM's tables name."""
 
 _LOW_LATENCY = "min_latency"
 _LOW_LATENCY_TOKENS = 128
-"""Up to which TensorRT-LLM's low-latency kernel of nvfp4 experts stands for a shape that two kernels were measured on,
-as in AIConfigurator's own look-up."""
+"""Tokens up to which TensorRT-LLM's low-latency kernel of nvfp4 experts is taken for a shape that two kernels were
+measured on, as in AIConfigurator's own look-up."""
 
 
 def _experts(columns: Columns) -> FileContent:
@@ -100,7 +100,7 @@ def _experts(columns: Columns) -> FileContent:
 
 
 def _unusable_routing(shape: dict[str, Array]) -> dict[str, Mask]:
-    """Skewed rows of a format that has balanced ones; of one that has none, those of several ranks."""
+    """Select skewed rows of a format that has balanced ones; of one that has none, those of several ranks."""
     skewed = shape["skew"] != DEALT
     if not skewed.all():
         return {"skewed routing": skewed}
@@ -112,17 +112,18 @@ def _named(kernels: list[str], part: str) -> Mask:
 
 
 def _of_models(shape: dict[str, Array], models: set[tuple[float, float, float]]) -> Mask:
-    """Rows with the hidden size, experts per token and experts of one of these models."""
+    """Select rows with the hidden size, experts per token and experts of one of these models."""
     sizes = zip(*(shape[name].tolist() for name in ("hidden", "experts_per_token", "experts")), strict=True)
     return np.array([size in models for size in sizes], dtype=np.bool_)
 
 
 def _replaced(dtypes: list[str], kernels: list[str], shape: dict[str, Array]) -> Mask:
-    """Rows of low-latency kernels beyond their tokens, and up to there those of others that they stand for."""
+    """Select rows of low-latency kernels beyond their tokens, and up to there those of the kernels that they
+    replace."""
     low_latency, few = _named(kernels, _LOW_LATENCY), shape["tokens"] <= _LOW_LATENCY_TOKENS
     shapes = list(zip(dtypes, *(column.tolist() for column in shape.values()), strict=True))
-    taken = {key for key, chosen in zip(shapes, low_latency & few, strict=True) if chosen}
-    beside = np.array([key in taken for key in shapes], dtype=np.bool_)
+    low_latency_shapes = {key for key, chosen in zip(shapes, low_latency & few, strict=True) if chosen}
+    beside = np.array([key in low_latency_shapes for key in shapes], dtype=np.bool_)
     replaced: Mask = np.where(low_latency, ~few, beside)
     return replaced
 
@@ -140,8 +141,8 @@ def _exchange(columns: Columns) -> FileContent:
     content = FileContent()
     seconds = columns.numbers("latency") * US
     members: dict[tuple[str, str, str], list[int]] = {}
-    named = zip(columns.text("comm_backend"), columns.text("phase"), columns.text("comm_dtype"), strict=True)
-    for row, name in enumerate(named):
+    row_names = zip(columns.text("comm_backend"), columns.text("phase"), columns.text("comm_dtype"), strict=True)
+    for row, name in enumerate(row_names):
         members.setdefault(name, []).append(row)
     for (backend, phase, sent), rows in members.items():
         if backend not in _BACKENDS or phase not in _PHASES or sent != "default":
@@ -160,7 +161,7 @@ def _table(
     seconds: Array,
     variant: str | None = None,
 ) -> Table:
-    """All rows of a file as if they were of one operator."""
+    """Return all rows of a file as if they were of one operator."""
     software = " ".join(x for x in (columns.only("framework"), columns.only("version")) if x)
     return Table(
         kind=kind,

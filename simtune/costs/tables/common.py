@@ -1,7 +1,7 @@
-"""What all readers of operator times share: columns of a file, tables of one operator, and one account of rows.
+"""Common parts of all readers of operator times: columns of a file, tables of one operator, and an account of rows.
 
-A reader turns values into SI units and into the shape parameters of `simtune.costs.operators`. No row is dropped in
-silence: every row a table does not use is counted under a reason.
+A reader turns values into SI units and into the shape parameters of `simtune.costs.operators`. No row is dropped
+silently: every row that a table does not use is counted under a reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONFLICT = 1.1  # times of one shape that differ by more than this contradict e
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who took the times, and under which licence they are published."""
+    """Author of the times, and the licence under which they are published."""
 
     name: str
     licence: str | None
@@ -44,7 +44,7 @@ class Origin:
 
 AICONFIGURATOR = Origin("AIConfigurator (NVIDIA, ai-dynamo/aiconfigurator)", "Apache-2.0")
 ENGINES = ("vllm", "trtllm", "sglang")
-"""Engines whose kernels published tables time."""
+"""Engines whose kernels are timed by published tables."""
 
 VIDUR = Origin("Vidur (microsoft/vidur)", "MIT")
 LLMSERVINGSIM = Origin("LLMServingSim (casys-kaist/LLMServingSim)", "MIT")
@@ -56,14 +56,14 @@ class Conflicts:
 
     shapes: int = 0
     worst: float = 1.0
-    """Longest over shortest time of the shape that contradicts itself most."""
+    """Longest over shortest time of the shape with the largest contradiction."""
 
 
 @dataclass(frozen=True)
 class Table:
     """Measured times of one operator: one row per shape, times in seconds.
 
-    `read` rows are those of the files that belong to the operator; len(self) + merged + sum(left_out) of them.
+    `read` is the number of rows in the files that belong to the operator: len(self) + merged + sum(left_out).
     """
 
     kind: OperatorKind
@@ -81,30 +81,31 @@ class Table:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Rows that are not used, by reason."""
     merged: int = 0
-    """Rows that measured a shape again; the median of its rows stands for it."""
+    """Rows that measured a shape repeatedly; the median of its rows represents it."""
     conflicts: Conflicts = Conflicts()
     remarks: tuple[str, ...] = ()
-    """What else was done to the rows."""
+    """Other changes to the rows, in words."""
     known_scales: bool = False
-    """Whether products were timed with quantising their inputs by scales that were known before."""
+    """True if products were timed with quantising their inputs by scales that were known before."""
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     @property
     def key(self) -> str:
-        """Its name in a hardware profile."""
+        """The table's name in a hardware profile."""
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     @property
     def engine(self) -> str | None:
-        """Whose kernels these are, by the first word of the software; None where no engine's, as NCCL's."""
+        """Engine whose kernels these are, by the first word of the software; None for those of no engine, such as
+        NCCL's."""
         name = (self.software or "").partition(" ")[0].lower()
         return name if name in ENGINES else None
 
     @property
     def collection(self) -> tuple[Origin, str | None]:
-        """What was measured together: published times of two releases are two collections."""
+        """Key of rows that were measured together: published times of two releases are two collections."""
         return self.origin, None if self.origin.kind == "measured" else self.software
 
     @property
@@ -125,14 +126,14 @@ class HostTable:
 
 @dataclass(frozen=True)
 class ImbalanceTable:
-    """Measured decode attention of batches of unequal contexts, beside that of equal ones with the same mean."""
+    """Measured decode attention of batches of unequal contexts, with that of equal contexts of the same mean."""
 
     mixed: Mask
-    """Whether a prefill chunk was in the same kernel."""
+    """True if a prefill chunk was in the same kernel."""
     blocks: Array
     """Pairs of a sequence and a KV head."""
     excess_tokens: Array
-    """Of the longest context over the mean."""
+    """Tokens by which the longest context exceeds the mean."""
     balanced_s: Array
     imbalanced_s: Array
     origin: Origin
@@ -142,7 +143,7 @@ class ImbalanceTable:
 
 @dataclass
 class FileContent:
-    """What one file holds: tables, and counts of rows that belong to no operator, by reason."""
+    """Content of one file: tables, and counts of rows that belong to no operator, by reason."""
 
     tables: list[Table] = field(default_factory=list)
     hosts: list[HostTable] = field(default_factory=list)
@@ -155,14 +156,14 @@ class FileContent:
             self.unused[why] = self.unused.get(why, 0) + rows
 
     def add(self, part: FileContent) -> None:
-        """Take in the tables, and the rows of no operator, of a part of the same file."""
+        """Add the tables, and the rows of no operator, of a part of the same file."""
         self.tables += part.tables
         for why, rows in part.unused.items():
             self.skip(rows, why)
 
 
 class Columns:
-    """A file as columns of cells, which remembers the line of every row."""
+    """Columns of cells of a file, with the line number of every row."""
 
     def __init__(self, path: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], lines: Sequence[int]):
         self.path = path
@@ -175,26 +176,26 @@ class Columns:
         return len(self._lines)
 
     def line(self, at: int) -> int:
-        """The line of a row of the file, by its number from 0."""
+        """Return the line of a row in the file, by its number from 0."""
         return self._lines[at]
 
     def require(self, *names: str) -> None:
-        """Raises SpecError naming every column that is missing."""
-        missing = [name for name in names if name not in self.names]
-        if missing:
-            raise SpecError([Problem(str(self.path), "column is missing", name, 1) for name in missing])
+        """Raise SpecError naming every column that is missing."""
+        absent = [name for name in names if name not in self.names]
+        if absent:
+            raise SpecError([Problem(str(self.path), "column is missing", name, 1) for name in absent])
 
     def cells(self, name: str) -> Sequence[Any]:
-        """A column as it was read. Raises SpecError where it is missing, as all that name a column do."""
+        """Return a column as it was read. Raises SpecError if it is missing, as do all methods that name a column."""
         self.require(name)
         return self._columns[self.names[name]] if self._columns else ()
 
     def text(self, name: str) -> list[str]:
-        """A column as text; an empty cell is the empty text."""
+        """Return a column as text; an empty cell is the empty text."""
         return ["" if cell is None else str(cell) for cell in self.cells(name)]
 
     def numbers(self, name: str) -> Array:
-        """A column of numbers; an empty cell is NaN. Raises SpecError at the first cell that is no number."""
+        """Return a column of numbers; an empty cell is NaN. Raises SpecError at the first cell that is not a number."""
         cells = self.cells(name)
         try:
             return np.fromiter(map(float, cells), np.float64, len(cells))
@@ -211,36 +212,36 @@ class Columns:
             raise SpecError(Problem(str(self.path), message, name, self._lines[at])) from None
 
     def only(self, name: str) -> str | None:
-        """The value of a column where it is the same in all rows."""
+        """Return the value of a column if it is the same in all rows; otherwise None."""
         values = set(self.text(name)) if name in self.names else set()
         return values.pop() if len(values) == 1 else None
 
     def device(self) -> str | None:
-        """The device all rows were measured on. Raises SpecError where they name several."""
+        """Return the device on which all rows were measured. Raises SpecError if they name several."""
         names = sorted(set(self.text("device"))) if "device" in self.names else []
         if len({designation(name) for name in names}) > 1:
-            message = f"holds rows of several devices ({', '.join(names)}); give each device a table of its own"
+            message = f"holds rows of several devices ({', '.join(names)}); split it into one table per device"
             raise SpecError(Problem(str(self.path), message, "device"))
         return names[0] if names else None
 
     def equal(self, name: str, value: str) -> Mask:
-        """Rows whose cell is this text."""
+        """Return a mask of the rows whose cell is this text."""
         return np.array([cell == value for cell in self.text(name)], dtype=np.bool_)
 
 
 Reader = Callable[[Columns], FileContent]
 Formats = Mapping[tuple[str, ...], Reader]
-"""The columns that tell a format, and its reader."""
+"""For each format: the columns by which it is recognised, and its reader."""
 
 
 def read_csv(path: Path) -> Columns:
-    """A CSV file, plain or gzipped. Raises SpecError when it cannot be read or its rows are of unequal length."""
+    """Read a CSV file, plain or gzipped. Raises SpecError if it cannot be read or its rows are of unequal length."""
     header, rows, lines = csv_table(read_packed_text(path), str(path))
     return Columns(path, header, list(zip(*rows, strict=True)), lines)
 
 
 def read_parquet(path: Path) -> Columns:
-    """A Parquet file; row r counts as line r. Raises UsageError where pyarrow is not installed."""
+    """Read a Parquet file; row r counts as line r. Raises UsageError if pyarrow is not installed."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -261,10 +262,10 @@ def read_parquet(path: Path) -> Columns:
 
 
 def designation(device: str) -> str:
-    """What tells a device from others in its various names: H100 of `NVIDIA H100 80GB HBM3`.
+    """Return the part of a device's name that identifies it in all its spellings: H100 for `NVIDIA H100 80GB HBM3`.
 
-    The first word with a digit that is no size of memory, no socket and no memory type; the whole name where there is
-    none. Variants of one chip (PCIe, SXM, NVL) are not told apart; one that is held to less power is, as H100 PCAP.
+    The first word with a digit that is no size of memory, no socket and no memory type; the whole name if there is
+    none. Variants of one chip (PCIe, SXM, NVL) get the same designation; a device with a power cap does not: H100 PCAP.
     """
     words = re.split(r"[^A-Z0-9.]+", device.upper())
     memory_or_socket = re.compile(r"\d+GI?B|HBM\d\w*|SXM\d?|GDDR\d\w*")
@@ -274,9 +275,9 @@ def designation(device: str) -> str:
 
 
 def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
-    """The table without the rows excluded for a reason, and without those whose time or shape is no positive number.
+    """Return the table without excluded rows, and without those whose time or shape is not a positive number.
 
-    A row is counted under the first reason that holds. Where most times are multiples of a step, they were rounded.
+    A row is counted under the first reason that applies. If most times are multiples of a step, they were rounded.
     """
     times = np.isfinite(table.seconds) & (table.seconds > 0)
     may_be = OPERATORS[table.kind].not_positive
@@ -284,19 +285,19 @@ def finish(table: Table, excluded: Mapping[str, Mask] | None = None) -> Table:
         [np.isfinite(x) & ((x > 0) | np.isin(x, may_be.get(name, ()))) for name, x in table.shape.items()]
     )
     reasons = {**(excluded or {}), "no positive time": ~times, "no positive shape": ~shapes}
-    kept = np.ones(len(table), dtype=np.bool_)
+    used_rows = np.ones(len(table), dtype=np.bool_)
     left_out = dict(table.left_out)
     for why, rows in reasons.items():
-        hit = kept & rows
+        hit = used_rows & rows
         if hit.any():
             left_out[why] = left_out.get(why, 0) + int(hit.sum())
-            kept &= ~hit
-    table = replace(take(table, np.flatnonzero(kept)), left_out=left_out)
+            used_rows &= ~hit
+    table = replace(take(table, np.flatnonzero(used_rows)), left_out=left_out)
     return replace(table, resolution_s=table.resolution_s or _resolution_s(table.seconds))
 
 
 def _resolution_s(seconds: Array) -> float:
-    """The coarsest step to which most of the times were rounded; 0 where none shows."""
+    """Return the coarsest step to which most of the times were rounded; 0 if none."""
     if len(seconds) < _ROUNDED_ROWS:
         return 0.0
     for step in _ROUNDED_TO:
@@ -307,15 +308,15 @@ def _resolution_s(seconds: Array) -> float:
 
 
 def take(table: Table, rows: NDArray[np.intp]) -> Table:
-    """The table with these rows only."""
+    """Return the table with these rows only."""
     shape = {name: column[rows] for name, column in table.shape.items()}
     return replace(table, shape=shape, seconds=table.seconds[rows])
 
 
 def merge(pieces: Sequence[Table]) -> Table:
-    """Pieces of one operator as one table, with one row per shape and its median time.
+    """Join pieces of one operator to one table, with one row per shape and its median time.
 
-    Raises UsageError where the pieces were measured on several devices.
+    Raises UsageError if the pieces were measured on several devices.
     """
     _one_device(pieces)
     left_out: Counter[str] = Counter()
@@ -327,7 +328,7 @@ def merge(pieces: Sequence[Table]) -> Table:
 
 
 def _rows_of_all(first: Table, pieces: Sequence[Table]) -> Table:
-    """`first` with the rows of all pieces, one row per shape."""
+    """Return `first` with the rows of all pieces, one row per shape."""
     names = OPERATORS[first.kind].shape
     shapes = np.column_stack([np.concatenate([p.shape[name] for p in pieces]) for name in names])
     seconds = np.concatenate([p.seconds for p in pieces])
@@ -357,9 +358,9 @@ def _one_device(pieces: Sequence[Table]) -> None:
 
 
 def _one_row_per_shape(shapes: Array, seconds: Array, resolution_s: float) -> tuple[Array, Array, Conflicts]:
-    """The distinct rows of `shapes` (calls, parameters), ascending; the median seconds of each; what contradicts."""
+    """Return the distinct rows of `shapes` (calls, parameters), ascending; their median seconds; the contradictions."""
     unique, group, counts = np.unique(shapes, axis=0, return_inverse=True, return_counts=True)
-    # By shape and then by time, so that the times of one shape stand together in ascending order.
+    # Sorted by shape and then by time, so that the times of one shape are adjacent and ascending.
     ordered = seconds[np.lexsort((seconds, group.ravel()))]
     start = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.intp)
     median = (ordered[start + (counts - 1) // 2] + ordered[start + counts // 2]) / 2
@@ -374,7 +375,7 @@ def _union(names: Any) -> tuple[str, ...]:
 
 
 def account(table: Table) -> str:
-    """Where every row of the table went, in words."""
+    """Return where every row of the table went, in words."""
     words = [f"{table.read:,} rows read, {len(table):,} used"]
     if table.merged:
         words.append(f"{table.merged:,} merged with another row of the same shape (median)")

@@ -1,10 +1,10 @@
 """Tables of LLMServingSim: layers.csv of its first layout (ns), and dense.csv, per_sequence.csv, attention.csv, moe.csv
-and skew.csv of its present one (us), one folder for each tensor parallelism.
+and skew.csv of its present layout (us), one folder for each tensor parallelism.
 
-They time the layers of one model, whose sizes they do not hold: the model is found by its name in a meta.yaml beside
+They time the layers of one model, and do not contain its sizes: the model is found by its name in a meta.yaml beside
 the table or in the path, among the models simtune knows, and the tensor parallelism in a column or as tpN in the path.
-moe.csv times the whole block of experts with its router, on as many experts as it says some token visits: dealt out to
-all, as chance has it, or neither, which no model here describes. Where it was measured for expert parallelism, the
+moe.csv times the whole block of experts with its router; its number of visited experts is that of tokens dealt out to
+all, or that of chance, or neither, which no model here describes. If it was measured for expert parallelism, the
 experts and the visits of a token are those of one rank.
 
 Layers of the first layout are torch modules launched eagerly, so small ones take longer than an engine's kernels.
@@ -40,13 +40,14 @@ from simtune.specs.input_files import read_text
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward
 
 _PARENTS = 4  # model/dtype/tp1/dense.csv
-_AS_CHANCE = 0.1  # of the experts that chance wakes
+# relative difference to the experts that chance activates
+_AS_CHANCE = 0.1
 _LEAST_SHARE = 0.2  # a difference of two times that is smaller is mostly their noise
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the surroundings of a table say about it."""
+    """Facts about a table from its path and its meta.yaml."""
 
     model: Model
     path: Path
@@ -55,9 +56,9 @@ class _Source:
     iterations: int | None
 
     def layer(self, name: str, tp: float, fused: bool) -> tuple[OperatorKind, str | None, float, float] | None:
-        """A layer's operator: kind, variant, and n and k of a product or width and 0; None where there is none.
+        """Return a layer's operator: kind, variant, and n and k of a product or width and 0; None if there is none.
 
-        `fused` are the kernels of an engine, not torch modules on their own.
+        `fused` are the kernels of an engine, not separate torch modules.
         """
         group = self.model.layers[0]
         attention, feed_forward = group.attention, group.feed_forward
@@ -83,8 +84,8 @@ class _Source:
             **({"act_fn": ("activation", (3 if fused else 2) * inter)} if dense else {}),
             **dict.fromkeys(("rope", "rotary_emb"), ("rope", 2 * (q + kv))),
             **dict.fromkeys(("input_layernorm", "post_layernorm"), ("norm", 2 * hidden)),
-            # The engine's own add the residual first; `layernorm` is the mean of the two of a model's only layer, the
-            # first of which has no residual to add.
+            # The engine's own norms add the residual first; `layernorm` is the mean of the two of a model's only layer,
+            # the first of which has no residual to add.
             "layernorm": ("norm", 3 * hidden),
             "final_layernorm": ("norm", (4 if fused else 2) * hidden),
         }
@@ -92,7 +93,7 @@ class _Source:
 
 
 def _layers(columns: Columns) -> FileContent:
-    """First layout: every layer by tokens; `attn` is the attention of one whole prompt."""
+    """Read the first layout: every layer by tokens; `attn` is the attention of one whole prompt."""
     source, tp = _source(columns), columns.numbers("tp_size")
     tokens, past = columns.numbers("input"), columns.numbers("kv_cache")
     seconds = columns.numbers("latency(ns)") * NS
@@ -121,7 +122,7 @@ def _per_sequence(columns: Columns) -> FileContent:
     source = _source(columns)
     if columns.file.startswith("mtp"):
         content = FileContent()
-        content.skip(len(columns), "a drafter's layers, whose sizes the model's own do not tell")
+        content.skip(len(columns), "a drafter's layers, whose sizes the model does not determine")
         return content
     tp = np.full(len(columns), _tensor_parallel(columns.path))
     sequences, seconds = columns.numbers("sequences"), columns.numbers("time_us") * US
@@ -135,16 +136,17 @@ def _per_sequence(columns: Columns) -> FileContent:
 
 
 def _attention(columns: Columns) -> FileContent:
-    """Present layout: one kernel over at most one prefill chunk and some decodes; the new token is not in kv_decode.
+    """Read the present layout: one kernel over at most one prefill chunk and some decodes; kv_decode excludes the new
+    token.
 
-    Later tables also hold sparse attention's indexer and verification, and in place of the past of a chunk how far back
-    its queries look on average, half the chunk included.
+    Later tables also contain sparse attention's indexer and verification, and instead of the past of a chunk the
+    average distance that its queries look back, half the chunk included.
     """
     source, tp = _source(columns), _tensor_parallel(columns.path)
     chunk, decodes = columns.numbers("prefill_chunk"), columns.numbers("n_decode")
-    seconds, one = columns.numbers("time_us") * US, np.ones(len(columns))
-    whole = "kv_prefill" in columns.names
-    past = columns.numbers("kv_prefill") if whole else columns.numbers("prefill_key") - chunk / 2
+    seconds, ones = columns.numbers("time_us") * US, np.ones(len(columns))
+    has_past = "kv_prefill" in columns.names
+    past = columns.numbers("kv_prefill") if has_past else columns.numbers("prefill_key") - chunk / 2
     context, plain = columns.numbers("kv_decode"), np.ones(len(columns), dtype=np.bool_)
     if "layer" in columns.names:
         plain &= columns.equal("layer", "attention")
@@ -155,7 +157,7 @@ def _attention(columns: Columns) -> FileContent:
     content.skip(int((plain & (chunk == 0) & (decodes == 0)).sum()), "an empty batch")
     alone, mixed = plain & (chunk > 0) & (decodes == 0), plain & (chunk > 0) & (decodes > 0)
     content.tables += [
-        _attention_rows(source, alone, tp, one, chunk, past, seconds),
+        _attention_rows(source, alone, tp, ones, chunk, past, seconds),
         _attention_rows(source, plain & (chunk == 0) & (decodes > 0), tp, decodes, None, context, seconds),
     ]
     if mixed.any():
@@ -166,7 +168,7 @@ def _attention(columns: Columns) -> FileContent:
 
 
 def _moe(columns: Columns) -> FileContent:
-    """The block of experts of one rank, by tokens and by how many experts some token visits."""
+    """Read the block of experts of one rank, by tokens and by the number of experts that some token visits."""
     source, tp = _source(columns), _tensor_parallel(columns.path)
     feed_forward = source.model.layers[0].feed_forward
     content = FileContent()
@@ -196,8 +198,9 @@ def _moe(columns: Columns) -> FileContent:
 
 
 def _skew(columns: Columns) -> FileContent:
-    """Some sequences of a batch longer than the others. The times are sums over the iterations of the measurement: on
-    two devices they are 3.00 times those of the attention table at the same lengths, and 3 is what meta.yaml names.
+    """Read batches with some sequences longer than the others. The times are sums over the iterations of the
+    measurement: on two devices they are 3.00 times those of the attention table at the same lengths, and meta.yaml
+    states 3.
     """
     source, tp, content = _source(columns), _tensor_parallel(columns.path), FileContent()
     if source.iterations is None:
@@ -246,7 +249,8 @@ def _attention_rows(
 def _mixed_rows(
     source: _Source, rows: Mask, tp: float, batch: Array, chunk: Array, past: Array, seconds: Array, prefill: Array
 ) -> Table:
-    """What decodes add to the kernel of a chunk: its time less that of the chunk alone, where that is not noise."""
+    """Return the time that decodes add to the kernel of a chunk: its time less that of the chunk alone, unless
+    noise."""
     attention = source.model.layers[0].attention
     assert isinstance(attention, FullAttention)
     shape = {
@@ -270,16 +274,16 @@ def _add(
     content: FileContent, source: _Source, name: str, rows: Mask, tp: Array, tokens: Array, seconds: Array, fused: bool
 ) -> None:
     for t in np.unique(tp[rows]):
-        operator, here = source.layer(name, float(t), fused), rows & (tp == t)
+        operator, of_tp = source.layer(name, float(t), fused), rows & (tp == t)
         if operator is None:
-            content.skip(int(here.sum()), f"no operator for the layer {name}")
+            content.skip(int(of_tp.sum()), f"no operator for the layer {name}")
             continue
         kind, variant, wide, deep = operator
         if kind == "gemm":
             shape = {"m": tokens, "n": np.full(len(rows), wide), "k": np.full(len(rows), deep)}
         else:
             shape = {"rows": tokens, "width": np.full(len(rows), wide)}
-        content.tables.append(_finish(source, kind, variant, shape, seconds, here))
+        content.tables.append(_finish(source, kind, variant, shape, seconds, of_tp))
 
 
 def _finish(
@@ -311,7 +315,7 @@ def _groups(columns: Columns, name: str) -> Iterable[tuple[str, Mask]]:
 
 
 def _source(columns: Columns) -> _Source:
-    """Raises SpecError where no known model is named beside the table or in its path, or one of another kind."""
+    """Return the surroundings of a table. Raises SpecError if no known model is named there, or one of another kind."""
     path = columns.path
     meta = next((p for p in (path.with_name("meta.yaml"), path.parent.parent / "meta.yaml") if p.is_file()), None)
     facts = yamlfile.parse(read_text(meta), str(meta)).data if meta else {}
@@ -331,10 +335,10 @@ def _source(columns: Columns) -> _Source:
 
 
 def _model(path: Path, reference: str) -> Model:
-    known = sorted(catalog.names("model"), key=len, reverse=True)
+    models = sorted(catalog.names("model"), key=len, reverse=True)
     words = [reference.rsplit("/", 1)[-1], *(part for part in path.parts[: -_PARENTS - 2 : -1])]
     for word in words:
-        for name in known:
+        for name in models:
             if word.lower() == name or re.match(re.escape(name) + r"[-_.]", word.lower()):
                 model = catalog.load_model(name)
                 layers = model.layers
@@ -344,7 +348,7 @@ def _model(path: Path, reference: str) -> Model:
                 return model
     message = (
         "whose layers are these? Name the model in the file name (Llama-3.1-8B_tp1_...), a folder, or `model:` of a "
-        f"meta.yaml beside it; known: {', '.join(sorted(known))}"
+        f"meta.yaml beside it; known: {', '.join(sorted(models))}"
     )
     raise SpecError(Problem(str(path), message))
 

@@ -3,13 +3,13 @@
     {"schema": "simtune/measurements@1", "device": "NVIDIA H200", "driver": "570.1", "torch": "2.11.0"}
     {"kind": "gemm", "dtype": "bf16", "shape": {"m": 8, "n": 4096, "k": 4096}, "seconds": 1.2e-5, "mad": 1e-7}
 
-A point has kind, dtype, shape and seconds, where the operator needs them kv_dtype and variant, and what the measurement
-says of itself: mad, p10, p90 (seconds), n (samples), timer, kernel. A point of `role` validation or sentinel is for
-checking a fit, and none is made of it; one that `failed` says why instead of telling a time. Beside the operators there
-are the kinds `host` (host time of a step with so many `sequences`), `copy` (`bytes` within memory, or to and from the
-host) and `step` (a whole step of a model), of which only the first is a table. Where a shape was measured several
-times the lower median counts: what disturbs a measurement lengthens it. A last line cut short by an interruption is
-left out and counted.
+A point has kind, dtype, shape and seconds, kv_dtype and variant if the operator needs them, and statistics of the
+measurement: mad, p10, p90 (seconds), n (samples), timer, kernel. A point of `role` validation or sentinel is for
+checking a fit and is not fitted; one that `failed` has a reason instead of a time. Besides the operators there
+are the kinds `host` (host time of a step with `sequences` sequences), `copy` (`bytes` within memory, or to and from the
+host) and `step` (a whole step of a model), of which only the first becomes a table. If a shape was measured several
+times, the lower median counts: disturbances lengthen a measurement. A last line cut short by an interruption is left
+out and counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from simtune.specs.input_files import JsonError, json_document, parse_json, read
 P = TypeVar("P", bound=Part)
 
 PointRole = Literal["fit", "validation", "sentinel"]
-"""What a point is for: to be fitted, to check the fit, or to notice drift."""
+"""Purpose of a point: to be fitted, to check the fit, or to notice drift."""
 
 SCHEMA = "simtune/measurements@1"
 
@@ -46,12 +46,12 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "copy": ("bytes",),
     "step": ("layers", "decodes", "context", "past", "tokens", "samples"),
 }
-"""What the shape of a point of each kind names. A step has `decodes` sequences of mean `context`, one chunk of `tokens`
+"""Names in the shape of a point of each kind. A step has `decodes` sequences of mean `context`, one chunk of `tokens`
 new tokens after `past` ones, and `samples` rows that get a token."""
 
 
 class MeasurementHeader(Part):
-    """First line: what was measured, with what. Further keys are the measurer's own."""
+    """First line: device and software of the measurement. Further keys are the measurer's own."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -66,7 +66,7 @@ class MeasurementHeader(Part):
 
 
 class MeasuredPoint(Part):
-    """One finished point; times in seconds."""
+    """A finished point; times in seconds."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -88,26 +88,26 @@ class MeasuredPoint(Part):
     @model_validator(mode="after")
     def _timed_or_failed(self) -> Self:
         if (self.seconds is None) == (self.failed is None):
-            raise ValueError("give seconds, or say why it failed")
+            raise ValueError("give either seconds or failed, with the reason")
         return self
 
     @property
     def operator(self) -> str:
-        """The key of its operator in a profile, or its kind with dtype and variant where it is none."""
+        """Key of the operator in a profile, or the kind with dtype and variant if it is not an operator."""
         return operator_key(self.kind, self.dtype, self.kv_dtype, self.variant)
 
     def number(self, key: str) -> float:
-        """A number that the measurer added under a key of its own; 0 where there is none."""
+        """Return a number that the measurer added under a key of its own; 0 if there is none."""
         return float((self.model_extra or {}).get(key, 0.0))
 
     @property
     def noisy(self) -> bool:
-        """Whether its samples spread so much that it is not used."""
+        """True if the samples spread so much that the point is not used."""
         return self.mad is not None and self.seconds is not None and self.mad > NOISY * self.seconds
 
 
 def read(path: Path) -> FileContent:
-    """The tables of a measurement file. Raises SpecError naming the line of whatever is wrong in it."""
+    """Return the tables of a measurement file. Raises SpecError naming the line of whatever is wrong in it."""
     header, points, cut_short = read_points(path)
     content = tables(header, points, path.name)
     content.skip(int(cut_short), "a last line cut short")
@@ -115,7 +115,7 @@ def read(path: Path) -> FileContent:
 
 
 def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], bool]:
-    """Header, points, and whether the last line was cut short and left out. Raises SpecError as `read` does."""
+    """Return header, points, and True if the last line was cut short and left out. Raises SpecError as `read` does."""
     lines = read_text(path).split("\n")
     header = _header(path, lines[0])
     points: list[MeasuredPoint] = []
@@ -129,16 +129,16 @@ def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], boo
                 return header, points, True
             raise SpecError(Problem(str(path), f"not valid JSON: {error}", "", line, error.column)) from None
         point = _parse(MeasuredPoint, data, path, line)
-        wanted = SHAPES[point.kind]
-        if set(point.shape) != set(wanted):
-            message = f"of {point.kind} must name {', '.join(wanted)}; it names {', '.join(point.shape) or 'nothing'}"
+        names = SHAPES[point.kind]
+        if set(point.shape) != set(names):
+            message = f"of {point.kind} must name {', '.join(names)}; it names {', '.join(point.shape) or 'nothing'}"
             raise SpecError(Problem(str(path), message, "shape", line))
         points.append(point)
     return header, points, False
 
 
 def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str) -> FileContent:
-    """The tables of points that were read from a file of this name."""
+    """Return the tables of points that were read from a file of this name."""
     content = FileContent()
     groups: dict[tuple[str | None, ...], list[MeasuredPoint]] = {}
     for point in points:
@@ -164,7 +164,7 @@ def _host_table(group: Sequence[MeasuredPoint], origin: Origin, file: str) -> Ho
 
 
 def _table(group: Sequence[MeasuredPoint], header: MeasurementHeader, origin: Origin, file: str) -> Table:
-    """The points of one operator as a table, what it leaves out counted."""
+    """Return the points of one operator as a table; points left out are counted."""
     kind = cast(OperatorKind, group[0].kind)
     quiet = _quiet(group)
     chosen = _lower_medians(quiet)
@@ -192,12 +192,12 @@ def _table(group: Sequence[MeasuredPoint], header: MeasurementHeader, origin: Or
 
 
 def _quiet(group: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
-    """The points that a fit is made of."""
+    """Return the points that a fit uses."""
     return [p for p in group if p.role == "fit" and not p.noisy]
 
 
 def _software(header: MeasurementHeader, group: Sequence[MeasuredPoint]) -> str | None:
-    """Library, driver and kernels, as far as they are known."""
+    """Return library, driver and kernels, as far as they are known."""
     versions = (
         f"{name} {version}" for name, version in (("torch", header.torch), ("driver", header.driver)) if version
     )
@@ -207,7 +207,7 @@ def _software(header: MeasurementHeader, group: Sequence[MeasuredPoint]) -> str 
 
 
 def _lower_medians(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
-    """For each shape, the point of its lower median time, in the order in which shapes came first."""
+    """Return for each shape the point of its lower median time, in the order in which shapes came first."""
     by_shape: dict[tuple[float, ...], list[MeasuredPoint]] = {}
     for point in points:
         by_shape.setdefault(tuple(point.shape[name] for name in SHAPES[point.kind]), []).append(point)

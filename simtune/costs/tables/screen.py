@@ -1,7 +1,7 @@
-"""What is wrong with a table of times, judged by the data sheet of its device and by the rows around a row.
+"""Faults of a table of times, found by the data sheet of its device and by the rows around a row.
 
-Published tables hold single times that are tens of times off (a mean of six runs, one of which was interrupted), and
-tables in another unit than their neighbours. Neither shows in a merge; both would bend a fit.
+Published tables contain single times that are tens of times off (a mean of six runs, one of which was interrupted),
+and tables in another unit than their neighbours. Neither shows in a merge; both would distort a fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFF = 8.0
 
 NEIGHBOURS = 8
 MANY = 0.05
-"""A larger share of strange rows is no accident but a table that was misread."""
+"""Share of strange rows above which they are no accident but a table that was misread."""
 
 _SHEET_SHARE = 0.7  # what kernels reach of the data sheet; only differences between rows matter here
 _IMPOSSIBLE = 3.0  # kernels read some bytes from a cache that the operators count
@@ -29,15 +29,15 @@ _CACHED, _IMPOSSIBLE_CACHED = 256e6, 8.0  # what fits into a cache passes the me
 _IMPOSSIBLE_LINK = 1.5  # sums inside a switch let an all-reduce pass its link's rate
 _LAUNCHED_SHARE = 0.1
 _NARROW, _LONG_S, _PAIRS, _HEEDED = 8, 50e-6, 15, 0.9
-"""A window narrow enough, a time long enough, and pairs enough to tell whether it was heeded; with one, published
+"""A window narrow enough, a time long enough, and pairs enough to show if the window was applied; with one, published
 tables take 0.1 to 0.76 of the time without at the median."""
 
 _DISORDER = 1.3
-"""A row may take so many times as long as another with at least as much of everything: kernels change with sizes."""
+"""Factor by which a row may take longer than another with at least as much of everything: kernels change with sizes."""
 _DISORDERLY = 0.1
-"""A larger share of rows that must go for the others to be in order is no accident: two kernels take turns."""
+"""Share of rows that must be removed to restore order above which it is no accident: two kernels take turns."""
 _AT_ONCE = 4000
-"""Rows that are compared with one another."""
+"""Rows that are compared with one another at a time."""
 
 _UNITS = 100.0  # rows this far from the bulk of a table are in another unit
 _LAUNCHES = 8.0  # usual overheads; tables of kernels start with 0.5 to 5 of them, those of launches with 14 to 73
@@ -46,7 +46,7 @@ _SLOW = 0.002  # best share of the data sheet below which a table with no time u
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The device's data-sheet rates for one operator: flops and bytes per second (of the link where it has one)."""
+    """Data-sheet rates of the device for one operator: flops and bytes per second (of the link if it uses one)."""
 
     processors: int
     flops_per_s: float
@@ -55,10 +55,10 @@ class Sheet:
 
 
 def launches(table: Table, sheet: Sheet) -> str | None:
-    """Why the times are those of a host that launches, not of kernels; None where they are not.
+    """Return why the times are those of a host that launches, not of kernels; None if they are not.
 
-    Where the shortest hundredth of the rows takes many times the overhead of such a kernel, and hardly anything of that
-    by the data sheet, nothing on the device can have taken it.
+    If the shortest hundredth of the rows takes many times the overhead of such a kernel, and hardly any of that by the
+    data sheet, nothing on the device can have taken it.
     """
     operator = OPERATORS[table.kind]
     if table.origin.kind == "measured" or operator.link or len(table) <= NEIGHBOURS:
@@ -75,14 +75,15 @@ def launches(table: Table, sheet: Sheet) -> str | None:
 
 
 def screen(table: Table, sheet: Sheet, *, repair: bool = False) -> Table:
-    """The table without outliers and impossible rows, which are counted.
+    """Return the table without outliers and impossible rows, which are counted.
 
     With `repair`, message sizes that are too large for the link and possible as bytes per element are divided by it,
     rows of a window that was ignored are left out, and so are matrix products out of order. Raises UsageError for a
-    table whose times cannot be what it claims.
+    table whose times cannot be those of its operator.
     """
     if table.origin.kind == "measured":
-        return table  # its unit is known, what was noisy is left out, and what is warm in a step was measured warm
+        # the unit is known, noisy points are left out, and data that is warm in a step was measured warm
+        return table
     table = _windowed(_possible(table, sheet, repair), repair)
     table = _one_unit(table, sheet)
     off = _off_neighbours(table, _expected(table, sheet))
@@ -109,6 +110,7 @@ def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
         return table
     if impossible.mean() <= MANY:
         return _without(table, impossible, f"more than {limit:g} times faster than the data sheet allows")
+    # bytes that were read as elements make messages `width` times too large: the one unit that can be repaired
     width = Setting.of(1, table.dtype, None).dtype_bytes
     if link and width > 1:
         smaller = replace(table, shape={**table.shape, "bytes": table.shape["bytes"] / width})
@@ -122,23 +124,23 @@ def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
             why = f"message sizes taken as bytes: as elements {impossible.sum():,} rows would pass the rate of the link"
 
             return replace(smaller, remarks=(*table.remarks, why))
-    what = "message sizes" if link else "times"
+    quantity = "message sizes" if link else "times"
     raise UsageError(
         f"{table.key}: {impossible.sum():,} of {len(table):,} rows are up to {share.max():.3g} times faster than the "
-        f"data sheet allows; {what} in {', '.join(table.files)} must be in another unit, of another "
+        f"data sheet allows; {quantity} in {', '.join(table.files)} must be in another unit, of another "
         "device, or taken on data that stayed in a cache; leave the file out"
     )
 
 
 def _windowed(table: Table, repair: bool) -> Table:
-    """Rows of a narrow window beside those of the same call without one: they take as long only if nobody heeded it."""
+    """Check rows of a narrow window against the same call without one: equal times mean that the window was ignored."""
     if "window" not in table.shape:
         return table
     window, context = table.shape["window"], table.shape["context"]
     calls = list(zip(*(x for name, x in table.shape.items() if name != "window"), strict=True))
-    whole = {calls[row]: table.seconds[row] for row in np.flatnonzero(window >= context)}
+    full_seconds = {calls[row]: table.seconds[row] for row in np.flatnonzero(window >= context)}
     long = np.flatnonzero((_NARROW * window <= context) & (table.seconds > _LONG_S))
-    ratios = [table.seconds[row] / whole[calls[row]] for row in long if calls[row] in whole]
+    ratios = [table.seconds[row] / full_seconds[calls[row]] for row in long if calls[row] in full_seconds]
     if len(ratios) < _PAIRS or np.median(ratios) < _HEEDED:
         return table
     why = f"{len(ratios):,} rows of a window of an eighth of the context or less take as long as without it"
@@ -151,7 +153,7 @@ def _windowed(table: Table, repair: bool) -> Table:
 
 
 def _ordered(table: Table, repair: bool) -> Table:
-    """Without rows, as few as are found, that take longer than others with at least as much of everything."""
+    """Return the table without rows, as few as are found, that take longer than others with at least as much of all."""
     if not OPERATORS[table.kind].ordered:
         return table
     rows = np.column_stack([table.shape[name] for name in OPERATORS[table.kind].ordered])
@@ -163,12 +165,12 @@ def _ordered(table: Table, repair: bool) -> Table:
         return table
     if repair and off.mean() <= _DISORDERLY:
         return _without(table, off, f"more than {_DISORDER:g} times off the order of sizes")
-    what = f"{off.sum():,} of {len(table):,} rows are more than {_DISORDER:g} times off the order of sizes"
-    return replace(table, remarks=(*table.remarks, what))
+    remark = f"{off.sum():,} of {len(table):,} rows are more than {_DISORDER:g} times off the order of sizes"
+    return replace(table, remarks=(*table.remarks, remark))
 
 
 def _out_of_order(sizes: Array, seconds: Array) -> Mask:
-    """Rows, those with most conflicts first, without which none takes far longer than one that is nowhere smaller."""
+    """Select rows, those with most conflicts first, without which none takes far longer than one nowhere smaller."""
     conflicts = np.array(
         [(sizes >= size).all(axis=1) & (took > _DISORDER * seconds) for size, took in zip(sizes, seconds, strict=True)]
     )
@@ -184,7 +186,7 @@ def _out_of_order(sizes: Array, seconds: Array) -> Mask:
 
 
 def _share(table: Table, sheet: Sheet) -> Array:
-    """The data sheet's shortest time over the measured one."""
+    """Return the data sheet's shortest time over the measured one."""
     terms = _terms(table, sheet)
     shortest: Array = np.maximum(terms.flops / sheet.flops_per_s, terms.bytes / sheet.bytes_per_s)
     return shortest / table.seconds
@@ -202,7 +204,7 @@ def _one_unit(table: Table, sheet: Sheet) -> Table:
 
 
 def _expected(table: Table, sheet: Sheet) -> Array:
-    """log(measured / a plain guess from the data sheet): only its differences mean something."""
+    """Return log(measured / a plain guess from the data sheet): only its differences are meaningful."""
     operator = OPERATORS[table.kind]
     overhead_s = 0.9 * float(np.quantile(table.seconds, 0.01))
     guess = base_seconds(
@@ -218,7 +220,7 @@ def _expected(table: Table, sheet: Sheet) -> Array:
 
 
 def _off_neighbours(table: Table, deviation: Array) -> Mask:
-    """Rows whose deviation differs by more than log(8) from the median of the nearest rows in log shape."""
+    """Select rows whose deviation differs by more than log(8) from the median of the nearest rows in log shape."""
     off = np.zeros(len(table), dtype=np.bool_)
     if len(table) <= NEIGHBOURS:
         return off

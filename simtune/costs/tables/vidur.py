@@ -3,7 +3,7 @@ cpu_overheads.csv; times in ms, medians of 20 (collectives: 3) repeats. Most tab
 attention not: how far is measured table by table.
 
 Its kernels are those of 2024 in fp16; matrix products of the projections under tensor parallelism become GEMM rows.
-What crosses nodes is left out: it tells the network of one cluster, 7.8 GB/s in one and 36 GB/s in the other.
+Times between nodes are left out: they depend on the network of one cluster, 7.8 GB/s in one and 36 GB/s in the other.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def _mlp(columns: Columns) -> FileContent:
 
 
 def _attention(columns: Columns) -> FileContent:
-    """One file for both phases; a prefill row is one chunk of one prompt over its cached past. The first layout of
-    LLMServingSim is the same but for the block size.
+    """Read one file for both phases; a prefill row is one chunk of one prompt over its cached past.
+
+    The first layout of LLMServingSim is the same except for the block size.
     """
     tp = columns.numbers("num_tensor_parallel_workers")
     heads = columns.numbers("n_q_head")
@@ -78,21 +79,23 @@ def _attention(columns: Columns) -> FileContent:
         ("prefill_attention", "attn_prefill", True),
         ("decode_attention", "attn_decode", False),
     )
-    for kind, name, wanted in kinds:
-        rows = np.flatnonzero(prefill == wanted)
-        tokens = columns.numbers("prefill_chunk_size") if wanted else np.ones(len(columns))
+    for kind, name, is_prefill in kinds:
+        rows = np.flatnonzero(prefill == is_prefill)
+        tokens = columns.numbers("prefill_chunk_size") if is_prefill else np.ones(len(columns))
         shape = {
             "batch": batch,
-            **({"tokens": tokens} if wanted else {}),
+            **({"tokens": tokens} if is_prefill else {}),
             "context": past + tokens,
             "heads": heads / tp,
             "kv_heads": np.maximum(1, columns.numbers("n_kv_head") / tp),
             "head_dim": columns.numbers("n_embd") / heads,
             "window": past + tokens,
         }
-        here = {at: column[rows] for at, column in shape.items()}
+        rows_shape = {at: column[rows] for at, column in shape.items()}
         seconds = columns.numbers(f"time_stats.{name}.median")[rows] * MS
-        content.tables.append(finish(Table(kind, "bf16", here, seconds, origin, (columns.file,), kv_dtype="bf16")))
+        content.tables.append(
+            finish(Table(kind, "bf16", rows_shape, seconds, origin, (columns.file,), kv_dtype="bf16"))
+        )
     return content
 
 
@@ -130,7 +133,8 @@ def _host(columns: Columns) -> FileContent:
 def _table(
     columns: Columns, kind: OperatorKind, name: str, shape: dict[str, Array], variant: str | None = None
 ) -> FileContent:
-    """The rows of one column of times; without it, or where it holds no times, they are counted under its name."""
+    """Return the rows of one column of times; if the column is absent or has no times, they are counted under its
+    name."""
     content = FileContent()
     try:
         seconds = columns.numbers(f"time_stats.{name}.median") * MS

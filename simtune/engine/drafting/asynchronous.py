@@ -1,10 +1,10 @@
 """Decoding with drafts under asynchronous scheduling: every step is scheduled before the one before it is known.
 
-The scheduler takes all drafts under way for accepted until it hears. So a member that had d drafts rejected in the step
-before is d tokens `behind` what the scheduler takes it for: it gets blocks for that many more, and where max_model_len
+The scheduler takes all drafts in flight for accepted until it knows better. So a member that had d drafts rejected in
+the step before is d tokens `behind` the scheduler's view: it gets blocks for that many more, and if max_model_len
 leaves less room than its drafts need, it verifies fewer, perhaps not even the token that is certain: then it rests for
-a step, after which all is known. A member whose answer was completed by accepted drafts is in the next step all the
-same, and what it computes there is discarded.
+a step, after which all is known. A member whose answer was completed by accepted drafts is still in the next step, and
+its tokens there are discarded.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from simtune.engine.step import Step
 
 
 class AsyncRoundPlanner(RoundPlanner):
-    """Plans rounds of which each is scheduled as if all drafts of the one before were accepted."""
+    """Plans rounds each of which is scheduled as if all drafts of the one before were accepted."""
 
     def __init__(self, terms: DraftingTerms, block_size: int, max_model_len: int) -> None:
         super().__init__(terms, block_size, max_model_len)
         self._even = terms.steady and terms.lengths is None  # as many drafts in every round of every request
 
     def room(self, request: Request, behind: int) -> int:
-        """Tokens that the next step of a request may verify at most."""
+        """Most tokens that the next step of a request may verify."""
         return self._limit - request.computed - behind
 
     def new_blocks(self, request: Request, width: int, behind: int) -> int:
-        """Those of one step of `width` tokens, the first of a request since it was brought up to date."""
+        """New blocks of one step of `width` tokens, the first of a request since it was updated."""
         reach = min(request.computed + behind + width + self._terms.lookahead, self._max_model_len)
         return max(0, -(-reach // self._block_size) - self.held(request))
 
     def verifications(self, plan: PlannedRounds, age: int) -> int:
-        """Those that verify drafts: only max_model_len and the budget may leave a round none."""
+        """Number of rounds that verify drafts: only max_model_len and the budget may leave a round none."""
         if plan.widths is None or not plan.drafts:
             return super().verifications(plan, age)
         padded = plan.skips and plan.width(0) > 1
         return int(np.count_nonzero(plan.widths[:age] > 1)) - padded
 
     def reserved_tokens(self, request: Request, plan: PlannedRounds, age: int) -> int:
-        """Those of whole blocks, or where it is easily told those with which the latest round was scheduled."""
+        """Tokens of whole blocks, or if cheap to compute, those with which the latest round was scheduled."""
         if age > 1 and self._even and plan.widths is None:
             tokens = plan.rows.item(0, age - 2) + 2 * (1 + plan.drafts) + self._terms.lookahead
             return min(tokens, self._max_model_len)
@@ -71,7 +71,7 @@ class AsyncRoundPlanner(RoundPlanner):
     def _near_the_limit(
         self, request: Request, computed: int, end: int, number: int, drafts: int, cut: int | None, behind: int
     ) -> Course:
-        """The rounds until `end` where max_model_len may leave no room for some drafts, or for nothing at all."""
+        """Return the rounds until `end` in which max_model_len may leave no room for some drafts, or for any token."""
         rounds: list[tuple[int, int]] = []  # tokens computed before, tokens verified
         while computed < end:
             width = max(0, min(1 + drafts, self._limit - computed - behind))
@@ -86,7 +86,7 @@ class AsyncRoundPlanner(RoundPlanner):
         return Course(before, widths, computed)
 
     def _reach(self, before: Ints, widths: Ints | int, behind: int, first: Ints | int) -> Ints:
-        """As if all drafts of the round before were accepted."""
+        """Return the reach as if all drafts of the round before were accepted."""
         reach = before + widths
         reach[1:] = reach[:-1] + (widths if isinstance(widths, int) else widths[1:])
         reach[first] = before[first] + (widths if isinstance(widths, int) else widths[first]) + behind
@@ -94,17 +94,17 @@ class AsyncRoundPlanner(RoundPlanner):
 
 
 class DiscardedSteps(dict[Request, tuple[int, int]]):
-    """Members whose answer is complete, and (tokens, new blocks) of the step that each is in all the same."""
+    """Members whose answer is complete, and (tokens, new blocks) of the step that each is still in."""
 
     __slots__ = ("blocks", "context", "tokens")
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = self.context = self.blocks = 0
-        """Of all: tokens of the step, tokens computed before it, its new blocks."""
+        """Totals: tokens of the step, tokens computed before it, its new blocks."""
 
     def put(self, request: Request, tokens: int, blocks: int) -> None:
-        """Add a step, or give it other tokens and blocks."""
+        """Add a step, or replace its tokens and blocks."""
         if request in self:
             self.remove(request)
         self[request] = tokens, blocks
@@ -113,7 +113,7 @@ class DiscardedSteps(dict[Request, tuple[int, int]]):
         self.blocks += blocks
 
     def remove(self, request: Request) -> None:
-        """Take a step out."""
+        """Remove a step."""
         tokens, blocks = self.pop(request)
         self.tokens -= tokens
         self.context -= request.computed
@@ -132,27 +132,27 @@ class AsyncDraftingBatch(DraftingBatch):
         self._resting: dict[Request, None] = {}  # members with rounds in which they rest
 
     def __iter__(self) -> Iterator[Request]:
-        """Members in order of joining. Costs O(members log members)."""
+        """Iterate over the members in order of joining. Costs O(members log members)."""
         return iter(sorted([*self._members, *self._discarded], key=attrgetter("admission")))
 
     @property
     def discarded(self) -> Collection[Request]:
-        """Members whose answer is complete, in the next step all the same."""
+        """Members whose answer is complete, but which are in the next step."""
         return self._discarded
 
     @property
     def rests(self) -> bool:
-        """Whether some members rest in the next step."""
+        """True if some members rest in the next step."""
         return bool(self._resting) and any(self.width_of(member) == 0 for member in self._resting)
 
     def newest(self) -> Request:
-        """The member that joined last."""
+        """Return the member that joined last."""
         return max(self, key=attrgetter("admission"))
 
     # --- the next steps -------------------------------------------------------------------------------------------
 
     def totals(self) -> tuple[int, int, int]:
-        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        """Return (tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
         totals, discarded = self._calendar.totals(), self._discarded
         if not discarded:
             return totals
@@ -168,14 +168,14 @@ class AsyncDraftingBatch(DraftingBatch):
         return self._discarded[member][1] if member in self._discarded else super().blocks_of(member)
 
     def cut(self, member: Request, tokens: int) -> None:
-        """Let the next step compute no more than so many tokens for a member."""
+        """Limit the tokens that the next step computes for a member to `tokens`."""
         if member in self._discarded:
             self._discard(member, tokens)
         else:
             super().cut(member, tokens)
 
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
-        """See `Batch.next_step`: of the first repetition some tokens may be discarded."""
+        """See `Batch.next_step`: some tokens of the first repetition may be discarded."""
         if self._resting and self.rests:
             return None
         discarded = self._discarded
@@ -194,7 +194,7 @@ class AsyncDraftingBatch(DraftingBatch):
         return step, blocks
 
     def steps_to_completion(self) -> int:
-        """Steps until the first member is complete, or the drafts of some are others."""
+        """Steps until the first member is complete, or the drafts of some change."""
         if self._discarded and not (self._steady and self._members):
             return 1
         return super().steps_to_completion()
@@ -206,17 +206,17 @@ class AsyncDraftingBatch(DraftingBatch):
     # --- members --------------------------------------------------------------------------------------------------
 
     def join(self, request: Request, rejected: int = 0) -> None:
-        """Take in a request, so many of whose drafts were rejected in the step before."""
+        """Add a request, `rejected` of whose drafts were rejected in the step before."""
         if rejected:
             self._rejected[request] = self.steps, rejected
         super().join(request)
 
     def rejoin(self, request: Request) -> None:
-        """Take in again, at its old place, one that had no part in a step: all is known of it."""
+        """Add, at its old place, a request that had no part in a step: all is known of it."""
         self._take_in(request)
 
     def leave(self, member: Request) -> None:
-        """Take a member out and bring it up to date."""
+        """Remove a member and update its fields."""
         if member in self._discarded:
             self._discarded.remove(member)
             self.count -= 1
@@ -236,7 +236,7 @@ class AsyncDraftingBatch(DraftingBatch):
     # --- the step is over -----------------------------------------------------------------------------------------
 
     def end_discarded(self) -> list[Request]:
-        """The step is over for those of whom it is discarded; takes them out and returns them."""
+        """End the step of the discarded members; remove and return them."""
         ended = list(self._discarded)
         for request in ended:
             blocks = self._planner.held(request) + self._discarded[request][1]
@@ -245,7 +245,7 @@ class AsyncDraftingBatch(DraftingBatch):
         return ended
 
     def draft(self, requests: int) -> Sequence[Request]:
-        """The drafter has run after a step of so many requests; returns those of whom the next step is discarded."""
+        """Run the drafter after a step of `requests` requests; return the members whose next step is discarded."""
         super().draft(requests)
         if not self._ended:
             return ()
@@ -281,7 +281,7 @@ class AsyncDraftingBatch(DraftingBatch):
         last = plan.rows.item(0, age - 1)
         goes_on = age < plan.rounds
         if goes_on or plan.end - last > 1:
-            # The scheduler takes it for as far as it would be with all its drafts.
+            # The scheduler assumes that all its drafts were accepted, until the next step.
             self._rejected[request] = self.steps, last + plan.width(age - 1) - request.computed
             if not goes_on:
                 self._ended.append(request)

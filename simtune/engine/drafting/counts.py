@@ -1,4 +1,4 @@
-"""How many drafts each member of a batch gets."""
+"""Number of drafts of each member of a batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from simtune.engine.request import Request
 
 
 class DraftCounts:
-    """Drafts per member and step, as the drafter was told after the latest step, before it stops by itself."""
+    """Drafts per member and step, as given to the drafter after the latest step, before it stops by itself."""
 
     def __init__(self, terms: DraftingTerms) -> None:
         self._terms = terms
-        self._shares: dict[Request, int] = {}  # where the drafts are counted for the batch
+        self._shares: dict[Request, int] = {}  # used if the drafts are counted for the batch
         self.most = terms.max_drafts
-        """Of any request."""
+        """Most drafts of any request."""
 
     def of(self, request: Request) -> int:
-        """Of one request, a member or about to be one."""
+        """Return the drafts of one request, a member or about to become one."""
         if self._terms.shares is not None:
             return self._shares.get(request, 0)
         if self._terms.lengths is not None:
@@ -26,7 +26,7 @@ class DraftCounts:
         return self.most
 
     def renew(self, requests: int, members: Mapping[Request, object]) -> bool:
-        """The drafter runs after a step of so many requests; whether the drafts of any member may be others now."""
+        """Run the drafter after a step of `requests` requests; True if the drafts of any member may have changed."""
         terms = self._terms
         if terms.shares is not None:
             if members.keys() == self._shares.keys():
@@ -37,7 +37,7 @@ class DraftCounts:
         return most != self.most
 
     def last(self, members: Mapping[Request, object], requests: int) -> bool:
-        """Whether they stay the same after steps of these members, so many requests."""
+        """True if the drafts stay the same after steps of these members, `requests` requests."""
         if self._terms.shares is not None:
             return members.keys() == self._shares.keys()
         return self._after(requests) == self.most

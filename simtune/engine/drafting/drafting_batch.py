@@ -1,8 +1,8 @@
-"""Decoding with drafts: a member computes its next token and some drafts, and goes on by one plus those accepted.
+"""Decoding with drafts: a member computes its next token and some drafts, and advances by one plus those accepted.
 
-The moment a request joins, all its coming rounds are planned, and added to a calendar from which steps are read off.
-Where the drafts of a member come to be others than was planned, because a step is cut or the batch as a whole drafts
-more or fewer, it is planned anew.
+When a request joins, all its coming rounds are planned, and added to a calendar from which steps are read. If the
+drafts of a member turn out to be others than planned, because a step is cut or the batch as a whole drafts more or
+fewer, it is planned anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simtune.engine.step import Step
 
 
 class DraftingBatch:
-    """A `Batch` whose members go on at their own pace, where a step is scheduled when the one before is known.
+    """A `Batch` whose members progress at their own pace, with steps scheduled when the one before is known.
 
     Joining and leaving early cost O(rounds of the request), in a few array operations; steps do not depend on the
     number of members.
@@ -39,34 +39,34 @@ class DraftingBatch:
         self._counts = DraftCounts(terms)
         self._calendar = Calendar()
         self._members: dict[Request, PlannedRounds] = {}
-        self._left_out: dict[Request, PlannedRounds] = {}  # of this step, perhaps to come back as they went
+        self._left_out: dict[Request, PlannedRounds] = {}  # left before this step, may rejoin unchanged
         self._past: dict[Request, int] = {}  # see `past_of`
-        # A heap of (step, admission, request). An entry is void when the request has left, or its rounds are others.
+        # A heap of (step, admission, request). An entry is void if the request has left or was planned anew.
         self._completions: list[tuple[int, int, Request]] = []
         self._admissions = 0
         self._most_drafts: int | None = None  # planned for any member
-        self._over = Tally()  # of rounds that are written down
+        self._over = Tally()  # of rounds that are recorded
         self.steps = 0
         self.count = 0
         """Members that the next step computes, `discarded` ones included."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Members in order of joining."""
+        """Iterate over the members in order of joining."""
         return iter(self._members)
 
     @property
     def discarded(self) -> Collection[Request]:
-        """Nobody: a step is scheduled when it is known who is complete."""
+        """Return none: a step is scheduled when it is known which requests are complete."""
         return ()
 
     @property
     def rests(self) -> bool:
-        """No: a request that waits for a verdict does not count as resting."""
+        """False: a request that waits for a verdict does not count as resting."""
         return False
 
     @property
     def depth(self) -> int:
-        """How many drafts in turn lead to those of the next step."""
+        """Number of drafts in turn that lead to those of the next step."""
         terms = self._terms
         if terms.depth is not None:
             return terms.depth if self._counts.most else 0
@@ -80,7 +80,7 @@ class DraftingBatch:
 
     @property
     def tally(self) -> Tally:
-        """What verifications came to so far, those of present members included. Costs O(members)."""
+        """Totals of verifications so far, those of present members included. Costs O(members)."""
         tally = self._over
         for plan in self._members.values():
             if age := self.steps - plan.begin:
@@ -88,13 +88,13 @@ class DraftingBatch:
         return tally
 
     def newest(self) -> Request:
-        """The member that joined last."""
+        """Return the member that joined last."""
         return next(reversed(self._members))
 
     # --- the next steps -------------------------------------------------------------------------------------------
 
     def totals(self) -> tuple[int, int, int]:
-        """(tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
+        """Return (tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
         return self._calendar.totals()
 
     def width_of(self, member: Request) -> int:
@@ -108,7 +108,7 @@ class DraftingBatch:
         return plan.rows.item(1, self.steps - plan.begin)
 
     def cut(self, member: Request, tokens: int) -> None:
-        """Let the next step compute no more than so many tokens for a member."""
+        """Limit the tokens that the next step computes for a member to `tokens`."""
         plan = self._withdraw(member)
         behind = self._behind(member)
         if plan.skips and plan.begin == self.steps and plan.width(0) > 1:
@@ -119,19 +119,20 @@ class DraftingBatch:
         self._enter(member, plan)
 
     def pad(self, member: Request) -> None:
-        """Let the next step compute drafts that nobody made, all to be rejected, for a member that has just come."""
+        """Let the next step compute placeholder drafts, all to be rejected, for a member that has just joined."""
         plan = self._withdraw(member)
         width = 1 + self._terms.max_drafts
         self._enter(member, self._planner.padded(member, plan.end, plan.drafts, width, behind=self._behind(member)))
 
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
-        """The step, repeated until a member is complete, drafts are others, or blocks run short; see
+        """Return the step, repeated until a member is complete, drafts differ from the plan, or blocks run short; see
         `Batch.next_step`."""
         calendar = self._calendar
         tokens = calendar.tokens
         if tokens > budget:
             return None
         repeat = self.steps_to_completion()
+        # the exact search is needed only if widths differ or blocks may run short
         if calendar.ragged or not self._roomy(free, repeat):
             repeat = self.steps_that_fit(free, repeat)
         context, blocks, contexts = calendar.read(repeat)
@@ -144,16 +145,16 @@ class DraftingBatch:
         return step, blocks
 
     def contexts(self, steps: int) -> Ints:
-        """The members' computed tokens before each of the next `steps` steps."""
+        """Return the members' computed tokens before each of the next `steps` steps."""
         return self._calendar.contexts(steps)
 
     def blocks_for(self, steps: int, after: int = 0) -> int:
-        """New blocks that `steps` steps need, the first of them after so many others."""
+        """New blocks that `steps` steps need, the first of them after `after` others."""
         return self._calendar.blocks(steps, after)
 
     def steps_that_fit(self, free: int, limit: int) -> int:
-        """The largest number of steps, at most `limit`, whose new blocks number at most `free` and that all compute
-        as many tokens as the next one.
+        """Return the largest number of steps, at most `limit`, whose new blocks number at most `free` and that all
+        compute as many tokens as the next one.
         """
         if limit == 1:
             return 1
@@ -161,8 +162,8 @@ class DraftingBatch:
         return limit if self._roomy(free, limit) else max(1, self._calendar.steps_within(free, limit))
 
     def steps_to_completion(self) -> int:
-        """Steps until the first member is complete, or drafts other than was planned. The members' own affair: no
-        policy decides by it.
+        """Steps until the first member is complete, or drafts otherwise than planned. For the batch and its driver
+        only: no policy decides by it.
         """
         terms = self._terms
         if not self._steady and (
@@ -171,33 +172,33 @@ class DraftingBatch:
             return 1
         completions, members = self._completions, self._members
         while True:
-            done, admission, request = completions[0]
+            end, admission, request = completions[0]
             plan = members.get(request)
-            if plan is not None and request.admission == admission and plan.begin + plan.rounds == done:
-                return done - self.steps
+            if plan is not None and request.admission == admission and plan.begin + plan.rounds == end:
+                return end - self.steps
             heapq.heappop(completions)
 
     def _roomy(self, free: int, steps: int) -> bool:
-        """Whether so many blocks are free that so many steps fit, whatever is accepted."""
+        """True if enough blocks are free for `steps` steps, whatever is accepted."""
         most = steps * (1 + self._terms.max_drafts) + self._terms.lookahead
         return len(self._members) * (most // self._block_size + 1) <= free
 
     # --- members --------------------------------------------------------------------------------------------------
 
     def join(self, request: Request, rejected: int = 0) -> None:
-        """Take in a request whose known tokens but the newest are computed."""
+        """Add a request whose known tokens but the newest are computed."""
         self._admissions += 1
         request.admission = self._admissions
         self._take_in(request)
 
     def rejoin(self, request: Request) -> None:
-        """Take in again, as the last, one that left before a step and had no part in it."""
+        """Add, as the last, a request that left before a step and had no part in it."""
         self._admissions += 1
         request.admission = self._admissions
         self._take_in(request, self._left_out.pop(request, None))
 
     def leave(self, member: Request) -> None:
-        """Take a member out and bring it up to date."""
+        """Remove a member and update its fields."""
         plan = self._withdraw(member)
         del self._members[member]
         self.count -= 1
@@ -217,12 +218,12 @@ class DraftingBatch:
         return self._planner.held(member) + plan.blocks(self.steps - plan.begin)
 
     def past_of(self, request: Request) -> int:
-        """Tokens that a request which has left since the latest step had computed before that; -1 where it had no part
-        in it."""
+        """Tokens that a request which has left since the latest step had computed before it; -1 if it had no part in
+        the step."""
         return self._past.get(request, -1)
 
     def _take_in(self, request: Request, plan: PlannedRounds | None = None) -> None:
-        """Make a request a member, with these rounds if they are still those to come."""
+        """Make a request a member, with the rounds of `plan` if they are still those to come."""
         request.decoding = True
         self.count += 1
         self._past.pop(request, None)
@@ -237,13 +238,13 @@ class DraftingBatch:
     # --- the step is over -----------------------------------------------------------------------------------------
 
     def end_discarded(self) -> Sequence[Request]:
-        """Nobody: see `discarded`."""
+        """Return none: see `discarded`."""
         return ()
 
     def advance(self, steps: int) -> Sequence[Request]:
-        """Verify so many times; take out and return those that are complete, in order of joining.
+        """Verify `steps` times; remove and return the members that are complete, in order of joining.
 
-        What is accepted beyond the end of an answer is not delivered.
+        Tokens accepted beyond the end of an answer are not delivered.
         """
         now = self.steps = self.steps + steps
         self._calendar.advance(steps)
@@ -252,10 +253,10 @@ class DraftingBatch:
         finished = []
         completions, members = self._completions, self._members
         while completions and completions[0][0] <= now:
-            done, admission, request = heapq.heappop(completions)
+            end, admission, request = heapq.heappop(completions)
             plan = members.get(request)
-            if plan is not None and request.admission == admission and plan.begin + plan.rounds == done:
-                assert done == now, "a batch must not be advanced past a completion"
+            if plan is not None and request.admission == admission and plan.begin + plan.rounds == end:
+                assert end == now, "a batch must not be advanced past a completion"
                 del members[request]
                 self.count -= 1
                 self._calendar.close(plan)
@@ -266,7 +267,7 @@ class DraftingBatch:
         return finished
 
     def draft(self, requests: int) -> Sequence[Request]:
-        """The drafter has run after a step of so many requests; returns those of whom the next step is discarded."""
+        """Run the drafter after a step of `requests` requests; return the members whose next step is discarded."""
         if self._left_out:
             self._left_out.clear()
         if not self._steady and self._counts.renew(requests, self._members):
@@ -281,11 +282,11 @@ class DraftingBatch:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def _behind(self, request: Request) -> int:
-        """Drafts of a request that were rejected in the step before, of which the scheduler does not know."""
+        """Drafts of a request rejected in the step before, unknown to the scheduler."""
         return 0
 
     def _enter(self, request: Request, plan: PlannedRounds) -> None:
-        """From the next step on these are a member's rounds; it keeps its place, if it has one."""
+        """Make `plan` the rounds of a member from the next step on; the member keeps its place, if it has one."""
         plan.begin = self.steps
         self._members[request] = plan
         self._most_drafts = None
@@ -293,7 +294,7 @@ class DraftingBatch:
         heapq.heappush(self._completions, (self.steps + plan.rounds, request.admission, request))
 
     def _withdraw(self, member: Request) -> PlannedRounds:
-        """Take a member's coming rounds out of the calendar; it keeps its place."""
+        """Remove a member's coming rounds from the calendar; it keeps its place."""
         plan = self._members[member]
         self._most_drafts = None
         self._calendar.take_out(plan, self.steps - plan.begin)
@@ -301,7 +302,7 @@ class DraftingBatch:
         return plan
 
     def _bring_up(self, request: Request, plan: PlannedRounds) -> None:
-        """Write down what became of a request in the rounds that are over."""
+        """Update a request by the rounds that are over."""
         age = self.steps - plan.begin
         if not age:
             return

@@ -1,7 +1,7 @@
-"""A member's coming rounds, planned when it joins: each verifies one token and the drafts that follow it.
+"""Coming rounds of a member, planned when it joins: each verifies one token and the drafts that follow it.
 
-How many drafts are accepted in a request's n-th verification does not depend on who else is there. So what it has
-computed before each round, how many tokens it verifies there and which blocks it needs are known beforehand.
+The number of drafts accepted in a request's n-th verification does not depend on other requests. So the tokens computed
+before each round, the tokens it verifies and the blocks it needs are known beforehand.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class PlannedRounds:
     """A member's rounds to come, by the number of steps since `begin`: their age."""
 
     drafts: int
-    """Of each round, as the batch had it when this was planned."""
+    """Drafts of each round, as planned for the batch."""
     end: int
-    """Computed tokens with which the answer is complete."""
+    """Number of computed tokens with which the answer is complete."""
     rounds: int
     rows: Ints
     """(2, rounds): tokens computed before, new blocks."""
     widths: Ints | None
-    """Tokens verified in each round, where that is not always one and `drafts`."""
+    """Tokens verified in each round, if that is not always one plus `drafts`."""
     final: int
     """Computed tokens after the last round."""
     skips: int = 0
-    """1 where the first round verifies no drafts, or some that nobody made, and counts as no verification."""
+    """1 if the first round verifies no drafts, or placeholder drafts only, and counts as no verification."""
     cut: bool = False
-    """Whether the first round was made narrower than it was to be, for the sake of one step."""
+    """True if the first round was made narrower than planned, for one step."""
     begin: int = 0
-    """The batch's steps before the first round."""
+    """Number of the batch's steps before the first round."""
 
     def width(self, age: int) -> int:
         """Tokens verified in a round."""
@@ -53,7 +53,8 @@ class PlannedRounds:
         return int(self.rows[1, :age].sum())
 
     def tally(self, age: int) -> Tally:
-        """What the first `age` rounds came to, at least one. Beyond the end of the answer nothing is delivered."""
+        """Return the totals of the first `age` rounds, at least one. Beyond the end of the answer nothing is
+        delivered."""
         if self.widths is None:
             verified, drafts = age, age * self.drafts
         else:
@@ -64,7 +65,7 @@ class PlannedRounds:
         return Tally(verified, drafts, after - before - verified, min(after, self.end) - before)
 
     def rest(self, age: int) -> PlannedRounds:
-        """The rounds after the first `age`."""
+        """Return the rounds after the first `age`."""
         return replace(
             self,
             rows=self.rows[:, age:],
@@ -75,20 +76,20 @@ class PlannedRounds:
 
 
 class Course(NamedTuple):
-    """Some rounds of a request one after the other, whatever blocks they need."""
+    """Consecutive rounds of a request, without their blocks."""
 
     before: Ints
-    """Tokens computed before each."""
+    """Tokens computed before each round."""
     widths: Ints | int
-    """Tokens verified in each, or in every one."""
+    """Tokens verified in each round, or in every one."""
     final: int
-    """Tokens computed after the last."""
+    """Tokens computed after the last round."""
     skips: int = 0
     """See `PlannedRounds`."""
 
 
 class RoundPlanner:
-    """Plans rounds where each step is scheduled when the one before is known."""
+    """Plans rounds if each step is scheduled when the one before is known."""
 
     def __init__(self, terms: DraftingTerms, block_size: int, max_model_len: int) -> None:
         self._terms = terms
@@ -100,38 +101,39 @@ class RoundPlanner:
     def planned(
         self, request: Request, end: int, drafts: int, *, cut: int | None = None, behind: int = 0
     ) -> PlannedRounds:
-        """The rounds of a request until it has computed `end` tokens, with so many drafts in each; with `cut`, at most
-        so many tokens in the first. `behind`: drafts of the step before that were rejected, which a scheduler that is
-        one step ahead does not know.
+        """Return the rounds of a request until it has computed `end` tokens, with `drafts` drafts in each.
+
+        With `cut`, at most `cut` tokens in the first round. `behind`: drafts of the step before that were rejected,
+        which a scheduler that is one step ahead does not know.
         """
         course = self._course(request, request.computed, end, drafts, cut, behind)
         return self._with_blocks(request, course, end, drafts, behind)
 
     def padded(self, request: Request, end: int, drafts: int, width: int, *, behind: int = 0) -> PlannedRounds:
-        """The same where the first round verifies `width` tokens, all but one of them drafts that nobody made."""
+        """Return the same rounds with a first round of `width` tokens, all but one of them placeholder drafts."""
         computed = request.computed
-        rest = self._course(request, computed + 1, end, drafts, None, behind=width - 1)
-        course = joined([Course(np.array([computed]), width, computed + 1), rest])
+        remaining = self._course(request, computed + 1, end, drafts, None, behind=width - 1)
+        course = joined([Course(np.array([computed]), width, computed + 1), remaining])
         return self._with_blocks(request, course._replace(skips=1), end, drafts, behind)
 
     def known(self, request: Request, end: int, drafts: int) -> PlannedRounds | None:
-        """What `planned` comes to, where the rounds of many requests were laid out at once, this one among them."""
+        """Return the result of `planned` if the rounds of many requests, this one among them, were laid out at once."""
         if self._laid_out is None or request.verifications or drafts != self._terms.max_drafts or not drafts:
             return None
         computed, reserved = request.computed, request.reserved_tokens
-        held = computed if computed > reserved else reserved
-        if computed != request.prompt_tokens or held != computed + self._terms.lookahead or computed == end:
+        held_tokens = computed if computed > reserved else reserved
+        if computed != request.prompt_tokens or held_tokens != computed + self._terms.lookahead or computed == end:
             return None
         if end + 2 * drafts >= self._max_model_len:
             return None
-        known = self._laid_out(request, self.lay_out)
-        if known is None:
+        laid_out = self._laid_out(request, self.lay_out)
+        if laid_out is None:
             return None
-        rows, final = known
+        rows, final = laid_out
         return PlannedRounds(drafts, end, rows.shape[1], rows, None, final)
 
     def lay_out(self, before: Ints, prompts: Ints, begins: Sequence[int]) -> Ints:
-        """Rows of the rounds of many requests that follow their prompts and draft all they may, see `LayOut`."""
+        """Return rows of the rounds of many requests that follow their prompts and make all drafts, see `LayOut`."""
         lookahead, size, first = self._terms.lookahead, self._block_size, np.array(begins[:-1])
         rows = np.empty((2, len(before)), dtype=np.int64)
         rows[0] = before
@@ -149,12 +151,12 @@ class RoundPlanner:
         return -(-max(request.computed, request.reserved_tokens) // self._block_size)
 
     def verifications(self, plan: PlannedRounds, age: int) -> int:
-        """How many of the first `age` rounds count as verifications of drafts: one in which the drafter made none does,
-        one whose drafts were cut does not."""
+        """Number of the first `age` rounds that count as verifications of drafts: a round in which the drafter made
+        none does, a round whose drafts were cut does not."""
         return age - plan.skips if plan.drafts else 0
 
     def reserved_tokens(self, request: Request, plan: PlannedRounds, age: int) -> int:
-        """Tokens for which a request holds blocks after the first `age` rounds, at least one."""
+        """Tokens for which a request has blocks after the first `age` rounds, at least one."""
         if plan.widths is None:
             reach = plan.rows.item(0, age - 1) + 1 + plan.drafts
         else:
@@ -162,12 +164,13 @@ class RoundPlanner:
         return min(reach + self._terms.lookahead, self._max_model_len)
 
     def _course(self, request: Request, computed: int, end: int, drafts: int, cut: int | None, behind: int) -> Course:
-        """The rounds of a request from `computed` tokens to `end`; the other arguments are those of `planned`."""
+        """Return the rounds of a request from `computed` tokens to `end`; the other arguments are those of
+        `planned`."""
         number, skips, courses = request.verifications, 0, []
         if cut is not None:
-            made = self._made(request, number, drafts)
-            width = min(1 + made, cut, self._limit - computed)
-            skips = int(width == 1 and made > 0)
+            made_drafts = self._made(request, number, drafts)
+            width = min(1 + made_drafts, cut, self._limit - computed)
+            skips = int(width == 1 and made_drafts > 0)
             before, computed = computed, computed + 1 + self._accepted(request, number, width - 1)
             courses.append(Course(np.array([before]), width, computed))
             number += 1 - skips
@@ -184,7 +187,7 @@ class RoundPlanner:
     def _before_the_limit(
         self, request: Request, computed: int, end: int, number: int, drafts: int, behind: int
     ) -> Course:
-        """The rounds until `end` that max_model_len does not cut, perhaps none."""
+        """Return the rounds until `end` that max_model_len does not cut, perhaps none."""
         after, rounds = self._foreseen(request, computed, end, number, drafts)
         before = np.empty(rounds, dtype=np.int64)
         before[0] = computed
@@ -201,7 +204,7 @@ class RoundPlanner:
         return Course(before, widths, final)
 
     def _one_by_one(self, request: Request, computed: int, end: int, number: int, drafts: int) -> Course:
-        """The rounds until `end`, each asked for when the one before is known."""
+        """Return the rounds until `end`, each computed when the one before is known."""
         rounds: list[tuple[int, int]] = []  # tokens computed before, tokens verified
         while computed < end:
             width = min(1 + self._made(request, number, drafts), self._limit - computed)
@@ -212,7 +215,8 @@ class RoundPlanner:
         return Course(before, widths, computed)
 
     def _foreseen(self, request: Request, computed: int, end: int, number: int, drafts: int) -> tuple[Ints, int]:
-        """(tokens computed after each round, rounds until `end`), when max_model_len cuts none; perhaps some more."""
+        """Return (tokens computed after each round, rounds until `end`), if max_model_len cuts none; perhaps some
+        more."""
         assert self._terms.tokens_after is not None
         count = -(-(end - computed) // (1 + drafts))
         while True:
@@ -244,16 +248,17 @@ class RoundPlanner:
             np.minimum(reach, self._max_model_len + self._block_size - 1, out=reach)
             reach //= self._block_size
             if not isinstance(widths, int) or behind > widths:
-                np.maximum.accumulate(reach, out=reach)  # blocks taken for rejected drafts stay taken
-            held = self.held(request)
-            np.maximum(reach, held, out=reach)
-            rows[1, 0] = reach[0] - held
+                # blocks taken for rejected drafts stay taken
+                np.maximum.accumulate(reach, out=reach)
+            held_blocks = self.held(request)
+            np.maximum(reach, held_blocks, out=reach)
+            rows[1, 0] = reach[0] - held_blocks
             np.subtract(reach[1:], reach[:-1], out=rows[1, 1:])
         return PlannedRounds(drafts, end, rounds, rows, _unless_even(widths, rounds, drafts), final, skips)
 
     def _reach(self, before: Ints, widths: Ints | int, behind: int, first: Ints | int) -> Ints:
-        """Up to which token each of some rounds verifies, as the scheduler sees it, given the tokens computed before
-        and those verified; `first` are the rounds that begin a request, which is so many drafts `behind`."""
+        """Return the last token that each of some rounds verifies, as the scheduler sees it, given the tokens computed
+        before and those verified; `first` are the rounds that begin a request, which is `behind` drafts behind."""
         return before + widths
 
 
@@ -264,7 +269,7 @@ def _unless_even(widths: Ints | int, rounds: int, drafts: int) -> Ints | None:
 
 
 def joined(courses: Sequence[Course], computed: int = 0) -> Course:
-    """One course of those that follow each other; without any, one without rounds, at `computed` tokens."""
+    """Join consecutive courses; without any, return a course without rounds, at `computed` tokens."""
     if len(courses) == 1:
         return courses[0]
     if not courses:

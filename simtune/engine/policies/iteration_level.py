@@ -12,8 +12,8 @@ from simtune.engine.scheduler import Settings
 class Orca(StallFree):
     """Whole prompts run in one iteration with those that decode, first come, first served (Orca, OSDI 2022).
 
-    An admitted request has blocks for max_model_len tokens, so that nobody is ever preempted. Prompts come first in a
-    step and are never cut, whatever `chunked_prefill` says; a long one makes everybody's step long.
+    An admitted request has blocks for max_model_len tokens, so that none is ever preempted. Prompts come first in a
+    step and are never cut, whatever `chunked_prefill` is; a long one makes the step long for all requests.
     """
 
     cuts_prompts = "never"
@@ -24,20 +24,20 @@ class Orca(StallFree):
         super().__init__(**settings)
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """Prompts before those that decode."""
+        """Return prompts before those that decode."""
         scheduled = super().choose(preempted)
         return dict(sorted(scheduled.items(), key=lambda item: item[0].decoding))
 
     def reservation(self, request: Request) -> int:
-        """As many as it could ever have."""
+        """Return the most tokens that the request could ever have."""
         return self.max_model_len
 
 
 class Sarathi(StallFree):
     """Stall-free batching with chunked prefills (Sarathi-Serve, arXiv 2403.02310), first come, first served.
 
-    Every step is filled up to `max_num_batched_tokens`: those that decode, then prompts under way, then new ones, the
-    last of them cut. A long prompt is spread over steps of bounded length, and nobody who decodes waits for it.
+    Every step is filled up to `max_num_batched_tokens`: those that decode, then prompts in prefill, then new ones, the
+    last of them cut. A long prompt is spread over steps of bounded length, and no request that decodes waits for it.
     """
 
     first_come = True

@@ -1,4 +1,4 @@
-"""Priorities that do not wait for the end of a long step."""
+"""Priorities that take effect before the end of a long step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from simtune.engine.step import NO_PROGRESS, Progress, Step
 class PriorityLayers(StallFree):
     """Priorities, with preemption at layer boundaries.
 
-    A step that computes prompts is given out as PARTS parts of equal cost, each a run of layers (`Step.part`); nothing
-    comes out before the last. Between two parts, waiting requests of a priority above that of everyone in the step may
-    come in, if a seat and memory are free: the step halts, their prompts run in steps of their own, and then it goes on
-    where it was. Steps that only decode are short and are not cut.
+    A step that computes prompts is given out as PARTS parts of equal cost, each a run of layers (`Step.part`); results
+    appear only after the last. Between two parts, waiting requests of a priority above that of all requests in the step
+    may be admitted, if a seat and memory are free: the step halts, their prompts run in separate steps, and then it
+    continues. Steps that only decode are short and are not cut.
     """
 
     PARTS = 8
@@ -27,11 +27,11 @@ class PriorityLayers(StallFree):
         self._done = 0  # parts of it that have run
 
     def key(self, request: Request) -> int:
-        """Its priority."""
+        """Return the request's priority."""
         return request.priority
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """A new step; or urgent prompts, or else what is left of the step that halted."""
+        """Return a new step; or urgent prompts, or else the rest of the halted step."""
         if not self._halted:
             self._done = 0
             return super().choose(preempted)
@@ -41,7 +41,7 @@ class PriorityLayers(StallFree):
         return scheduled
 
     def _urgent(self) -> ScheduledTokens:
-        """The prompts that may run before the halted step goes on."""
+        """Return the prompts that may run before the halted step continues."""
         key, halted, waiting = self.key, self._halted, self.waiting
         bar = min(map(key, halted))
         scheduled: ScheduledTokens = {}
@@ -62,11 +62,12 @@ class PriorityLayers(StallFree):
         step = super()._step(preempted)
         if self._halted or not (step.chunks or self._done):
             return step
-        step.part, step.repeat = (self._done, self.PARTS), 1  # the rest of a halted one, even if its prompts have left
+        # also the rest of a halted step, even if its prompts have left
+        step.part, step.repeat = (self._done, self.PARTS), 1
         return step
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """A part that is not the last one delivers nothing; the step may halt after it."""
+        """Deliver nothing after a part that is not the last one; the step may halt after it."""
         step = self._under_way
         if step is None or step.part[0] + 1 == step.part[1]:
             return super().complete(repetitions)

@@ -1,4 +1,4 @@
-"""Prefill by groups of layers, beside whole steps of those that decode."""
+"""Prefill by groups of layers, in parallel with whole steps of requests that decode."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from simtune.engine.step import Progress, Step
 class LayeredPrefill(StallFree):
     """Prompts are cut by layers, not by tokens (layered prefill): first come, first served.
 
-    One group of prompts is under way at a time: the next one that waits, and those behind it as long as they are
+    A single group of prompts is in prefill at a time: the next one that waits, and those behind it as long as they are
     `group_tokens` together. It takes as many steps as it has `group_tokens`, and runs an equal share of the layers in
-    each (`Step.part`), beside all who decode, who run through all layers (`Step.decodes_whole`). So weights, and the
-    experts that a long prompt wakes, are read for it once, not once for each chunk.
+    each (`Step.part`), beside all requests that decode, which run through all layers (`Step.decodes_whole`). So
+    weights, and the experts that a long prompt activates, are read for it once, not once for each chunk.
     """
 
     cuts_prompts = "never"
     first_come = True
 
     def __init__(self, *, group_tokens: int = 512, **settings: Unpack[Settings]) -> None:
-        """Raises ValueError where `group_tokens` is below 1."""
+        """Make a scheduler. Raises ValueError if `group_tokens` is below 1."""
         settings["chunked_prefill"] = False
         super().__init__(**settings)
         if group_tokens < 1:
@@ -33,7 +33,7 @@ class LayeredPrefill(StallFree):
         self._done, self._parts = 0, 1  # of their layers
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
-        """Go on with the group under way, or begin the next one."""
+        """Continue with the group in prefill, or begin the next one."""
         self._group = {request: tokens for request, tokens in self._group.items() if request in self.residents}
         if not self._group and admitting:
             self._begin_group(budget)
@@ -43,12 +43,12 @@ class LayeredPrefill(StallFree):
         tokens = 0
         while self.waiting:
             request = self.waiting[0]
-            known = request.known_tokens
-            if (tokens and tokens + known > self.group_tokens) or not self.admit(request, budget - tokens):
+            request_tokens = request.known_tokens
+            if (tokens and tokens + request_tokens > self.group_tokens) or not self.admit(request, budget - tokens):
                 break
             self.waiting.popleft()
-            self._group[request] = known
-            tokens += known
+            self._group[request] = request_tokens
+            tokens += request_tokens
         self._done, self._parts = 0, max(1, -(-tokens // self.group_tokens))
 
     def _step(self, preempted: list[Request]) -> Step:
@@ -58,7 +58,7 @@ class LayeredPrefill(StallFree):
         return step
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """Those that decode have their tokens; prompts have theirs after the last of their layers."""
+        """Deliver tokens to requests that decode; prompts get theirs after the last of their layers."""
         step = self._under_way
         if step is not None and step.chunks:
             self._done += 1

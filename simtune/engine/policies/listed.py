@@ -1,14 +1,14 @@
-"""The common ground of policies that keep their residents in a plain list.
+"""Base of policies that keep their residents in a plain list.
 
-A resident holds a seat and KV blocks, from its admission until it is finished or preempted. A policy is one method,
-`choose`: who gets how many tokens in the next step, with the blocks for them taken. What follows from the choice is
-the same for all and stands here once: the step, its repetitions, tokens delivered, blocks given back. A step costs
-O(residents).
+A resident has a seat and KV blocks, from its admission until it is finished or preempted. A policy is one method,
+`choose`: it returns the tokens of each request in the next step, with the blocks for them taken. The consequences of
+the choice are the same for all and implemented once here: the step, its repetitions, tokens delivered, blocks freed. A
+step costs O(residents).
 
-With asynchronous scheduling, where a policy offers it, the step after the one under way is dispatched before a newcomer
-is seen. That the end of an answer is known one step late as well is left out.
+With asynchronous scheduling, if a policy offers it, the step after the running one is dispatched before a newcomer
+is seen. That the end of an answer is also known one step late is not modelled.
 
-`StallFree` is the shape that most policies share: everyone who decodes goes on, and prompts get what is left.
+`StallFree` is the form of most policies: all requests that decode run in each step, and prompts share the rest.
 
 Policies override `choose`, `key`, `steady_steps`, and of `StallFree` also `decode_all`, `serve_prompts`, `admit` and
 `reservation`; they call `allocate`, `preempt`, `missing_blocks` and `room`.
@@ -32,7 +32,8 @@ ScheduledTokens = dict[Request, int]
 
 
 class ListScheduler(Scheduler):
-    """Residents in order of admission; `computed` and `emitted` are up to date, `reserved_tokens` fill whole blocks."""
+    """Keeps residents in order of admission; `computed` and `emitted` are current, `reserved_tokens` fill whole
+    blocks."""
 
     waiting: deque[Request]
 
@@ -45,26 +46,27 @@ class ListScheduler(Scheduler):
 
     @abstractmethod
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """What to run next, the blocks for it taken; adds to `preempted` whoever lost theirs.
+        """Return the tokens to run next, the blocks for them taken; add requests that lost their blocks to `preempted`.
 
-        Empty only where blocks are short that no resident holds.
+        Empty only if blocks are short that no resident holds.
         """
 
     def key(self, request: Request) -> Any:
-        """Smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is preempted."""
+        """Sort key: smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is
+        preempted."""
         return 0
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a seat: residents, and those that are expected."""
+        """Requests that have a seat: residents, and those that are expected."""
         return len(self.residents) + len(self._reserved)
 
     def emitted(self, request: Request) -> int:
-        """Output tokens delivered so far: always up to date here."""
+        """Output tokens delivered so far: always current here."""
         return request.emitted
 
     def composition(self) -> ScheduledTokens:
-        """Tokens of each request in the step given last, in the order in which they were given."""
+        """Return the tokens of each request in the step returned last, in the order in which they were given."""
         assert self._under_way is not None, "no step is under way"
         return dict(self._scheduled)
 
@@ -76,10 +78,10 @@ class ListScheduler(Scheduler):
         return self.num_running < self.max_num_seqs
 
     def schedule(self) -> Step | None:
-        """The step that `_choose` makes, repeated as long as that would choose the same."""
+        """Return the step that `choose` makes, repeated as long as `choose` would return the same."""
         self._begin()
         if not (self.residents or self.waiting):
-            self._late.move_all(self._queue)  # nothing was dispatched before they came
+            self._late.move_all(self._queue)  # no step was dispatched before they came
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
@@ -101,7 +103,7 @@ class ListScheduler(Scheduler):
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
-        if not step.chunks and not preempted and not self._late:  # else newcomers are seen after it
+        if not step.chunks and not preempted and not self._late:  # late newcomers are admitted after this step
             limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self.remaining, decoding))
@@ -109,26 +111,28 @@ class ListScheduler(Scheduler):
         return step
 
     def steady_steps(self, decoding: list[Request]) -> int:
-        """For how many steps that only decode the choice stays the same, if nobody finishes and blocks suffice."""
+        """Number of decode-only steps for which the choice stays the same, if no request finishes and blocks
+        suffice."""
         return self.max_model_len if len(decoding) == len(self.residents) else 1
 
     @staticmethod
     def remaining(request: Request) -> int:
-        """Output tokens still to come: how an engine notices the end. Looked at after the fact, never to decide."""
+        """Output tokens still to come: how an engine notices the end. Read after the fact, never to decide."""
         return request.output_tokens - request.emitted
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
-        """The largest number of steps, at most `limit`, for which the free blocks suffice; the first has its own."""
+        """Return the largest number of steps, at most `limit`, for which the free blocks suffice; the first has its
+        own."""
         return self._steps_within(self.kv.free, decoding, limit)
 
     def _steps_within(self, blocks: int, decoding: list[Request], limit: int) -> int:
-        """The largest number of steps, at least 1 and at most `limit`, that need no more than so many blocks."""
+        """Return the largest number of steps, at least 1 and at most `limit`, that need at most `blocks` blocks."""
         if self.missing_blocks(decoding, limit) <= blocks:
             return limit
         return max(1, bisect_right(range(1, limit), blocks, key=lambda steps: self.missing_blocks(decoding, steps)))
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """Deliver tokens: the first one where a prompt is complete, one a repetition to whoever decodes."""
+        """Deliver tokens: the first one when a prompt is complete, one a repetition to requests that decode."""
         step, self._under_way = self._under_way, None
         assert step is not None
         assert 1 <= repetitions <= step.repeat
@@ -154,12 +158,12 @@ class ListScheduler(Scheduler):
         return Progress(first_token, finished)
 
     def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:
-        """Blocks these need, beyond those they hold, for `tokens` tokens more each."""
+        """Blocks these requests need, beyond those they have, for `tokens` tokens more each."""
         size = self.kv.block_size
         return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.reserved_tokens) > 0)
 
     def allocate(self, request: Request, tokens: int) -> bool:
-        """See that a request holds blocks for `tokens` tokens; False, and nothing taken, where they are not free."""
+        """Ensure that a request has blocks for `tokens` tokens; False, and nothing taken, if they are not free."""
         if tokens <= request.reserved_tokens:
             return True
         blocks = -(-(tokens - request.reserved_tokens) // self.kv.block_size)
@@ -202,22 +206,23 @@ class ListScheduler(Scheduler):
 
 
 class StallFree(ListScheduler):
-    """Everyone who decodes goes on; prompts share what is left of the token budget, in the order of `key`.
+    """All requests that decode run in each step; prompts share the rest of the token budget, in the order of `key`.
 
     A prompt is admitted when a seat and the blocks for all of its known tokens are free, and takes them at once, so
-    that a prompt under way never lacks memory. When a decode finds no block, the resident that comes last by `key`
-    loses all of its blocks, to be computed again; such a step admits nobody.
+    that a prompt in prefill never lacks memory. When a decode finds no block, the resident that comes last by `key`
+    loses all of its blocks, to be computed again; such a step admits no request.
     """
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """Decodes first, then prompts; nobody new where somebody was preempted."""
+        """Return decodes first, then prompts; no newcomers if a request was preempted."""
         scheduled = self.decode_all(preempted)
         self.serve_prompts(scheduled, self.max_num_batched_tokens - len(scheduled), not preempted)
         return scheduled
 
     def decode_all(self, preempted: list[Request]) -> ScheduledTokens:
-        """One token for everyone who decodes, preempting until they all find their block."""
+        """Return one token for each request that decodes, preempting until all of them have their block."""
         while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+            # reversed: of equal keys `max` returns the first, here the newest
             victim = max(reversed(self.residents), key=self.key)
             self.preempt(victim)
             preempted.append(victim)
@@ -226,7 +231,7 @@ class StallFree(ListScheduler):
         return dict.fromkeys(decoding, 1)
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
-        """Share `budget` among prompts under way and, where there is a seat and memory, those that wait."""
+        """Share `budget` among prompts in prefill and, if there is a seat and memory, those that wait."""
         key, waiting = self.key, self.waiting
         under_way = deque(sorted((r for r in self.residents if not r.decoding), key=key))
         while budget:
@@ -244,7 +249,7 @@ class StallFree(ListScheduler):
             budget -= scheduled[request]
 
     def admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request a seat and its blocks, if it may come in now."""
+        """Give a waiting request a seat and its blocks, if it can be admitted now; True if so."""
         if self.num_running >= self.max_num_seqs or (not self.chunked_prefill and request.known_tokens > budget):
             return False
         tokens = self.reservation(request)

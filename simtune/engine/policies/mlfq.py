@@ -16,24 +16,24 @@ from simtune.engine.step import Progress
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request stands."""
+    """Place of a request in the queues."""
 
     level: int
     turn: int
-    """Its place in the queue of its level."""
+    """Position in the queue of the level."""
     left: int
-    """Iterations until it is demoted."""
+    """Iterations until the request is demoted."""
     served: int
-    """The number of the iteration that served it last, or of its arrival."""
+    """Number of the iteration that served it last, or of its arrival."""
 
 
 class SkipJoinMlfq(ListScheduler):
-    """Each iteration serves the requests of the highest levels, as many as there are seats; the others pause.
+    """Multi-level queue: each iteration serves the requests of the highest levels that find seats; the others pause.
 
     Level i has a quantum of 2**i iterations, the last one has no end. A request joins at the first level whose quantum
-    covers its prompt, skipping those above, and is demoted when its quantum is used up and its prompt is done. One
-    that was not served for PATIENCE iterations is promoted to the top. There being no clock here, time is counted in
-    iterations, and PROMPT_TOKENS_PER_ITERATION prompt tokens are taken for the time of one.
+    covers its prompt, skipping those above, and is demoted when its quantum is used up and its prompt is done. A
+    request that was not served for PATIENCE iterations is promoted to the top. Since there is no clock here, time is
+    counted in iterations, and PROMPT_TOKENS_PER_ITERATION prompt tokens count as one.
 
     A paused request keeps its KV blocks until a more urgent one needs them; then the least urgent loses all of its own
     and is computed again. (FastServe moves them to host memory and back.)
@@ -48,15 +48,15 @@ class SkipJoinMlfq(ListScheduler):
         self._iteration = 0
         self._turns = 0
         self._places: dict[Request, _Place] = {}  # in order of latest service
-        self._arrived: list[_Place] = []  # since the latest choice: in a jump nobody knows which iteration it is
+        self._arrived: list[_Place] = []  # since the latest choice: the iteration is unknown during a jump
 
     def key(self, request: Request) -> tuple[int, int]:
-        """Its level, and its turn there."""
+        """Return the level of a request, and its turn there."""
         place = self._places[request]
         return place.level, place.turn
 
     def add(self, request: Request) -> bool:
-        """Queue a request at the level that its prompt asks for."""
+        """Queue a request at the level that its prompt requires."""
         self._join(request, self._iterations_of(request.known_tokens))
         if super().add(request):
             self._arrived.append(self._places[request])
@@ -65,11 +65,11 @@ class SkipJoinMlfq(ListScheduler):
         return False
 
     def would_notice(self) -> bool:
-        """Always: a newcomer may be more urgent than anybody here."""
+        """True: a newcomer may be more urgent than any resident."""
         return True
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """The most urgent ones, whether they wait or pause, as many as there are seats."""
+        """Return the most urgent requests, whether they wait or pause, as many as there are seats."""
         for place in self._arrived:
             place.served = self._iteration
         self._arrived.clear()
@@ -79,6 +79,7 @@ class SkipJoinMlfq(ListScheduler):
         seats = self.max_num_seqs - len(self._reserved)
         budget, admitting = self.max_num_batched_tokens, True
         scheduled: ScheduledTokens = {}
+        # copies: `_claim` removes victims from `by_urgency`, and preemption puts them into `waiting`
         for request in merge(by_urgency[:], list(islice(waiting, seats)), key=key):
             if not budget or len(scheduled) == seats:
                 break
@@ -86,8 +87,8 @@ class SkipJoinMlfq(ListScheduler):
             if request in preempted or (new and not admitting):
                 continue
             tokens = 1 if request.decoding else request.known_tokens - request.computed
-            whole = self.chunked_prefill or tokens <= budget
-            if not (whole and self._claim(request, tokens, by_urgency, preempted)):
+            fits = self.chunked_prefill or tokens <= budget
+            if not (fits and self._claim(request, tokens, by_urgency, preempted)):
                 admitting &= not new
                 continue
             if new:
@@ -98,24 +99,24 @@ class SkipJoinMlfq(ListScheduler):
         return scheduled
 
     def _claim(self, request: Request, tokens: int, by_urgency: list[Request], preempted: list[Request]) -> bool:
-        """Take blocks for `tokens` more, less urgent residents giving theirs; False if that is not enough."""
+        """Take blocks for `tokens` more, preempting less urgent residents; False if that is not enough."""
         key, kv = self.key, self.kv
         if request.computed + tokens <= request.reserved_tokens:
             return True
         spare = 0 if request in self.residents else kv.free - self.room
-        missing = self.missing_blocks([request], tokens) + spare
-        if missing > kv.free:
+        missing_blocks = self.missing_blocks([request], tokens) + spare
+        if missing_blocks > kv.free:
             less_urgent = [resident for resident in by_urgency if key(resident) > key(request)]
-            if missing > kv.free + sum(map(kv.held_by, less_urgent)):
+            if missing_blocks > kv.free + sum(map(kv.held_by, less_urgent)):
                 return False
-        while missing > kv.free:
+        while missing_blocks > kv.free:
             victim = by_urgency.pop()
             self.preempt(victim)
             preempted.append(victim)
         return self.allocate(request, request.computed + tokens)
 
     def steady_steps(self, decoding: list[Request]) -> int:
-        """Until somebody is demoted or promoted."""
+        """Limit the steps to the next demotion or promotion."""
         places, last = self._places, self.LEVELS - 1
         steps = min((places[r].left for r in decoding if places[r].level < last), default=self.max_model_len)
         paused = next((request for request in places if request not in self._scheduled), None)
@@ -124,7 +125,8 @@ class SkipJoinMlfq(ListScheduler):
         return steps
 
     def complete(self, repetitions: int = 1) -> Progress:
-        """Count the iterations of the step against the quanta of those in it, and demote whoever used theirs up."""
+        """Count the iterations of the step against the quanta of its requests, and demote those that have used
+        theirs."""
         scheduled = self._scheduled
         progress = super().complete(repetitions)
         self._iteration += repetitions
@@ -150,14 +152,14 @@ class SkipJoinMlfq(ListScheduler):
         return requests
 
     def abort(self, request: Request) -> bool:
-        """See `Scheduler.abort`: who has left has no place any more."""
+        """See `Scheduler.abort`: a request that has left has no place any more."""
         gone = super().abort(request)
         if gone:
             del self._places[request]
         return gone
 
     def abandon(self) -> list[Request]:
-        """The instance is lost: nobody has a place any more."""
+        """Clear all places, since the instance is lost."""
         self._places.clear()
         return super().abandon()
 

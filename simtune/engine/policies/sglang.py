@@ -1,4 +1,4 @@
-"""SGLang's scheduler: prompts first, and a guess of how much of the answers is still to come."""
+"""SGLang's scheduler: prompts first, and an estimate of the tokens that answers still need."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from simtune.engine.step import Progress
 
 
 class SglangScheduler(ListScheduler):
-    """Prompts run in steps of their own, before those that decode; requests come in on an estimate of their answers.
+    """Prompts run in separate steps, before those that decode; requests are admitted on an estimate of their answers.
 
     *Admission.* Each decoding request is taken to need `new_token_ratio` of the tokens it may still deliver, at most
     CLIP_MAX_NEW_TOKENS; a newcomer, in the order of arrival, must find its prompt and all of its own. Prompts follow
     one another until `max_num_batched_tokens` (SGLang's chunked_prefill_size) are reached, and the last one is cut at
-    whole pages; nobody follows it before it is complete. Once seats or memory were short nobody is looked at until the
-    batch is smaller.
+    whole pages; no other follows it before it is complete. Once seats or memory were short, no request is considered
+    until the batch is smaller.
 
     *Ratio.* It begins at INIT_NEW_TOKEN_RATIO x `schedule_conservativeness` (at most 1) and falls with every step that
-    decodes, within DECAY_STEPS steps to MIN_NEW_TOKEN_RATIO_FACTOR of that. Where a decode finds no page, requests are
+    decodes, within DECAY_STEPS steps to MIN_NEW_TOKEN_RATIO_FACTOR of that. If a decode finds no page, requests are
     retracted, those with the fewest delivered tokens first (of equals the longest prompt), until RETRACT_DECODE_STEPS
-    steps of the others fit; they go to the end of the queue, to be computed again. The ratio is then what the others
-    have delivered, those steps included, of what they may. An engine with nothing to do begins anew.
+    steps of the others fit; they go to the end of the queue, to be computed again. The ratio is then the share of their
+    allowed tokens that the others have delivered, those steps included. An idle engine starts anew.
 
-    *Options.* Prompts of a step end also where `max_prefill_tokens` are reached. With `enable_mixed_chunk` everybody
-    decodes beside prompts, in the same budget. The engine looks for newcomers before every
-    `scheduler_recv_interval`-th step that decodes, and after every one with prompts. Under overlap (`async_scheduling`)
-    a newcomer waits for one more dispatched step. A request may deliver the `max_tokens` that its client allows, up to
-    `max_new_tokens` and max_model_len.
+    *Options.* Prompts of a step also end when `max_prefill_tokens` are reached. With `enable_mixed_chunk` all requests
+    decode beside prompts, in the same budget. The engine polls for newcomers before every `scheduler_recv_interval`-th
+    step that decodes, and after every one with prompts. Under overlap (`async_scheduling`) a newcomer waits for one
+    more dispatched step. A request may deliver the `max_tokens` that its client allows, up to `max_new_tokens` and
+    max_model_len.
 
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
     the radix cache and the orders of the queue that go by it, and that under overlap an end is known one step late.
@@ -52,7 +52,7 @@ class SglangScheduler(ListScheduler):
         scheduler_recv_interval: int = 1,
         **settings: Unpack[Settings],
     ) -> None:
-        """Raises ValueError for a conservativeness or an interval that is not above 0."""
+        """Make a scheduler. Raises ValueError for a conservativeness or an interval that is not above 0."""
         super().__init__(**settings)
         if scheduler_recv_interval < 1:
             raise ValueError(f"scheduler_recv_interval ({scheduler_recv_interval}) must be at least 1")
@@ -68,19 +68,19 @@ class SglangScheduler(ListScheduler):
 
     @property
     def new_token_ratio(self) -> float:
-        """How much of what it may still deliver a request is taken to need. It falls by steps, not by sums, so that
-        many steps at once come to the same."""
+        """Share of its remaining tokens that a request is taken to need. It falls by the number of steps, not by a
+        running sum, so that many steps at once give the same value."""
         if self._decoded < 1:
             return self._ratio
         fallen = (self._initial - self._least) / self.DECAY_STEPS * self._decoded
         return max(self._ratio - fallen, self._least)
 
     def would_notice(self) -> bool:
-        """Whether waiting requests are looked at."""
+        """True if waiting requests are considered."""
         return not self._full
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """Prompts, if there are any to run; else everybody decodes."""
+        """Return prompts, if there are any to run; otherwise all residents decode."""
         prompts = self._prefill()
         if not prompts or not self._mixes:
             return prompts or self._decode(preempted)
@@ -106,7 +106,7 @@ class SglangScheduler(ListScheduler):
         return progress
 
     def release(self, request: Request) -> None:
-        """Give back blocks that were held: somebody may find room now."""
+        """Free blocks that were held: a waiting request may find room now."""
         super().release(request)
         self._full = False
 
@@ -118,10 +118,10 @@ class SglangScheduler(ListScheduler):
         return gone
 
     def _expel(self, request: Request) -> bool:
-        left = super()._expel(request)
-        if left:
+        was_resident = super()._expel(request)
+        if was_resident:
             self._full = False
-        return left
+        return was_resident
 
     def _begin_anew(self) -> None:
         self._ratio, self._decoded = self._initial, 0
@@ -151,26 +151,26 @@ class SglangScheduler(ListScheduler):
         return scheduled
 
     def _spare(self) -> float:
-        """Tokens that find room beside what all residents are taken to need."""
-        needed = sum(
+        """Tokens that have room beside the estimated needs of all residents."""
+        reserved = sum(
             min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS) * (self.new_token_ratio if request.decoding else 1)
             for request in self.residents
         )
-        return self.kv.free * self.kv.block_size - needed
+        return self.kv.free * self.kv.block_size - reserved
 
     def _admit(self, scheduled: ScheduledTokens, budget: int, least: int) -> None:
-        """Prompts of newcomers, as long as more than `least` of the budget is left."""
+        """Add prompts of newcomers, as long as more than `least` of the budget is left."""
         spare = self._spare()
         while self.waiting and budget > least:
             request = self.waiting[0]
             tokens = request.known_tokens
-            needed = tokens + min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
-            if self.num_running >= self.max_num_seqs or not self._has_room(request, needed, spare):
+            needed_tokens = tokens + min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
+            if self.num_running >= self.max_num_seqs or not self._has_room(request, needed_tokens, spare):
                 self._full = True
                 break
             if tokens > budget:
                 tokens = budget // self._page * self._page if self.chunked_prefill else 0
-                budget = tokens  # nobody comes after it
+                budget = tokens  # no prompt follows it
             if not tokens:
                 break
             self.waiting.popleft()
@@ -178,10 +178,10 @@ class SglangScheduler(ListScheduler):
             self.residents[request] = None
             scheduled[request] = tokens
             budget -= tokens
-            spare -= request.reserved_tokens + needed - request.known_tokens
+            spare -= request.reserved_tokens + needed_tokens - request.known_tokens
 
     def _polls(self) -> bool:
-        """Whether the engine looks for newcomers before this step: the first of every so many that decode."""
+        """True if the engine polls for newcomers before this step: the first of every interval of steps that decode."""
         if not any(request.decoding for request in self.residents):
             self._unpolled = self._interval
         self._unpolled = (self._unpolled - 1) % self._interval + 1
@@ -191,12 +191,12 @@ class SglangScheduler(ListScheduler):
         return True
 
     def steady_steps(self, decoding: list[Request]) -> int:
-        """While somebody waits who was not looked at, until the engine looks."""
+        """Limit the steps to the next poll, if requests wait that were not considered."""
         steps = super().steady_steps(decoding)
         return min(steps, self._interval - self._unpolled) if self.waiting and not self._full else steps
 
     def _has_room(self, request: Request, needed: int, spare: float) -> bool:
-        """Whether a newcomer fits by the estimate; the only one needs no estimate."""
+        """True if a newcomer fits by the estimate; a newcomer that is alone needs no estimate."""
         return self.kv.blocks_for(request.known_tokens) <= self.kv.free and (needed < spare or not self.num_running)
 
     def _decode(self, preempted: list[Request]) -> ScheduledTokens:
@@ -210,7 +210,7 @@ class SglangScheduler(ListScheduler):
         return dict.fromkeys(decoding, 1)
 
     def _retract(self, decoding: list[Request], preempted: list[Request]) -> list[Request]:
-        """Put requests out until the others have room for some steps; those who remain."""
+        """Retract requests until the others have room for some steps; return the others."""
         order = sorted(decoding, key=lambda request: (request.emitted, -request.prompt_tokens), reverse=True)
         while len(order) > 1 and (
             not preempted or self.kv.free * self.kv.block_size < len(order) * self.RETRACT_DECODE_STEPS

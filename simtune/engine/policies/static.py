@@ -17,7 +17,7 @@ class PaddedChunk(Chunk):
 
     @property
     def completes(self) -> bool:
-        """Always: prompts are not cut."""
+        """True: prompts are not cut."""
         return True
 
 
@@ -26,8 +26,8 @@ class StaticBatching(ListScheduler):
 
     Prompts are padded to the longest of the batch; members that are complete are computed on, as padding. Answers are
     returned together, at the end (section 3 of the Orca paper, OSDI 2022, describes engines of this kind). Each member
-    has blocks for max_model_len tokens, since nobody knows how long it will get. Prompts are never cut, whatever
-    `chunked_prefill` says.
+    has blocks for max_model_len tokens, since its final length is unknown. Prompts are never cut, whatever
+    `chunked_prefill` is.
     """
 
     cuts_prompts = "never"
@@ -40,15 +40,15 @@ class StaticBatching(ListScheduler):
         self._width = 0  # tokens of every member, padding included
 
     def would_notice(self) -> bool:
-        """Never: nobody joins a batch that runs."""
+        """False: no request joins a running batch."""
         return False
 
     def expect(self, request: Request) -> bool:
-        """Never: a batch is formed of prompts."""
+        """Return False: a batch is formed of prompts."""
         return False
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """The batch that is under way, or else a new one."""
+        """Return the running batch, or else a new one."""
         residents, waiting = self.residents, self.waiting
         if residents:
             return dict.fromkeys(residents, 1)
@@ -100,10 +100,10 @@ class StaticBatching(ListScheduler):
         return Progress(first_token, finished)
 
     def _expel(self, request: Request) -> bool:
-        left = super()._expel(request)
+        was_resident = super()._expel(request)
         if not self.residents:
             self._width = 0
-        return left
+        return was_resident
 
     def _lose_residents(self) -> list[Request]:
         self._width = 0

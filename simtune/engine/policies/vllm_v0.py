@@ -1,4 +1,4 @@
-"""vLLM as it was in 2023 (V0, releases 0.1 to 0.2): prompts alone in a step, then everybody decodes."""
+"""Scheduler of vLLM in 2023 (V0, releases 0.1 to 0.2): prompts alone in a step, then all residents decode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ arrival = attrgetter("id")
 
 
 class VllmV0(ListScheduler):
-    """Whole prompts first, in a step of their own; where none can come in, all residents decode.
+    """Whole prompts first, in a separate step; if none can be admitted, all residents decode.
 
-    Waiting requests come in, in order, while there are seats, their prompts fit the token budget, each counting as long
-    as the longest of the step (the engine pads them), and their blocks leave the watermark free. To decode, a resident
-    asks for one free block whether it needs one or not; where there is none, the resident that arrived last is
-    preempted, at last the one that asks (not one that is alone and has room: the engine would be stuck). With recompute
-    it waits before all others. With swap it keeps its keys and values in host memory; as long as anybody is there no
-    prompt comes in, and in a step that preempts nobody those who arrived first come back while seats and watermark
+    Waiting requests are admitted, in order, while there are seats, their prompts fit the token budget, each counting as
+    long as the longest of the step (the engine pads them), and their blocks leave the watermark free. To decode, a
+    resident asks for one free block whether it needs one or not; if there is none, the resident that arrived last is
+    preempted, finally the one that asks (not one that is alone and has room: the engine would deadlock). With recompute
+    it waits before all others. With swap its keys and values stay in host memory; as long as any request is there, no
+    prompt is admitted, and in a step without preemptions those that arrived first come back while seats and watermark
     allow.
 
     Facts: vllm/core/scheduler.py and block_manager.py of release 0.2. Its limit on the padding of prompts
@@ -33,18 +33,18 @@ class VllmV0(ListScheduler):
     first_come = True
 
     def __init__(self, *, preemption: Literal["recompute", "swap"] = "recompute", **settings: Unpack[Settings]) -> None:
-        """Raises ValueError for settings with which an admitted request could wait for ever."""
+        """Make a scheduler. Raises ValueError for settings with which an admitted request could wait forever."""
         settings["chunked_prefill"] = False
         super().__init__(**settings)
         self._swaps = preemption == "swap"
         self._moved_out = self._moved_in = 0  # KV blocks, in the coming step
 
     def would_notice(self) -> bool:
-        """Whether a seat is free, and nobody is in host memory."""
+        """True if a seat is free, and no request is in host memory."""
         return self.num_running < self.max_num_seqs and not self._swapped()
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
-        """Prompts, if any can come in; else everybody who is here decodes."""
+        """Return prompts, if any can be admitted; otherwise all residents decode."""
         self._moved_out = self._moved_in = 0
         scheduled = {} if self._swapped() else self._admit()
         if scheduled:
@@ -73,7 +73,7 @@ class VllmV0(ListScheduler):
         return scheduled
 
     def _decode(self, preempted: list[Request]) -> ScheduledTokens:
-        """One token for each resident, those that arrived first before the others, while there is a block for each."""
+        """Return one token for each resident, in order of arrival, while there is a block for each."""
         decoding: ScheduledTokens = {}
         queue = sorted(self.residents, key=arrival)
         while queue:
@@ -92,35 +92,36 @@ class VllmV0(ListScheduler):
         self._moved_out += self.kv.held_by(victim) if self._swaps else 0
         self.preempt(victim)
         preempted.append(victim)
-        if self._swaps:  # `preempt` has put it before all others; in host memory those come first who arrived first
+        if self._swaps:
+            # `preempt` has put it before all others, but requests in host memory are in order of arrival
             victim.computed = computed
             self.waiting.popleft()
-            place = sum(1 for other in self.waiting if other.computed and other.id < victim.id)
+            place = sum(1 for queued in self.waiting if queued.computed and queued.id < victim.id)
             self.waiting.insert(place, victim)
 
     def _swap_in(self) -> ScheduledTokens:
         back: ScheduledTokens = {}
         while self._swapped() and self.num_running < self.max_num_seqs:
             request = self.waiting[0]
-            held = self.kv.blocks_for(request.computed)
-            needed = held + 1 if self.residents else self.kv.blocks_for(request.computed + 1)
-            if needed > self.room:
+            swapped_blocks = self.kv.blocks_for(request.computed)
+            blocks = swapped_blocks + 1 if self.residents else self.kv.blocks_for(request.computed + 1)
+            if blocks > self.room:
                 break
             self.waiting.popleft()
             self.allocate(request, request.computed + 1)
             self.residents[request] = None
             request.decoding = True
             back[request] = 1
-            self._moved_in += held
+            self._moved_in += swapped_blocks
         return back
 
     def _step(self, preempted: list[Request]) -> Step:
         step = super()._step(preempted)
         step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
         if self._swaps:
-            step.repeat = 1  # who is preempted, and who comes back, is asked anew for every step
+            step.repeat = 1  # preemption and return are decided anew for every step
         return step
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
-        """As many as leave one block free: with fewer the last one who asks may not get the one it does not need."""
+        """Return the steps that leave one block free: each resident asks for a block, also if it does not need one."""
         return self._steps_within(self.kv.free - 1, decoding, limit)
