@@ -1,4 +1,4 @@
-"""What all specs share: strict pydantic models, and errors that name file, line, key, rule and remedy."""
+"""Parts that all specs share: strict pydantic models, and errors that name file, line, key, rule and remedy."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def spec_name(text: str, otherwise: str) -> str:
 
 
 def _of_this_world(value: float) -> float:
-    """Raises ValueError for a number so small that its inverse is none."""
+    """Raise ValueError for a number so small that its inverse is none."""
     if value < _SMALLEST:
         raise ValueError(f"must be at least {_SMALLEST:g} (found {value!r})")
     return value
 
 
 def _finite(value: Any) -> Any:
-    """Raises ValueError where a number in it, at any depth, is none."""
+    """Raise ValueError if a number in it, at any depth, is none."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"holds {value}, which is no finite number")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -47,19 +47,19 @@ def _finite(value: Any) -> Any:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]
-"""What a part brought from outside is given, as it stands in the file."""
+"""Options of a part from outside the package, as the file gives them."""
 
 _SMALLEST, _LARGEST = 1e-18, 1e24
-"""What is measured here lies between a thousandth of a femtosecond and the operations of a year of all machines."""
+"""Bounds of measured quantities: from a thousandth of a femtosecond to the operations of all machines in a year."""
 
 Positive = Annotated[float, Field(gt=0, le=_LARGEST), AfterValidator(_of_this_world)]
 NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=1, le=10**15)]
-"""Of anything that can be counted; where a bound of its own makes sense, one of those below."""
+"""A number of anything; types with bounds of their own follow."""
 Gpus = Annotated[int, Field(ge=1, le=100_000)]
-"""Devices, instances, ranks."""
+"""A number of devices, instances or ranks."""
 Tokens = Annotated[int, Field(ge=1, le=10**9)]
-"""Of one request, or of what is shared."""
+"""Tokens of one request, or of what requests share."""
 Context = Annotated[int, Field(ge=1, le=2**27)]
 """The longest prompt and output that a model or an engine takes: step costs are tabulated up to it."""
 TokenBudget = Annotated[int, Field(ge=1, le=2**24)]
@@ -80,12 +80,13 @@ LogSigma = Annotated[float, Field(ge=0, le=20)]
 LONGEST_S = 2.0**22
 """Simulated seconds, 48 days: ticks of 2**-40 s fit 64 bits for twice as long."""
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
-"""A moment or a duration of a simulation."""
+"""A moment or a duration of a simulation, in seconds."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo", "int4"]
-"""What values are kept in, and which kernels multiply them: `fp8` has a scale per tensor or channel, `fp8_block` one
-per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16), `mxfp4_mxfp8` has
-8-bit activations; `int8_wo` and `int4` are weight-only."""
+"""Format in which values are stored, and which kernels multiply them: `fp8` has a scale per tensor or channel,
+`fp8_block` one per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16),
+`mxfp4_mxfp8` has 8-bit activations; `int8_wo` and `int4` are weight-only.
+"""
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 
 DTYPE_BYTES: dict[str, float] = {
@@ -124,7 +125,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
     MAY_LACK: ClassVar[frozenset[str]] = frozenset()
-    """Of rows of a table: columns that stand there only where some row fills them."""
+    """Columns of a table that are written only if a row has a value for them."""
 
     def to_data(self) -> dict[str, Any]:
         """Plain data by the names in the file."""
@@ -139,7 +140,7 @@ class Spec(Part):
 
     @classmethod
     def schema_id(cls) -> str:
-        """What stands under `schema` in its files."""
+        """Value of `schema` in the files of this kind."""
         return f"simtune/{cls.KIND}@1"
 
     @classmethod
@@ -176,12 +177,12 @@ class Spec(Part):
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read and validate. Raises UsageError where the file cannot be read, SpecError for what is wrong in it."""
+        """Read and validate. Raises UsageError if the file cannot be read, SpecError for what is wrong in it."""
         return cls.from_text(read_text(path), str(path))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Of the file, which says first of what kind and version it is."""
+        """JSON schema of the file, whose first key states its kind and version."""
         document = handler.resolve_ref_schema(handler(core_schema))
         document["properties"] = {"schema": {"const": cls.schema_id()}, **document["properties"]}
         document["required"] = ["schema", *document["required"]]
@@ -197,7 +198,7 @@ class Spec(Part):
 
 
 class ErrorAt(ValueError):
-    """What a validator of a whole block raises where one key of it is to be changed: `at` leads there."""
+    """Raised by a validator of a whole block if one key of it must be changed; `at` is the path to that key."""
 
     def __init__(self, message: str, *at: str | int) -> None:
         super().__init__(message)
@@ -219,13 +220,13 @@ def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.D
 def _with(data: Any, path: Sequence[str], value: Any, setting: str) -> Any:
     if not path:
         return value
-    head, rest = path[0], path[1:]
+    head, tail = path[0], path[1:]
     if isinstance(data, list):
         if not head.isdigit() or int(head) >= len(data):
             raise UsageError(f"--set {setting}: {head!r} is not an index into a list of {len(data)}")
-        return [_with(x, rest, value, setting) if i == int(head) else x for i, x in enumerate(data)]
+        return [_with(x, tail, value, setting) if i == int(head) else x for i, x in enumerate(data)]
     if isinstance(data, dict):
-        return {**data, head: _with(data.get(head, {}), rest, value, setting)}
+        return {**data, head: _with(data.get(head, {}), tail, value, setting)}
     raise UsageError(f"--set {setting}: {head!r} cannot be set inside {_kind_of(data)}")
 
 
@@ -238,7 +239,7 @@ def _kind_of(value: Any) -> str:
 
 
 def problems_of(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
-    """What pydantic found wrong, in a user's words and with the place of each in the file."""
+    """Return what pydantic rejected as problems in plain words, each with its place in the file."""
     problems = []
     for item in error.errors(include_url=False):
         at = getattr(item.get("ctx", {}).get("error"), "at", ())
@@ -268,8 +269,8 @@ def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[st
         if isinstance(node, dict) and part not in node and not last_and_missing:
             continue
         keys.append(str(part))
-        known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-        node = node[part] if part in known else None
+        valid_parts = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        node = node[part] if part in valid_parts else None
     return keys
 
 
@@ -277,11 +278,15 @@ _A_BLOCK = re.compile(r"a valid dictionary( or (an )?(instance|object) .*)?$")
 
 
 def _message(model: type[BaseModel], item: Any) -> str:
-    kind, given = item["type"], item["input"]
+    kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        known = _keys_at(model, item["loc"][:-1])
-        hint = suggest(str(item["loc"][-1]), known)
-        return f"unknown key{hint}" if hint or not known else f"unknown key; known here: {', '.join(sorted(known))}"
+        known_keys = _keys_at(model, item["loc"][:-1])
+        hint = suggest(str(item["loc"][-1]), known_keys)
+        return (
+            f"unknown key{hint}"
+            if hint or not known_keys
+            else f"unknown key; known here: {', '.join(sorted(known_keys))}"
+        )
     if kind == "missing":
         return "is required and missing"
     if kind == "union_tag_not_found":
@@ -293,15 +298,15 @@ def _message(model: type[BaseModel], item: Any) -> str:
         )
     if kind == "literal_error":
         expected = [t.strip(" '") for t in item["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"must be one of {', '.join(expected)}, not {given!r}{suggest(str(given), expected)}"
+        return f"must be one of {', '.join(expected)}, not {value!r}{suggest(str(value), expected)}"
     if kind == "value_error":
         return str(item["ctx"]["error"])
     message = str(item["msg"]).replace("Input should", "must").replace("valid tuple", "list")
     message = message.replace("String should", "must").replace("Tuple should", "must")
     message = _A_BLOCK.sub("a mapping", message)
     if kind.endswith("_type") or kind in ("string_pattern_mismatch",):
-        return f"{message}, not {_kind_of(given)}"
-    return f"{message} (found {given!r})" if not isinstance(given, (dict, list)) else message
+        return f"{message}, not {_kind_of(value)}"
+    return f"{message} (found {value!r})" if not isinstance(value, (dict, list)) else message
 
 
 def _tags(model: type[BaseModel], loc: Sequence[str | int]) -> str:

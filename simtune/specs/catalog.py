@@ -55,8 +55,8 @@ def names(kind: str) -> list[str]:
 
 
 def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
-    """A model by name, from a spec, from a Hugging Face config.json (or the folder that holds it), or by its id there
-    where it lies in the cache of huggingface_hub.
+    """Load a model by name, from a spec, from a Hugging Face config.json (or the folder that contains it), or by its
+    Hugging Face id if it is in the cache of huggingface_hub.
     """
     path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
@@ -70,10 +70,12 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
         raise UsageError(f"{path}: looks like {title}, which is a load and no model; give it as --workload")
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
-        own = path.resolve().parent.name if path.name == "config.json" else path.stem
+        default_name = path.resolve().parent.name if path.name == "config.json" else path.stem
         modelopt, notes = _formats_beside(path, document.data)
         notes = [] if any(setting.startswith("weight_dtype=") for setting in settings) else notes
-        return hf.from_config(document, spec_name(name or own, "model"), settings, modelopt=modelopt, notes=notes)
+        return hf.from_config(
+            document, spec_name(name or default_name, "model"), settings, modelopt=modelopt, notes=notes
+        )
     return Model.from_document(override(document, settings))
 
 
@@ -99,7 +101,7 @@ def _formats_beside(config: Path, data: dict[str, Any]) -> tuple[yamlfile.Docume
 
 
 def _cached(model_id: str) -> Path:
-    """Raises UsageError where Hugging Face's cache does not hold the model."""
+    """Raise UsageError if Hugging Face's cache does not hold the model."""
     path = hub.cached_config(model_id)
     if path is None:
         hint = suggest(model_id.rpartition("/")[2].lower(), names("model"))
@@ -130,8 +132,8 @@ def _stated(hardware: Hardware, settings: Sequence[str]) -> Hardware:
     """
     links = dict(hardware.links)
     for setting in settings:
-        block, _, rest = setting.partition("=")[0].partition(".")
-        name, _, key = rest.partition(".")
+        block, _, inner = setting.partition("=")[0].partition(".")
+        name, _, key = inner.partition(".")
         if block == "device" and name in _FITTED_BY and hardware.operators:
             raise UsageError(
                 f"--set hardware.{setting}: the {len(hardware.operators)} fitted operators of {hardware.name} would "
@@ -169,7 +171,7 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
 
 
 def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
-    """Raises UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
+    """Raise UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
     `even_models` refuses a model's config.json too."""
     if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
         return
@@ -180,7 +182,7 @@ def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
 
 
 def _check_schema(path: Path) -> None:
-    """Raises UsageError for JSON that is no spec and of no known tool: what it lacks as a spec would say nothing."""
+    """Raise UsageError for JSON that is no spec and of no known tool: what it lacks as a spec would say nothing."""
     document = yamlfile.parse(read_text(path), str(path))
     if not isinstance(document.data, dict) or "schema" not in document.data:
         tools = ", ".join(form.title for form in FORMATS)
@@ -250,11 +252,11 @@ def _with_engine(pool: Any, model: Any) -> Any:
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:
-    """The profile with the kernels of an engine: NAME-FAMILY where there is one beside NAME, NAME itself elsewhere."""
+    """Return the profile with the kernels of an engine: NAME-FAMILY if it is built in beside NAME, else NAME itself."""
     if engine is None or is_path(hardware):
         return hardware
-    own = f"{hardware}-{load_engine(engine).family}"
-    return own if own in names("hardware") else hardware
+    engine_profile = f"{hardware}-{load_engine(engine).family}"
+    return engine_profile if engine_profile in names("hardware") else hardware
 
 
 def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
@@ -293,7 +295,7 @@ def _load_other(kind: str, reference: str, check: Check | None, settings: Sequen
 
 
 def kind_of(reference: str) -> str:
-    """The kind of spec that a reference leads to. Raises UsageError where it is none."""
+    """The kind of spec that a reference leads to. Raises UsageError if it is none."""
     path = Path(reference)
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         return "model"
@@ -301,13 +303,13 @@ def kind_of(reference: str) -> str:
 
 
 def _kind_of_name(name: str) -> str:
-    known: list[str] = []
+    all_names: list[str] = []
     for kind in FOLDERS:
         of_kind = names(kind)
         if name in of_kind:
             return kind
-        known += of_kind
-    hint = suggest(name, known)
+        all_names += of_kind
+    hint = suggest(name, all_names)
     raise UsageError(
         f"nothing built in is called {name!r}{hint or '.'} `simtune list` shows what is; a file is given by its path, "
         "for example ./mine.yaml"
@@ -315,7 +317,9 @@ def _kind_of_name(name: str) -> str:
 
 
 def _kind_of_file(path: Path) -> str:
-    """By its suffix or its `schema`; a model of Hugging Face is a config.json, or the folder that holds it."""
+    """Return the kind of a file by its suffix or its `schema`; a Hugging Face model is a config.json, or the folder
+    that contains it.
+    """
     if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         return "workload"
     if path.is_dir():
@@ -328,13 +332,13 @@ def _kind_of_file(path: Path) -> str:
     for kind, spec in KINDS.items():
         if schema == spec.schema_id():
             return kind
-    known = [spec.schema_id() for spec in KINDS.values()]
-    hint = suggest(str(schema), known)
-    raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(known)}")
+    schemas = [spec.schema_id() for spec in KINDS.values()]
+    hint = suggest(str(schema), schemas)
+    raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(schemas)}")
 
 
 def log_title(path: Path) -> str | None:
-    """What a .json file is called that a load generator or a gateway wrote; None for any other file."""
+    """Return the title of a .json file that a load generator or a gateway wrote; None for any other file."""
     if path.suffix != ".json" or not path.is_file():
         return None
     return title_of(read_text(path))
@@ -345,7 +349,7 @@ def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | Non
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference is the path of a file, not a built-in name."""
+    """True if a reference is the path of a file, not a built-in name."""
     return "/" in reference or os.sep in reference or reference.endswith((*_SPEC_SUFFIXES, *_TRACE_SUFFIXES))
 
 
@@ -368,9 +372,9 @@ def _locate(kind: str, reference: str) -> Path:
     for name, path in _named_files(kind):
         if name == reference:
             return path
-    known = names(kind)
+    known_names = names(kind)
     raise UsageError(
-        f"no {kind} is called {reference!r}{suggest(reference, known) or '.'} Known: {', '.join(known)}. "
+        f"no {kind} is called {reference!r}{suggest(reference, known_names) or '.'} Known: {', '.join(known_names)}. "
         "A file is given by its path, for example ./mine.yaml"
     )
 

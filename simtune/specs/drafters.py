@@ -14,7 +14,7 @@ from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForw
 
 
 class Drafter(Part):
-    """What proposes tokens. What a class leaves as it is here holds for one that does not run on the GPU.
+    """A drafter, which proposes tokens. The defaults of this class are those of a drafter that does not run on the GPU.
 
     Fields `method`, `checkpoint` and `host_s` of a class are read here. A drafter from outside the package is named by
     import path, `kind: package.module:Class`.
@@ -23,23 +23,25 @@ class Drafter(Part):
     kind: str
 
     on_gpu: ClassVar[bool] = False
-    """Whether it takes time of the GPU."""
+    """True if it takes time of the GPU."""
     at_once: ClassVar[bool] = False
-    """Whether one pass makes all drafts of a round."""
+    """True if one pass makes all drafts of a round."""
     writes_kv: ClassVar[bool] = False
-    """Whether it keeps keys and values of its own, in the blocks of the requests."""
+    """True if it has keys and values of its own, in the blocks of the requests."""
     awaited: ClassVar[bool] = False
-    """Whether drafts must be known before the next step can be scheduled, which makes scheduling synchronous whatever
-    is asked for: so it is in vLLM 0.32."""
+    """True if drafts must be known before the next step can be scheduled, which makes scheduling synchronous whatever
+    the plan sets: so it is in vLLM 0.32.
+    """
     joins_hidden_states: ClassVar[bool] = False
-    """Whether a layer joins the embedding of each token to the hidden state it was drafted from."""
+    """True if a layer joins the embedding of each token to the hidden state it was drafted from."""
     drops_last_hit: ClassVar[bool] = False
-    """Whether the last block found in the prefix cache is computed again, because the drafter needs what the target
-    makes of those tokens: EAGLE, MTP and block drafters in vLLM."""
+    """True if the last block found in the prefix cache is computed again, because the drafter needs what the target
+    makes of those tokens: EAGLE, MTP and block drafters in vLLM.
+    """
 
     @property
     def label(self) -> str:
-        """Its method where there are several of a kind, else its kind."""
+        """Method of the drafter if there are several of a kind, else its kind."""
         return str(getattr(self, "method", self.kind))
 
     @property
@@ -49,7 +51,7 @@ class Drafter(Part):
 
     @property
     def loads_checkpoint(self) -> bool:
-        """Whether an engine loads weights for it that are neither the target's nor those of a model of its own."""
+        """True if an engine loads weights for it that are neither the target's nor those of a model of its own."""
         return "checkpoint" in type(self).model_fields
 
     @property
@@ -69,7 +71,7 @@ class Drafter(Part):
 
     @property
     def own_head(self) -> bool:
-        """Whether a drafter that is a part of the target has an output head of its own."""
+        """True if a drafter that is a part of the target has an output head of its own."""
         return False
 
     @property
@@ -78,7 +80,9 @@ class Drafter(Part):
         return float(getattr(self, "host_s", 0.0))
 
     def ranks(self, target: int) -> int:
-        """Tensor-parallel ranks it runs on beside a target on so many; every drafter is on one pipeline stage."""
+        """Tensor-parallel ranks of the drafter if the target has `target` ranks; every drafter is on one pipeline
+        stage.
+        """
         return target
 
     def network(self, target: Model, draft: Model | None = None) -> Model | None:
@@ -99,7 +103,7 @@ class Drafter(Part):
         return drafts if self.writes_kv else 0
 
     def extra_slots(self, drafts: int) -> int:
-        """What a request takes of the token budget for what the drafter alone computes, as in vLLM."""
+        """Tokens of the budget that a request takes for what only the drafter computes, as in vLLM."""
         return 0
 
 
@@ -119,7 +123,7 @@ class DraftModel(Drafter):
         return self.model
 
     def ranks(self, target: int) -> int:
-        """Its own, where they are given."""
+        """Ranks of its own if `tp` is set, else those of the target."""
         return self.tp or target
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
@@ -133,7 +137,7 @@ class DraftModel(Drafter):
         return draft
 
     def extra_slots(self, drafts: int) -> int:
-        """One: it reads the token that follows those of the target."""
+        """Return 1: the draft model reads the token that follows those of the target."""
         return 1
 
 
@@ -151,14 +155,15 @@ def _dense_like_the_last(target: Model, layers: int, width: int | None) -> Layer
     Llama-4-Scout (configs of sgl-project/SpecForge).
     """
     group = target.layers[-1].model_copy(update={"count": layers})
-    own = group.feed_forward
-    if isinstance(own, MoeFeedForward):
-        own = DenseFeedForward(
-            intermediate_size=own.experts_per_token * own.intermediate_size + own.shared_intermediate_size
+    feed_forward = group.feed_forward
+    if isinstance(feed_forward, MoeFeedForward):
+        feed_forward = DenseFeedForward(
+            intermediate_size=feed_forward.experts_per_token * feed_forward.intermediate_size
+            + feed_forward.shared_intermediate_size
         )
     if width is not None:
-        own = own.model_copy(update={"intermediate_size": width})
-    return group.model_copy(update={"feed_forward": own})
+        feed_forward = feed_forward.model_copy(update={"intermediate_size": width})
+    return group.model_copy(update={"feed_forward": feed_forward})
 
 
 class Eagle(Drafter):
@@ -199,7 +204,7 @@ class Eagle(Drafter):
         return self.draft_vocab_size is not None
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """One layer, under its own or the target's head."""
+        """Return the drafter as a model: one layer, under its own or the target's head."""
         if self.method == "mtp":
             group = target.layers[-1].model_copy(update={"count": 1})
         else:
@@ -270,11 +275,11 @@ class BlockDrafter(Drafter):
     drops_last_hit: ClassVar[bool] = True
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """So many layers under the target's head."""
+        """Return the drafter as a model: `layers` layers under the target's head."""
         return _as_layers(self, target, _dense_like_the_last(target, self.layers, None), target.vocab_size)
 
     def lookahead(self, drafts: int) -> int:
-        """One more for dflash, whose block begins with the token that is certain."""
+        """Return `drafts`, and one more for dflash, whose block begins with the token that is certain."""
         return drafts + (self.method == "dflash")
 
     def extra_slots(self, drafts: int) -> int:

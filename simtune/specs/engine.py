@@ -20,7 +20,7 @@ from simtune.specs.yamlfile import Document
 
 GIB = 1 << 30
 DEFAULT_ENGINE = "vllm-0.24"
-"""What is meant where nobody names an engine: the newest vLLM whose kernels were measured."""
+"""Engine of a plan that names none: the newest vLLM whose kernels were measured."""
 
 EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 
@@ -31,11 +31,11 @@ class Case(Part):
     memory_gib_from: NonNegative = Field(0.0, description="devices of so much memory and more")
     not_devices: Seq[str] = Field((), description="but none whose name has one of these words")
     weights: Seq[Dtype] = Field((), description="checkpoints whose weights are one of these; any unless given")
-    pp_from: int = Field(1, ge=1, description="pipelines of so many stages and more")
+    pp_from: int = Field(1, ge=1, description="least number of pipeline stages")
     pool: dict[str, Any]
 
     def applies(self, device: Device, model: Model, pp: int) -> bool:
-        """Whether a model on pp stages of a device is such a case."""
+        """True if a model on pp stages of a device is such a case."""
         name = device.name.lower()
         return (
             device.memory_bytes >= self.memory_gib_from * GIB
@@ -46,7 +46,7 @@ class Case(Part):
 
 
 class EnginePreset(Spec):
-    """One release of an engine."""
+    """Settings of one release of an engine."""
 
     KIND: ClassVar[str] = "engine"
     family: EngineFamily = Field(description="whose kernels of a device are meant, where it has several engines' own")
@@ -58,8 +58,8 @@ class EnginePreset(Spec):
     @model_validator(mode="after")
     def _every_setting_has_a_source(self) -> Self:
         keys = {key for settings in (self.pool, *(case.pool for case in self.cases)) for key in _leaves(settings)}
-        if missing := sorted(keys - self.sources.keys()):
-            raise ValueError(f"sources: none for {', '.join(missing)}")
+        if unsourced := sorted(keys - self.sources.keys()):
+            raise ValueError(f"sources: none for {', '.join(unsourced)}")
         if unknown := sorted(self.sources.keys() - keys):
             raise ValueError(f"sources: there is no setting {', '.join(unknown)}")
         return self
@@ -81,11 +81,11 @@ class EnginePreset(Spec):
 
 
 _LEAST = {"hardware": "any", "instances": 1, "batching": {"max_num_seqs": 1, "max_num_batched_tokens": 1}}
-"""What a pool needs that a preset may leave open."""
+"""Settings that a pool needs and a preset may leave open."""
 
 
 def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
-    """Raises ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
+    """Raise ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
     data = merged(settings, _LEAST)
     try:
         Pool.model_validate(data)
@@ -100,8 +100,8 @@ def merged(over: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(under)
     for key, value in over.items():
         below = result.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        result[key] = merged(value, below) if both else value  # type: ignore[arg-type]  # both are mappings
+        are_mappings = isinstance(value, Mapping) and isinstance(below, Mapping)
+        result[key] = merged(value, below) if are_mappings else value  # type: ignore[arg-type]  # both are mappings
     return result
 
 

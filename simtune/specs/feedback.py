@@ -43,8 +43,8 @@ class StepRule(Part):
 
 
 class GainRule(Part):
-    """As many drafts as bring the most tokens a second by the acceptance measured so far, that of one draft after
-    another taken to be equal: K with the largest (1 + a + ... + a^K) / (1 + K c) (Leviathan et al., arXiv 2211.17192).
+    """Draft the number of tokens that yields the most tokens a second by the acceptance measured so far, taken to be
+    equal for all drafts: K with the largest (1 + a + ... + a^K) / (1 + K c) (Leviathan et al., arXiv 2211.17192).
     """
 
     kind: Literal["gain"] = "gain"
@@ -55,12 +55,12 @@ class GainRule(Part):
 
     def lengths(self, start: int, least: int, most: int, kept: Iterator[int]) -> Iterator[int]:
         """Drafts made in each round, given how many would be kept of each were all made."""
-        length, accepted, tried = start, 0.0, 0.0
+        length, accepted, attempts = start, 0.0, 0.0
         for right in kept:
             yield length
             accepted = self.memory * accepted + min(right, length)
-            tried = self.memory * tried + min(right + 1, length)  # those behind a rejected one tell nothing
-            length = _most_gain(round(accepted / tried, 3), self.draft_cost, least, most)
+            attempts = self.memory * attempts + min(right + 1, length)  # those behind a rejected one tell nothing
+            length = _most_gain(round(accepted / attempts, 3), self.draft_cost, least, most)
 
 
 Rule = Annotated[StepRule | GainRule, Field(discriminator="kind")]

@@ -57,7 +57,7 @@ Range = Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]
 
 
 class Provenance(Part):
-    """Where numbers come from."""
+    """Source of numbers."""
 
     kind: Literal["measured", "published-tables", "transferred", "data-sheet", "assumed"] = Field(
         description="transferred: fitted on another device and moved to this one by the data sheets of the two"
@@ -71,7 +71,7 @@ class Provenance(Part):
 
 
 class DevicePower(Part):
-    """What a device draws, in watts."""
+    """Power of a device, in watts."""
 
     tdp_w: Positive = Field(description="rated maximum of the board")
     idle_w: NonNegative = Field(description="while no step runs and the model is loaded")
@@ -189,7 +189,7 @@ class Curve(Part):
 
 
 class Interval(Part):
-    """How far off a prediction may be: with 90 % confidence the log error is within quantile x sd.
+    """Error interval of a prediction: with 90 % confidence the log error is within quantile x sd.
 
     The sd is that of the residual process at the shape in question; without a residual it is `log_sd`.
     """
@@ -211,8 +211,8 @@ class Interval(Part):
 
 
 class Operator(Part):
-    """One fitted operator: kind and dtype, base parameters, curves and residual on top of them, measured box,
-    how far off it may be, provenance.
+    """A fitted operator: kind and dtype, base parameters, curves and residual on top of them, measured box, error
+    interval, provenance.
     """
 
     kind: OperatorKind
@@ -276,8 +276,8 @@ class Correction(Part):
 
 
 class Calibration(Part):
-    """What an engine's own log says about the steps of one model, cut one way. Host times no longer count where it
-    corrects.
+    """Correction by an engine's own log of the steps of one model, cut one way. Host times do not count for the steps
+    that it corrects.
     """
 
     model: str
@@ -295,7 +295,7 @@ class Calibration(Part):
 
 
 class ValidatedLoad(Part):
-    """How far off the means of one load were: predicted / measured - 1."""
+    """Errors of the means of one load: predicted / measured - 1."""
 
     load: str
     rate_rps: Positive | None = None
@@ -320,7 +320,7 @@ class ValidationNote(Part):
 
     @property
     def subject(self) -> tuple[str, ...]:
-        """What was validated: a later validation of the same takes the place of an earlier one."""
+        """Engine, model, plan and clock that were validated: a later validation of the same replaces an earlier one."""
         return self.engine, self.model, self.plan, self.clock
 
     def __str__(self) -> str:
@@ -377,7 +377,7 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
         return self._content
 
     def _finite(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """The array. Raises SpecError where it holds anything but real numbers of a size that fits do."""
+        """The array. Raises SpecError if it holds anything but real numbers of a size that fits do."""
         import numpy as np
 
         if array.dtype.kind != "f" or not (np.abs(array) < _LARGEST).all():
@@ -407,9 +407,10 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Arrays):
             return NotImplemented
-        left, right = self._read(), other._read()
-        return left.keys() == right.keys() and all(
-            array.shape == right[name].shape and bool((array == right[name]).all()) for name, array in left.items()
+        arrays, other_arrays = self._read(), other._read()
+        return arrays.keys() == other_arrays.keys() and all(
+            array.shape == other_arrays[name].shape and bool((array == other_arrays[name]).all())
+            for name, array in arrays.items()
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -433,7 +434,7 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class Facts(Spec):
-    """What tables cannot tell about a device: the part of a hardware profile that is not fitted."""
+    """Facts about a device that tables cannot tell: the part of a hardware profile that is not fitted."""
 
     KIND: ClassVar[str] = "device"
     engine: str = Field(description="engine and version whose kernels the tables describe")

@@ -45,11 +45,11 @@ class OneOf:
         return core_schema.no_info_wrap_validator_function(validated, inner, serialization=as_it_is)
 
     def _from_outside(self, kind: str) -> bool:
-        named = is_import_path(kind) or kind in registered(self._kind_of_part.group)
-        return named and kind not in self._kind_of_part.built_in
+        importable = is_import_path(kind) or kind in registered(self._kind_of_part.group)
+        return importable and kind not in self._kind_of_part.built_in
 
     def _brought(self, kind: str, block: dict[str, Any]) -> Any:
-        """Raises ValueError, in words for the user, where the class cannot be had or fails."""
+        """Raise ValueError, in words for the user, where the class cannot be had or fails."""
         try:
             cls = self._kind_of_part.find(kind)
         except PartError as error:

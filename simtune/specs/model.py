@@ -25,7 +25,9 @@ class FullAttention(Part):
     output_bias: bool = Field(False, description="the projection out of attention has a bias")
     qk_norm: bool = Field(False, description="queries and keys are normed by head")
     sinks: bool = Field(False, description="a learned score for each head that takes part in its softmax")
-    q_lora_rank: Width | None = Field(None, description="queries come by way of so many values, which no rank shares")
+    q_lora_rank: Width | None = Field(
+        None, description="values that queries are projected through; not divided over ranks"
+    )
 
     @property
     def shared_heads(self) -> int:
@@ -117,8 +119,8 @@ class MlaAttention(Part):
 
     @model_validator(mode="after")
     def _whole_indexer(self) -> Self:
-        given = [self.index_topk, self.index_heads, self.index_head_dim]
-        if None in given and given != [None] * 3:
+        index_fields = [self.index_topk, self.index_heads, self.index_head_dim]
+        if None in index_fields and index_fields != [None] * 3:
             raise ValueError("index_topk, index_heads and index_head_dim go together; give all three, or none")
         return self
 
@@ -189,7 +191,7 @@ class NoAttention(Part):
 
     @property
     def shared_heads(self) -> int:
-        """Nothing is shared out over ranks."""
+        """Return 1: there is nothing to divide over ranks."""
         return 1
 
     def matrices(self, hidden: int) -> int:
@@ -307,7 +309,7 @@ class LayerGroup(Part):
 
     @property
     def sublayers(self) -> int:
-        """Of each layer: 2 where it has attention and a feed-forward block, 1 where it is one of them alone."""
+        """Sublayers of each layer: 2 if it has attention and a feed-forward block, 1 if it has only one of them."""
         return sum(part.kind != "none" for part in (self.attention, self.feed_forward))
 
     def matrices(self, hidden: int) -> int:
@@ -315,7 +317,7 @@ class LayerGroup(Part):
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.matrices(hidden))
 
     def active_matrices(self, hidden: int) -> int:
-        """Those of them that each token is multiplied with."""
+        """Parameters of the matrices that each token is multiplied with."""
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.active_matrices(hidden))
 
     def vectors(self, hidden: int) -> int:
@@ -372,9 +374,13 @@ class Model(Spec):
         return {**head, "layers": [group.to_data() for group in self.layers]}
 
     def dtype_of(self, module: Module) -> Dtype:
-        """What the weights of a module are kept in: dense feed-forward and shared experts in `weight_dtype`."""
-        own = {"attention": self.attention_dtype, "experts": self.expert_dtype, "head": self.head_dtype or self.dtype}
-        return own.get(module) or self.weight_dtype
+        """Return the format of the weights of a module: dense feed-forward and shared experts are in `weight_dtype`."""
+        dtypes = {
+            "attention": self.attention_dtype,
+            "experts": self.expert_dtype,
+            "head": self.head_dtype or self.dtype,
+        }
+        return dtypes.get(module) or self.weight_dtype
 
     def of_group(self, group: LayerGroup) -> Model:
         """Return the model with the number formats of one of its groups as its own; itself if the group has none."""
@@ -384,7 +390,7 @@ class Model(Spec):
 
     @property
     def layer_dtypes(self) -> frozenset[Dtype]:
-        """What the matrices inside its layers are kept in."""
+        """Formats of the matrices inside its layers."""
         of_groups = (group.attention_dtype for group in self.layers if group.attention_dtype is not None)
         return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts"), *of_groups))
 

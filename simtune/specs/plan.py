@@ -56,14 +56,14 @@ POLICY_NAMES = (
     "priority-layers",
     "layered-prefill",
 )
-"""The policies that are built in; what each does is said in `simtune.engine`."""
+"""Built-in policies; `simtune.engine` documents each."""
 POLICY_GROUP = "simtune.policies"
-"""Where packages register policies of their own."""
+"""Entry point group in which packages register policies of their own."""
 ROUTER_GROUP = "simtune.routers"
 Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
 MOST_GPUS = 1_000_000
-"""Of a deployment."""
+"""Most GPUs of a deployment."""
 
 
 class Afd(Part):
@@ -93,7 +93,7 @@ class Parallelism(Part):
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
     )
     expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
-        None, description="whole experts placed by their load as EPLB does, with so many replicas over all ranks"
+        None, description="whole experts placed by their load as EPLB does; number of replicas over all ranks"
     )
     afd: Afd | None = Field(
         None, description="feed-forward blocks on GPUs of their own; where attention is unless given"
@@ -131,8 +131,8 @@ class Parallelism(Part):
     @property
     def devices(self) -> int:
         """GPUs of one instance."""
-        own = self.tp * self.pp * self.attention_dp * self.context_ranks
-        return own if self.afd is None else own + self.afd.ffn_devices
+        attention_devices = self.tp * self.pp * self.attention_dp * self.context_ranks
+        return attention_devices if self.afd is None else attention_devices + self.afd.ffn_devices
 
 
 class Batching(Part):
@@ -144,7 +144,7 @@ class Batching(Part):
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
+        description="transformers policies: share of free blocks below which no request is admitted; default theirs",
     )
     long_prefill_token_threshold: TokenBudget | None = Field(
         None,
@@ -167,8 +167,8 @@ class Batching(Part):
 
 
 class KvPolicy(Part):
-    """What is kept of a sequence's keys and values once its prompt is computed, and read. What that does to the answers
-    is not modelled.
+    """Keys and values of a sequence that are stored and read once its prompt is computed. The effect on the output is
+    not modelled.
     """
 
     kept: PositiveShare = Field(1.0, description="share of the tokens whose keys and values stay in the cache")
@@ -225,22 +225,23 @@ class KvCache(Part):
 
 
 class HostTimes(Part):
-    """What the engine's host side needs for a step: fixed, and for each sequence in it."""
+    """Time of the engine's host side for a step: fixed, and for each sequence in it."""
 
     step_s: Seconds
     per_sequence_s: Seconds
 
 
 class FrontEndTimes(Part):
-    """What an instance's front end takes for each request before its engine sees it, one request after the other: HTTP,
-    chat template, tokeniser, the way to the engine's process."""
+    """Time of an instance's front end for each request before its engine sees it, one request after the other: HTTP,
+    chat template, tokeniser, the way to the engine's process.
+    """
 
     request_s: Annotated[float, Field(ge=0, le=3600)]
     token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="besides, for each token of its prompt")
 
 
 class Runtime(Part):
-    """What an engine launches that is no vLLM: more and smaller kernels than the operators of the cost model."""
+    """Kernels that an engine other than vLLM launches: more and smaller ones than the operators of the cost model."""
 
     kernels_per_layer: Count
     kernel_floor_s: Seconds = Field(description="GPU seconds of each beyond what its operator takes, graphs or not")
@@ -248,7 +249,7 @@ class Runtime(Part):
 
 
 class Offload(Part):
-    """What stands in the memory of the host, and what the processor computes there."""
+    """Weights and keys and values in the memory of the host, and the part that the processor computes there."""
 
     weights: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
@@ -368,12 +369,12 @@ class Pool(Part):
     def _holds_one_request(self) -> Self:
         blocks, longest = self.kv_cache.num_blocks, self.max_model_len
         if blocks is not None and longest is not None:
-            needed = -(-longest // self.kv_cache.block_size)
-            if (blocks - 1) // self.parallelism.pp < needed:
+            blocks_needed = -(-longest // self.kv_cache.block_size)
+            if (blocks - 1) // self.parallelism.pp < blocks_needed:
                 raise ErrorAt(
                     f"{blocks} KV blocks, one of them the engine's own, cannot hold one request of max_model_len "
-                    f"({longest}), which needs {needed * self.parallelism.pp}; give "
-                    f"{needed * self.parallelism.pp + 1} or more, or lower max_model_len",
+                    f"({longest}), which needs {blocks_needed * self.parallelism.pp}; give "
+                    f"{blocks_needed * self.parallelism.pp + 1} or more, or lower max_model_len",
                     "kv_cache",
                     "num_blocks",
                 )
@@ -413,15 +414,16 @@ class Pool(Part):
 
     @property
     def schedules_async(self) -> bool:
-        """Whether a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
+        """True if a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
         awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.
         """
         return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
 
     @property
     def hides_host(self) -> bool:
-        """Whether the host's work, or a part of it, hides behind the devices': where scheduling is asynchronous, unless
-        all of it is exposed."""
+        """True if all or part of the host's work runs while the devices compute: if scheduling is asynchronous, unless
+        all of it is exposed.
+        """
         return self.schedules_async and self.exposed_host != "all"
 
     @property
@@ -443,7 +445,7 @@ class Pool(Part):
 
 
 class RoundRobinRouting(Part):
-    """One instance after the other; pools may get unequal shares by weight."""
+    """Route to one instance after the other; pools may get unequal shares by weight."""
 
     kind: Literal["round_robin"] = "round_robin"
     weights: dict[str, Positive] = Field({}, description="share of each pool by name, per instance; 1 unless given")
@@ -475,7 +477,7 @@ class ByLengthRouting(_StaleRouting):
 
 
 class PowerOfTwoRouting(_StaleRouting):
-    """Of two instances drawn at random, the one with fewer requests under way."""
+    """Route to the instance with fewer requests under way, of two drawn at random."""
 
     kind: Literal["power_of_two"] = "power_of_two"
 
@@ -508,7 +510,7 @@ class OwnRouting(Part):
 
 
 def _routing_tag(value: Any) -> str | None:
-    """Which of the classes below reads a router."""
+    """Return the tag of the class below that reads a router."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return OwnRouting.TAG if PartName(ROUTER_GROUP).knows(kind) else kind
 
@@ -575,7 +577,7 @@ Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
 
 
 FirstToken = Literal["prefill", "transfer", "decode"]
-"""Where the client's first token comes from, with prefill and decode apart."""
+"""Stage that delivers the client's first token if prefill and decode are apart."""
 
 
 class KvLink(Part):
@@ -679,8 +681,8 @@ class Plan(Spec):
     @model_validator(mode="after")
     def _front_ends_alike(self) -> Self:
         """Requests take whichever is free first, so one that some pools lack would hold up requests to all."""
-        given = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
-        if any(given) and not all(given):
+        has_front_end = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
+        if any(has_front_end) and not all(has_front_end):
             without = next(p.name for p in self.pools if p.role != "decode" and p.front_end is None)
             raise ErrorAt(
                 f"pool {without} has no front_end, and requests pass one before they are routed; give one to all pools "
@@ -708,9 +710,9 @@ class Plan(Spec):
         if "mixed" in roles and len(roles) > 1:
             raise ValueError("pools are either all mixed, or prefill and decode; found both kinds")
         if roles in ({"prefill"}, {"decode"}):
-            (there,) = roles
-            missing = "decode" if there == "prefill" else "prefill"
-            raise ValueError(f"a {there} pool needs a {missing} pool beside it; add one, or make the role mixed")
+            (role,) = roles
+            other_role = "decode" if role == "prefill" else "prefill"
+            raise ValueError(f"a {role} pool needs a {other_role} pool beside it; add one, or make the role mixed")
         if roles == {"prefill", "decode"} and self.link is None and self.links is None:
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
@@ -744,20 +746,22 @@ class Plan(Spec):
     @model_validator(mode="after")
     def _every_pair_linked_once(self) -> Self:
         pairs = {(link.source, link.to) for link in self.links or ()}
-        named = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
-        without = [pair for pair in product(*named) if pair not in pairs]
+        names_by_role = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
+        without = [pair for pair in product(*names_by_role) if pair not in pairs]
         if self.links is not None and self.link is None and without:
             source, to = without[0]
             raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
         if self.link is not None and pairs and not without:
-            raise ErrorAt("every pair of pools has a link of its own, so nothing takes this one; leave it out", "link")
+            raise ErrorAt(
+                "every pair of pools has a link of its own in `links`, so `link` is not used; remove it", "link"
+            )
         return self
 
     def way(self, source: str, to: str) -> KvLink:
         """The link from a prefill to a decode pool."""
-        own = next((link for link in self.links or () if (link.source, link.to) == (source, to)), self.link)
-        assert own is not None
-        return own
+        kv_link = next((link for link in self.links or () if (link.source, link.to) == (source, to)), self.link)
+        assert kv_link is not None
+        return kv_link
 
     @model_validator(mode="after")
     def _pools_of_routers(self) -> Self:
@@ -771,13 +775,15 @@ class Plan(Spec):
         return self
 
     def _chosen(self, name: str, who: str, key: str, *at: str) -> None:
-        """Raises ErrorAt where a router (`key`) names a pool that is not there, or not among those it chooses from."""
+        """Raise ErrorAt if a router (`key`) names a pool that is not there, or not among those it chooses from."""
         self._named(name, who, key, *at)
         role = self.pool(name).role
         if (role == "decode") != (key == "decode_router") and role != "mixed":
-            own = "new requests" if key == "router" else "those whose prompt is done"
-            other = "decode_router" if key == "router" else "router"
-            raise ErrorAt(f"{who} pool {name}, and {key} sends {own}: name it in {other}, or leave it out", key, *at)
+            requests = "new requests" if key == "router" else "those whose prompt is done"
+            right_key = "decode_router" if key == "router" else "router"
+            raise ErrorAt(
+                f"{who} pool {name}, and {key} sends {requests}: name it in {right_key}, or leave it out", key, *at
+            )
 
     @model_validator(mode="after")
     def _instances_of_events(self) -> Self:
@@ -804,12 +810,12 @@ class Plan(Spec):
             of_instance = (event.pool, event.instance)
             over = present.get(of_instance, 0.0)
             if event.at_s < over or (isinstance(event, Start) and of_instance in present):
-                which = (
+                position = (
                     "before an earlier event of that instance is over" if over < math.inf else "after its last event"
                 )
                 raise ErrorAt(
                     f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
-                    f"{which}; list them in order, a start first; a failed instance comes back by recover_s",
+                    f"{position}; list them in order, a start first; a failed instance comes back by recover_s",
                     "events",
                     i,
                     "at_s",

@@ -1,4 +1,4 @@
-"""How much memory there is, so that what cannot fit is refused before it starts, with the number."""
+"""Memory of this machine, so that work that cannot fit is refused before it starts, with the number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from simtune.errors import UsageError
 
 _SMALL = 64 << 20
-"""Bytes that nobody is asked about."""
+"""Bytes below which no check is made."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
 
 
@@ -59,7 +59,7 @@ def _windows_memory() -> tuple[float, float]:
 
 
 def need(size: float, what: str, remedy: str) -> None:
-    """Raises UsageError where `what` needs more bytes than are free."""
+    """Raise UsageError if `what` needs more bytes than are free."""
     if size <= _SMALL:
         return
     _, free = memory()

@@ -1,4 +1,4 @@
-"""What a vLLM server tells Prometheus: one or several scrapes of `/metrics`, and what came between them.
+"""Metrics of a vLLM server for Prometheus: one or several scrapes of `/metrics`, and what happened between them.
 
 The text is Prometheus' exposition format 0.0.4, or OpenMetrics (which ends with `# EOF`). Numbers of all engines and
 models of a scrape are added up. A count that falls means that the server began anew: what it says then came since.
@@ -26,7 +26,7 @@ PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 TTFT = "vllm:time_to_first_token_seconds"
 TPOT = ("vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds",
         "vllm:time_per_output_token_seconds")  # fmt: skip
-"""What versions of vLLM call it, the time of whole requests first."""
+"""Names of the metric in versions of vLLM, the time of whole requests first."""
 TOTALS = {PROMPT: "vllm:prompt_tokens_total", OUTPUT: "vllm:generation_tokens_total"}
 
 _SAMPLE = re.compile(
@@ -44,20 +44,22 @@ class Histogram:
     edges: tuple[float, ...]
     below: tuple[float, ...]
     total: float
-    """Of that something, over all requests."""
+    """Sum of the observed values over all requests."""
 
     @property
     def count(self) -> float:
-        """Of requests."""
+        """Number of requests."""
         return self.below[-1]
 
     @property
     def mean(self) -> float | None:
-        """None where there are no requests."""
+        """Mean of the observed values; None if there are no requests."""
         return self.total / self.count if self.count else None
 
     def quantile(self, level: float) -> float | None:
-        """As Prometheus' histogram_quantile: linear within a bucket; the last finite edge beyond it."""
+        """Return a quantile as Prometheus' histogram_quantile does: linear within a bucket; the last finite edge beyond
+        it.
+        """
         rank, before, low = level * self.count, 0.0, 0.0
         if not self.count:
             return None
@@ -68,7 +70,7 @@ class Histogram:
         return low
 
     def since(self, earlier: Histogram) -> Histogram:
-        """What was added since; all of it where the server began anew."""
+        """Return what was added since an earlier histogram; all of it if the server began anew."""
         if any(a < b for a, b in zip((*self.below, self.total), (*earlier.below, earlier.total), strict=True)):
             return self
         below = tuple(a - b for a, b in zip(self.below, earlier.below, strict=True))
@@ -77,12 +79,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One answer of `/metrics`."""
+    """A response of `/metrics`."""
 
     file: str
     sha256: str
     time_s: float | None
-    """Since 1970, where samples say."""
+    """Time in seconds since 1970; None if the samples have none."""
     histograms: Mapping[str, Histogram]
     totals: Mapping[str, float]
     """Counters by name."""
@@ -90,7 +92,7 @@ class Scrape:
 
 
 def is_scrape(text: str) -> bool:
-    """Whether a text is a scrape: it begins with what is said of a metric, or with a sample of vLLM's."""
+    """True if a text is a scrape: it begins with a comment on a metric, or with a sample of vLLM's."""
     start = text.lstrip()[:400]
     return _FIRST.match(start) is not None or start.startswith(PREFIX)
 
@@ -102,7 +104,7 @@ def is_scrape_file(path: Path) -> bool:
 
 
 def read_scrape(path: Path) -> Scrape:
-    """Read one scrape. Raises SpecError where a line is none of the format, or a histogram that is needed is missing or
+    """Read one scrape. Raises SpecError if a line is none of the format, or a histogram that is needed is missing or
     damaged; UsageError where the file cannot be read."""
     raw = read_bytes(path)
     return _ScrapeReader(str(path)).read(decoded(path, unpacked(path, raw)), raw)
@@ -185,19 +187,19 @@ class _ScrapeReader:
 
 @dataclass(frozen=True, slots=True)
 class BetweenScrapes:
-    """What came between two scrapes, or before the only one."""
+    """Requests between two scrapes, or before the only one."""
 
     seconds: float | None
-    """None where it is not known."""
+    """Seconds between the scrapes; None if not known."""
     histograms: Mapping[str, Histogram]
     anew: bool
-    """The server began anew in it."""
+    """True if the server began anew between the scrapes."""
 
 
 def intervals(scrapes: Sequence[Scrape]) -> list[BetweenScrapes]:
     """Between scrapes of one server, in order of time; of a single one, all since the server began.
 
-    Raises SpecError where the later of two has other buckets.
+    Raises SpecError if the later of two has other buckets.
     """
     if len(scrapes) == 1:
         return [BetweenScrapes(None, scrapes[0].histograms, False)]

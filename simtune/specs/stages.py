@@ -32,21 +32,23 @@ class Stage(Part):
 
 
 def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> None:
-    """Raises ErrorAt for a stage whose pool (name and role) is not there or takes no new requests, that goes on with
+    """Raise ErrorAt for a stage whose pool (name and role) is not there or takes no new requests, that goes on with
     what is not there or is listed behind it, or that is cut otherwise than what it goes on with."""
     taking = [name for name, role in pools if role != "decode"]
-    seen: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     for i, stage in enumerate(stages):
-        if stage.name in seen:
+        if stage.name in by_name:
             raise ErrorAt(f"two stages are called {stage.name}; give one another name", "stages", i, "name")
         if stage.pool not in taking:
             hint = suggest(stage.pool, taking) or f"; those that take new requests: {', '.join(taking)}"
             raise ErrorAt(f"stage {stage.name} serves no pool: there is no {stage.pool!r}{hint}", "stages", i, "pool")
         for name in stage.after:
-            if name not in seen:
+            if name not in by_name:
                 raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no stage before it", "stages", i, "after")
-            if seen[name].parts != stage.parts:
-                raise ErrorAt(f"{name} has {seen[name].parts} parts; give {stage.name} as many", "stages", i, "parts")
-        seen[stage.name] = stage
+            if by_name[name].parts != stage.parts:
+                raise ErrorAt(
+                    f"{name} has {by_name[name].parts} parts; give {stage.name} as many", "stages", i, "parts"
+                )
+        by_name[stage.name] = stage
     if stages and len(taking) > 1:
         raise ErrorAt(f"stages go before one pool that takes requests, and there are {len(taking)}", "stages")

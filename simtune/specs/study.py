@@ -78,7 +78,7 @@ def _listed(value: Any) -> Any:
 HardwareCounts = Annotated[
     Seq[HardwareCount], Field(min_length=1, strict=False), BeforeValidator(_listed), _OneOrMore()
 ]
-"""One or several kinds of devices; one may be written without a list."""
+"""Kinds of devices; a single kind may be written without a list."""
 
 
 def _understood(text: str) -> str:
@@ -87,7 +87,7 @@ def _understood(text: str) -> str:
 
 
 class PoolChoices(Part):
-    """What is searched for the pools of one role; what is left out is searched as for all."""
+    """Choices that are searched for the pools of one role; a key that is left out is searched as for all pools."""
 
     gpus: Labels | None = Field(None, description="hardware profiles of the study; all of them unless given")
     tp: Choices | None = None
@@ -104,7 +104,7 @@ class PoolChoices(Part):
 
 
 class Confirmation(Part):
-    """How a plan is confirmed before it is reported: on draws of the requests that the search has not seen."""
+    """Confirmation of a plan before it is reported: on draws of the requests that the search has not seen."""
 
     draws: Annotated[int, Field(ge=0, le=20)] = Field(
         3, description="fresh draws, on all of which it must keep the SLO; 0: none, and what is found is not confirmed"
@@ -171,12 +171,12 @@ class StudyLimits(Part):
     goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
 
     def given(self) -> dict[str, float]:
-        """Those that are set, by name."""
+        """Limits that are set, by name."""
         return {name: value for name, value in self if value is not None}
 
 
 class StudyBatching(Part):
-    """What all plans have in common of their batching; the sizes are searched."""
+    """Batching settings that all plans share; the sizes are searched."""
 
     policy: Policy = "vllm-fcfs"
     chunked_prefill: bool = True
@@ -201,7 +201,7 @@ class DrafterChoice(Part):
 
     @property
     def label(self) -> str:
-        """What candidates are named by."""
+        """Label of the drafter in the names of candidates."""
         return self.name or self.drafter.label.replace("_", "-")
 
 
@@ -219,7 +219,9 @@ class Day(Part):
     windows: Annotated[Seq[DayWindow], Field(min_length=1, max_length=1000, strict=False)] | None = Field(
         None, description="one after the other"
     )
-    trace_window_h: Positive | None = Field(None, description="the workload's trace, cut into windows of so many hours")
+    trace_window_h: Positive | None = Field(
+        None, description="the workload's trace, cut into windows of this many hours"
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -276,11 +278,11 @@ class Study(Spec):
 
     @property
     def routers(self) -> tuple[Routing, ...]:
-        """Those among which plans choose."""
+        """Routers among which plans choose."""
         return self.search.routers or (self.router or RoundRobinRouting(),)
 
     def devices(self, gpu: str) -> int:
-        """Of a hardware profile that it names."""
+        """Number of devices of a hardware profile that the study names."""
         return next(entry.devices for entry in self.hardware if entry.profile == gpu)
 
     @field_validator("router")
@@ -313,11 +315,11 @@ class Study(Spec):
         labels = ["", *(choice.label for choice in self.speculation)]
         for role in ("prefill", "decode"):
             choices: PoolChoices = getattr(self.search, role) or PoolChoices()
-            for key, known, given in (("gpus", profiles, choices.gpus), ("drafters", labels, choices.drafters)):
-                for i, name in enumerate(given or ()):
-                    if name not in known:
-                        named = ", ".join(repr(one) for one in known)
-                        raise ErrorAt(f"{name!r} is none of the study's: {named}", "search", role, key, i)
+            for key, allowed, chosen in (("gpus", profiles, choices.gpus), ("drafters", labels, choices.drafters)):
+                for i, name in enumerate(chosen or ()):
+                    if name not in allowed:
+                        listing = ", ".join(repr(allowed_name) for allowed_name in allowed)
+                        raise ErrorAt(f"{name!r} is none of the study's: {listing}", "search", role, key, i)
         return self
 
     @model_validator(mode="after")
@@ -335,7 +337,7 @@ class Study(Spec):
     @model_validator(mode="after")
     def _fixed_pools(self) -> Self:
         for i, pool in enumerate(self.fixed):
-            if pool.role == "mixed" or any(pool.role == other.role for other in self.fixed[:i]):
+            if pool.role == "mixed" or any(pool.role == earlier.role for earlier in self.fixed[:i]):
                 raise ErrorAt(
                     "fixed pools are one prefill or one decode pool; the other one is searched", "fixed", i, "role"
                 )

@@ -12,7 +12,7 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 def trace_text(trace: Trace, name: str) -> str:
-    """The text of a file of this name. Raises UsageError where its ending cannot hold the trace."""
+    """The text of a file of this name. Raises UsageError if its ending cannot hold the trace."""
     columns: dict[str, list[Any]] = {}
     if trace.arrival_s is not None:
         columns["arrival_s"] = [round(x, 9) for x in trace.arrival_s.tolist()]

@@ -43,7 +43,7 @@ class Gamma(Part):
 
 
 class FixedInterval(Part):
-    """One request every 1 / rate_rps seconds."""
+    """A request every 1 / rate_rps seconds."""
 
     kind: Literal["fixed"] = "fixed"
     rate_rps: Rate
@@ -92,13 +92,13 @@ Arrivals = Annotated[
 # --- lengths ----------------------------------------------------------------------------------------------
 
 MAX_TOKENS = 10**9
-"""Of one request, as `Tokens` says."""
+"""Most tokens of one request, as in `Tokens`."""
 Level = Annotated[float, Field(ge=0, le=1)]
 Quantile = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
 
 
 class FixedLength(Part):
-    """Every request has so many tokens."""
+    """Every request has the same number of tokens."""
 
     kind: Literal["fixed"] = "fixed"
     tokens: Tokens
@@ -144,7 +144,7 @@ class TraceLengths(Part):
 
 Lengths = Annotated[FixedLength | Lognormal | Quantiles | TraceLengths, Field(discriminator="kind")]
 DrawnLengths = Annotated[FixedLength | Lognormal | Quantiles, Field(discriminator="kind")]
-"""Those that need no trace."""
+"""Lengths that need no trace."""
 
 # --- service level objectives -----------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class SharedPrefix(Part):
     groups: Tokens
     tokens: Tokens
     block_tokens: BlockSize = Field(
-        16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks"
+        16, description="tokens of a block, in which sharing is counted: a multiple of KV blocks"
     )
 
 
@@ -216,7 +216,7 @@ class Sessions(Part):
     concurrent: Tokens
     turns: Tokens = Field(description="of each conversation")
     block_tokens: BlockSize = Field(
-        16, description="what turns share is told in blocks of so many tokens, see shared_prefix"
+        16, description="tokens of a block, in which what turns share is counted; see shared_prefix"
     )
 
 
@@ -228,7 +228,7 @@ class GraphNode(Part):
     after: Annotated[Seq[Name], Field(strict=False)] = Field((), description="nodes that must be over; none: arrives")
     delay_s: Seconds = Field(0.0, description="from then until they are sent, as by a tool that is called")
     from_s: Seconds = Field(0.0, description="not before so long after the family's arrival, as a part that comes late")
-    first: Count | None = Field(None, description="over with so many answers, the others are aborted; all unless given")
+    first: Count | None = Field(None, description="answers that end the node, the others are aborted; all unless given")
     prompt: DrawnLengths | None = Field(None, description="tokens of its own; those of the workload unless given")
     output: DrawnLengths | None = None
     inherits: Name | None = Field(

@@ -129,14 +129,14 @@ def _duplicates(node: yaml.Node, file: str, prefix: str = "") -> list[Problem]:
 
 
 class _Expanded:
-    """How many values, and how deep, a document is once its aliases are written out. Raises SpecError for too much."""
+    """Count of values and depth of a document once its aliases are written out. Raises SpecError for too much."""
 
     def __init__(self, file: str, most: int) -> None:
         self._file, self._most = file, most
         self._known: dict[int, tuple[int, int] | None] = {}
 
     def measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Values and levels of a node."""
+        """Return values and levels of a node."""
         if isinstance(node, yaml.ScalarNode):
             return 1, 0
         if id(node) not in self._known:
@@ -144,16 +144,16 @@ class _Expanded:
             pairs = isinstance(node, yaml.MappingNode)
             inner = [self.measure(x) for x in ([x for pair in node.value for x in pair] if pairs else node.value)]
             self._known[id(node)] = 1 + sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
-        known = self._known[id(node)]
-        if known is None:
+        size = self._known[id(node)]
+        if size is None:
             raise self._refusal(node, "an alias stands for what it is in itself")
-        if known[0] > self._most:
+        if size[0] > self._most:
             raise self._refusal(
                 node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write out the needed"
             )
-        if known[1] > DEEPEST:
+        if size[1] > DEEPEST:
             raise self._refusal(node, f"nested deeper than {DEEPEST} levels")
-        return known
+        return size
 
     def _refusal(self, node: yaml.Node, message: str) -> SpecError:
         return SpecError(Problem(self._file, message, "", node.start_mark.line + 1, node.start_mark.column + 1))

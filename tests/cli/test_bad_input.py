@@ -553,7 +553,8 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
         ),
         pytest.param(
             APART + "link: {}\nlinks: [{from: a, to: b}]\n",
-            "plan.yaml:9:1: link: every pair of pools has a link of its own, so nothing takes this one; leave it out",
+            "plan.yaml:9:1: link: every pair of pools has a link of its own in `links`, so `link` is not used; remove "
+            "it",
             id="a link that nothing takes",
         ),
         pytest.param(

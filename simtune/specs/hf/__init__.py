@@ -49,15 +49,15 @@ def from_config(
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
     standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
-    asked = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
+    config_keys = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
     ours: list[str] = []
     theirs: list[str] = []
     for setting in settings:
-        (theirs if _head(setting) in asked else ours).append(setting)
+        (theirs if _head(setting) in config_keys else ours).append(setting)
     spec, _ = _read(Config(_overridden(document, theirs), modelopt), name, raising=True)
-    kept = [*notes, *spec.pop("notes")]
-    if kept:
-        spec["notes"] = kept
+    all_notes = [*notes, *spec.pop("notes")]
+    if all_notes:
+        spec["notes"] = all_notes
     return Model.from_document(override(Document(document.file, spec, None), ours))
 
 
@@ -66,8 +66,8 @@ def _head(setting: str) -> str:
 
 
 def _overridden(document: Document, settings: Sequence[str]) -> Document:
-    """With settings in place of what the file says: of its language part where the key stands there, under the name it
-    has there.
+    """Return the config with settings in place of its own values: in its language part if the key is there, under the
+    name that it has there.
     """
     part = Config(document).part
     nested = document.data.get(part, {}) if part else {}
@@ -83,7 +83,7 @@ def _overridden(document: Document, settings: Sequence[str]) -> Document:
 def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
     """The spec as plain data, and the keys of the config that were asked for.
 
-    Raises SpecError where the architecture is not known, and where anything is wrong if `raising`.
+    Raises SpecError if the architecture is not known, and where anything is wrong if `raising`.
     """
     architecture_name, architecture = _architecture(config)
     config.of_architecture(architecture.names, architecture.defaults)
@@ -125,7 +125,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
 
 
 def _architecture(config: Config) -> tuple[str, Architecture]:
-    """Raises SpecError at once: without a known architecture no other key has a meaning."""
+    """Raise SpecError at once: without a known architecture no other key has a meaning."""
     listed: Any = config.data.get("architectures")
     if listed is None and config.data.get("model_type") in LANGUAGE_MODELS:
         listed = [LANGUAGE_MODELS[config.data["model_type"]]]

@@ -106,7 +106,9 @@ def latent(config: Config, architecture: Architecture) -> Layers:
 
 
 def delta_nets(config: Config, architecture: Architecture) -> Layers:
-    """Qwen3-Next and Qwen 3.5: gated delta nets, and full attention by layer_types or every so many layers."""
+    """Return the attention of Qwen3-Next and Qwen 3.5: gated delta nets, and full attention by layer_types or by an
+    interval of layers.
+    """
     num_layers = config.count("num_hidden_layers")
     full = {"kind": "full", **_shape(config, architecture)}
     linear = {
@@ -130,7 +132,7 @@ _RENAMED = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def one_sublayer_kinds(config: Config) -> list[str]:
-    """What each layer of Nemotron-H is: mamba, attention, mlp or moe."""
+    """Return the kind of each layer of Nemotron-H: mamba, attention, mlp or moe."""
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if isinstance(kinds, list):
         kinds = [_RENAMED.get(str(kind), str(kind)) for kind in kinds]

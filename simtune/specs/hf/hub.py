@@ -10,7 +10,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_id(reference: str) -> bool:
-    """Whether a reference has the form of a model's id on Hugging Face, `Qwen/Qwen3-8B`."""
+    """True if a reference has the form of a model's id on Hugging Face, `Qwen/Qwen3-8B`."""
     return _ID.fullmatch(reference) is not None and not reference.startswith(".")
 
 

@@ -23,10 +23,10 @@ ALIASES = {
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 MOST, MOST_LAYERS = 2**27, 10_000
-"""Of any size of a model, and of its layers."""
+"""Bounds of any size of a model, and of the number of its layers."""
 
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
-"""Where multimodal configs keep that of their language model."""
+"""Keys under which multimodal configs contain that of their language model."""
 
 
 def language_parts(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ class Config:
         self.problems.append(Problem(self.document.file, message, ".".join([*part, key]), line, column))
 
     def raise_if_any(self) -> None:
-        """Raises SpecError with all that was noted."""
+        """Raise SpecError with all that was noted."""
         if self.problems:
             raise SpecError(sorted(dict.fromkeys(self.problems), key=lambda p: (p.line or 0, p.column or 0)))
 
@@ -114,7 +114,7 @@ class Config:
         return default
 
     def switch(self, key: bool | str) -> bool:
-        """What an architecture always or never has, or has by a key."""
+        """Return a switch that an architecture always or never has, or that a key of the config sets."""
         return self.flag(key) if isinstance(key, str) else key
 
     def dtype(self) -> str:
@@ -128,7 +128,7 @@ class Config:
         return self.choice("dtype", DTYPES)
 
     def choice(self, what: str, values: Mapping[str, str]) -> str:
-        """One of some words, or of what they mean."""
+        """Return the meaning of a key that must be one of the words of `values`; note a problem if it is not."""
         names = ALIASES[what]
         value = self.get(*names)
         if isinstance(value, str) and (value in values or value in values.values()):
@@ -137,13 +137,13 @@ class Config:
         return next(iter(values.values()))
 
     def layer_kinds(self, num_layers: int, known: Sequence[str], name: str = "layer_types") -> list[str] | None:
-        """One known kind for each layer, None where none are given; what is wrong with them is reported."""
+        """Return one known kind for each layer, None if the config lists none; note a problem for what is wrong."""
         kinds = self.get(name)
         if kinds is None:
             return None
         if not isinstance(kinds, list) or len(kinds) != num_layers:
-            given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
-            self.problem(name, f"must be a list of {num_layers} layer kinds, not {given}")
+            actual = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
+            self.problem(name, f"must be a list of {num_layers} layer kinds, not {actual}")
             return [known[0]] * num_layers
         for kind in sorted({str(kind) for kind in kinds if kind not in known}):
             self.problem(name, f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
@@ -163,11 +163,11 @@ class Config:
             part = (
                 self.nested if self.nested and any(self.nested.get(name) is not None for name in names) else self.data
             )
-            given = {name: part[name] for name in names if part.get(name) is not None}
-            first, *rest = given or ("",)
-            for other in rest:
-                if given[other] != given[first]:
-                    self.problem(other, f"{given[other]!r} contradicts {first}, which is {given[first]!r}")
+            stated = {name: part[name] for name in names if part.get(name) is not None}
+            first, *aliases = stated or ("",)
+            for alias in aliases:
+                if stated[alias] != stated[first]:
+                    self.problem(alias, f"{stated[alias]!r} contradicts {first}, which is {stated[first]!r}")
 
     def _all_names(self, names: Sequence[str]) -> tuple[str, ...]:
         every = tuple(dict.fromkeys(n for name in names for n in (name, *self._own_names.get(name, ()))))

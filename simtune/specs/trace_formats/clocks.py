@@ -12,7 +12,7 @@ NAMES = (
     "timestamp", "@timestamp", "time", "ts", "start_time", "startTime", "request_time", "received_at", "created_at",
     "created",
 )  # fmt: skip
-"""What logs call the time of a request, the surest first."""
+"""Names of the time of a request in logs, the surest first."""
 
 FORMS = (
     "2026-03-01T09:30:00+01:00, 2026-03-01 09:30:00.123 or 01.03.2026 09:30:00 (UTC unless an offset follows), or "
