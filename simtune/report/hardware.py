@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """One operator as the page shows it."""
+    """An operator as the page shows it."""
 
     key: str
     along: str
@@ -87,7 +87,7 @@ class Section(NamedTuple):
 
 
 def headline(hardware: Hardware) -> str:
-    """What the page is about, in a sentence."""
+    """Return a sentence on the origin of the operators."""
     counts: dict[str, int] = {}
     for operator in hardware.operators.values():
         counts[operator.origin] = counts.get(operator.origin, 0) + 1
@@ -155,8 +155,8 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
             shape[name] = x
             continue
         smallest, largest = _box(operator, name)
-        wanted = fixed.get(name, round(float(np.sqrt(max(smallest, 1e-9) * max(largest, 1e-9)))))
-        value = float(np.clip(wanted, smallest, largest))
+        middle = fixed.get(name, round(float(np.sqrt(max(smallest, 1e-9) * max(largest, 1e-9)))))
+        value = float(np.clip(middle, smallest, largest))
         shape[name] = np.full(len(x), value)
         if smallest < largest:
             label.append(f"{name} {value:,.6g}")
@@ -166,7 +166,7 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
 
 
 def rates(hardware: Hardware) -> list[Rate]:
-    """What the fits found of the data sheet's rates. Collectives are judged by the link inside a node."""
+    """Return the fitted rates as shares of the data sheet's rates. Collectives are judged by the link inside a node."""
     shares = []
     for key, operator in hardware.operators.items():
         terms, device = OPERATORS[operator.kind], hardware.device
@@ -254,21 +254,21 @@ def _us(seconds: Sequence[float]) -> list[float]:
 
 
 def rate_figure(rates: Sequence[Rate]) -> Figure:
-    """Fitted rates as shares of the data sheet."""
-    shown = list(reversed(rates))
+    """Figure of fitted rates as shares of the data sheet."""
+    from_bottom = list(reversed(rates))
     data = [
         {
             "type": "bar",
             "orientation": "h",
-            "y": [escape(r.key) for r in shown],
+            "y": [escape(r.key) for r in from_bottom],
             "x": [None if value is None else round(100 * value, 1) for value in values],
             "name": name,
             "marker": {"color": colour},
             "hovertemplate": "%{y}: %{x:.0f} %<extra></extra>",
         }
         for name, values, colour in (
-            ("memory or link rate", [r.bytes for r in shown], figures.COLOURS[0]),
-            ("flops", [r.flops for r in shown], figures.COLOURS[1]),
+            ("memory or link rate", [r.bytes for r in from_bottom], figures.COLOURS[0]),
+            ("flops", [r.flops for r in from_bottom], figures.COLOURS[1]),
         )
     ]
     line = {"type": "line", "xref": "x", "yref": "paper", "x0": 100, "x1": 100, "y0": 0, "y1": 1}
@@ -279,7 +279,7 @@ def rate_figure(rates: Sequence[Rate]) -> Figure:
 
 
 SMALL = {"size": 9}
-"""So that names of operators leave room on a phone."""
+"""Font that leaves room on a phone beside the names of operators."""
 ABOVE = 56
 """Characters of such a name above its row."""
 SHOWN = (1, 10, 100)
@@ -326,30 +326,30 @@ def _legend_above() -> Figure:
 
 
 def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
-    """One page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
+    """Return a page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
     from markupsafe import Markup
 
-    shown, errors = fits(hardware), error_figure(hardware)
-    drawn = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(shown)}
-    drawn["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(shown))
+    operator_fits, errors = fits(hardware), error_figure(hardware)
+    pictures = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(operator_fits)}
+    pictures["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(operator_fits))
     for i, section in enumerate(sections):
         if section.figure is not None:
             height = 340 + 24 * max(3, len(section.figure["data"]))  # on a phone the legend has a line for each
-            drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
+            pictures[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())
-        drawn["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
+        pictures["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
     return fill(
         "hardware.html.j2",
         style=Markup(template("style.j2")),
         hardware=hardware,
         headline=headline(hardware),
         facts=facts(hardware),
-        fits=shown,
+        fits=operator_fits,
         sections=sections,
         kinds=sorted({o.origin for o in hardware.operators.values()}),
         outside=OUTSIDE,
         version=__version__,
-        figures={name: Markup(html) for name, html in drawn.items()},
+        figures={name: Markup(html) for name, html in pictures.items()},
         plotly_js=Markup(figures.plotly_js()),
     )

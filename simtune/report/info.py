@@ -1,4 +1,4 @@
-"""What the report shows, computed before anything is drawn: small tuples that tests can look at.
+"""Contents of the report, computed before anything is drawn: small tuples that tests can check.
 
 Seconds come in; milliseconds, percent and words go out.
 """
@@ -43,7 +43,7 @@ def ms(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """One decimal; what is not quite all is never rounded up to 100 %."""
+    """Return a share in percent with one decimal; a share just below 1 is never rounded up to 100 %."""
     if share is None:
         return ABSENT
     text = f"{share * 100:.1f} %"
@@ -58,7 +58,7 @@ def gib(num_bytes: float) -> str:
 # --- words ------------------------------------------------------------------------------------------------
 
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
-"""What E2EL is made up of."""
+"""Parts that add up to E2EL."""
 METRIC_NAMES: dict[Metric, str] = {
     "ttft": "TTFT",
     "tpot": "TPOT",
@@ -86,12 +86,12 @@ def devices(s: Summary) -> str:
 
 
 def profiles(s: Summary) -> tuple[HardwareFacts, ...]:
-    """Of all kinds of GPU of its pools."""
+    """Profiles of all kinds of GPU of the pools."""
     return (s.hardware, *s.other_hardware)
 
 
 def chosen_name(run: Run) -> str:
-    """What the chosen plan is called in tables, sweep and quantiles."""
+    """Name of the chosen plan in tables, sweep and quantiles."""
     return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
 
 
@@ -107,13 +107,15 @@ def _shape(s: Summary) -> str:
 
 
 def headline(run: Run) -> str:
-    """One sentence: which plan, what it achieves, per GPU, under which limits."""
+    """Return a sentence: which plan, what it achieves, per GPU, under which limits."""
     s = run.summary
     plan = f"{chosen_name(run)} ({_shape(s)})"
     if s.saturated:
         offered = "its load" if s.offered_rate_rps is None else f"{number(s.offered_rate_rps)} requests/s"
-        done = "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
-        return f"{plan} cannot keep up with {offered}{done}."
+        finished = (
+            "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
+        )
+        return f"{plan} cannot keep up with {offered}{finished}."
     if s.slo and not all(x.met for x in s.slo):
         missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
         rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
@@ -201,10 +203,10 @@ def _certainty(s: Summary) -> list[tuple[str, str, str]]:
     sure = []
     if s.confidence is not None and s.confidence.versus:
         sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
-    drawn = s.uncertainty or s.odds
-    if drawn is None or not s.slo:
+    worlds = s.uncertainty or s.odds
+    if worlds is None or not s.slo:
         return sure
-    return [*sure, ("P(SLO holds)", percent(drawn.slo_probability), f"of {number(drawn.worlds)} worlds")]
+    return [*sure, ("P(SLO holds)", percent(worlds.slo_probability), f"of {number(worlds.worlds)} worlds")]
 
 
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:
@@ -239,17 +241,17 @@ E2EL_COLOURS: dict[str, str] = {
 
 
 def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
-    """(part, mean over all requests, share of the mean E2EL); none where nothing finished."""
-    whole = s.metrics.get("e2el")
-    if whole is None or not whole.mean:
+    """Return (part, mean over all requests, share of the mean E2EL); empty if nothing finished."""
+    e2el = s.metrics.get("e2el")
+    if e2el is None or not e2el.mean:
         return []
     parts = []
     for metric, name in PARTS.items():
         m = s.metrics.get(metric)
         if m is not None and m.count:
             # A request that was not sent anywhere took no time for it.
-            seconds = (m.mean or 0.0) * m.count / whole.count
-            parts.append((name, f"{ms(seconds)} ms", seconds / whole.mean))
+            seconds = (m.mean or 0.0) * m.count / e2el.count
+            parts.append((name, f"{ms(seconds)} ms", seconds / e2el.mean))
     return parts
 
 
@@ -280,7 +282,7 @@ def _interval(s: Summary, metric: str, statistic: str) -> str:
 
 
 def uncertainty_note(s: Summary) -> str | None:
-    """What the intervals are, and how often the verdict would differ; None where no worlds were drawn."""
+    """Return a note on the intervals and on how often the verdict would differ; None if no worlds were drawn."""
     u = s.uncertainty
     if u is None:
         return None
@@ -293,7 +295,9 @@ def uncertainty_note(s: Summary) -> str | None:
 
 
 def settings(spec: Spec) -> list[tuple[str, str]]:
-    """What a spec says, each by its key in the file (`search.tp`, `1, 2, 4`), in the order of its fields."""
+    """Return the settings of a spec, each with its key in the file (`search.tp`, `1, 2, 4`), in the order of its
+    fields.
+    """
     return [row for key, value in spec.to_data().items() if key != "schema" for row in _flat(value, key)]
 
 
@@ -312,7 +316,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _word(value: Any) -> str:
-    """As a file says it."""
+    """Return a value as a file writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -418,7 +422,7 @@ class ParetoInfo(NamedTuple):
 
 
 def _places(candidates: Sequence[CandidateRow]) -> list[ParetoPoint]:
-    """Of candidates that were simulated as far as to have both coordinates."""
+    """Return the points of candidates that were simulated far enough to have both coordinates."""
     return [
         ParetoPoint(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
         for c in candidates
@@ -470,7 +474,7 @@ class GoodputCurve(NamedTuple):
 
 
 def sweep_curves(run: Run) -> list[GoodputCurve]:
-    """One curve per candidate of the sweep, in the order of `series`."""
+    """Return a curve for each candidate of the sweep, in the order of `series`."""
     points = run.summary.sweep or ()
     curves = []
     for name in series(run):
@@ -542,7 +546,7 @@ def _level(statistic: str) -> float | None:
 
 
 class Layer(NamedTuple):
-    """One operator across the steps of a breakdown; `ms[i]` belongs to step i."""
+    """An operator across the steps of a breakdown; `ms[i]` belongs to step i."""
 
     operator: str
     provenance: str
@@ -599,7 +603,7 @@ def memory(s: Summary) -> MemoryShares | None:
 
 
 class BasisInfo(NamedTuple):
-    """What the step time rests on: (words, share) of all of it, and a row of cells for each operator kind."""
+    """Basis of the step time: (words, share) of all of it, and a row of cells for each operator kind."""
 
     shares: tuple[tuple[str, float], ...]
     rows: tuple[tuple[str, ...], ...]
@@ -647,10 +651,15 @@ def rivals(s: Summary) -> list[tuple[str, ...]]:
 
 
 def to_measure(s: Summary) -> list[tuple[str, ...]]:
-    """What is in doubt, how often the choice would be right once it was known, and the shapes to measure."""
+    """Return the errors in doubt, how often the choice would be right once each is known, and the shapes to measure."""
     return [
-        (one.error, percent(one.share), percent(one.right_after), "; ".join(map(str, one.points or one.acceptance)))
-        for one in (s.confidence.to_measure if s.confidence else ())
+        (
+            doubt.error,
+            percent(doubt.share),
+            percent(doubt.right_after),
+            "; ".join(map(str, doubt.points or doubt.acceptance)),
+        )
+        for doubt in (s.confidence.to_measure if s.confidence else ())
     ]
 
 

@@ -1,5 +1,4 @@
-"""What stands in the files of a run: `summary.json`, `candidates.csv`, `search.csv`, `requests.csv`,
-`manifest.json`.
+"""Contents of the files of a run: `summary.json`, `candidates.csv`, `search.csv`, `requests.csv`, `manifest.json`.
 
 Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
 declared where they are computed, in `simtune.sim.summary`. Seconds, bytes, tokens, requests per second.
@@ -54,7 +53,7 @@ class HardwareFacts(Record):
 
 
 class MemoryUse(Record):
-    """One device's memory under vLLM's accounting."""
+    """Memory of one device under vLLM's accounting."""
 
     total_bytes: Positive
     weights_bytes: NonNegative
@@ -65,7 +64,7 @@ class MemoryUse(Record):
 
 
 class Price(Record):
-    """What the GPUs of a deployment cost, and over what it delivers under its load."""
+    """Price of the GPUs of a deployment, and per unit of what it delivers under its load."""
 
     per_hour_usd: Positive = Field(description="of all GPUs")
     per_million_output_tokens_usd: NonNegative | None
@@ -75,7 +74,7 @@ class Price(Record):
 
 
 class StepPart(Record):
-    """What one operator kind takes of a step."""
+    """Time of one operator kind in a step."""
 
     operator: str
     seconds: NonNegative
@@ -83,7 +82,7 @@ class StepPart(Record):
 
 
 class StepTime(Record):
-    """Where the predicted time of one step goes."""
+    """Predicted time of one step, by operator kind."""
 
     step: str
     parts: Seq[StepPart]
@@ -115,7 +114,7 @@ class PoolTimeline(Timeline):
 
 
 class ObjectiveValue(Record):
-    """What the chosen plan reached of what the study asked for."""
+    """Value of the study's objective that the chosen plan reached."""
 
     name: str
     unit: str
@@ -134,7 +133,7 @@ class SweepPoint(Record):
     ttft_p99_s: NonNegative | None
     tpot_p99_s: NonNegative | None
     saturated: bool
-    tokens_per_round: Positive | None = Field(description="delivered by one verification; null where nobody drafts")
+    tokens_per_round: Positive | None = Field(description="delivered by one verification; null without drafts")
     wasted_per_round: NonNegative | None = Field(description="tokens verified and not delivered")
 
 
@@ -150,13 +149,13 @@ class RunnerUp(Record):
 
 
 class ScheduleCell(Record):
-    """The best way to draft at one batch and context, and its gain over none."""
+    """The best way to draft at one batch and context, and its gain over no drafts."""
 
     scheme: str
     short: str
     off: bool
     gain: Positive
-    occurs: bool = Field(description="so many sequences of such a length fit")
+    occurs: bool = Field(description="the batch of this context fits in memory")
 
 
 class FixedScheme(Record):
@@ -167,7 +166,7 @@ class FixedScheme(Record):
 
 
 class ChainAtBatch(Record):
-    """Of a chain whose length follows the batch: tokens of a round, and wasted ones, per sequence."""
+    """Tokens of a round, and wasted ones, per sequence, of a chain whose length follows the batch."""
 
     batch: Count
     draft_tokens: Whole
@@ -176,7 +175,9 @@ class ChainAtBatch(Record):
 
 
 class EngineDrafting(Record):
-    """What of the schedule an engine can be told: `loss` is the share of its gain that is lost by that."""
+    """Part of the schedule that an engine can be given: `loss` is the share of the gain that is lost by the
+    restriction.
+    """
 
     engine: str
     scheme: str
@@ -210,7 +211,7 @@ class DraftedLoad(Record):
 
 
 class AcceptanceFacts(Record):
-    """Where the acceptance comes from."""
+    """Source of the acceptance."""
 
     name: str
     origin: str
@@ -421,13 +422,13 @@ class Manifest(Record):
 
 
 class Run(NamedTuple):
-    """What a report is drawn from."""
+    """Data that a report is drawn from."""
 
     summary: Summary
     candidates: tuple[CandidateRow, ...]
-    """Empty where nothing was searched."""
+    """Candidates of the search; empty if nothing was searched."""
     swimlanes: Swimlanes | None = None
-    """None where the run kept no steps."""
+    """Swimlanes; None if the run kept no steps."""
     certificate: Certificate | None = None
-    """None where nothing was searched."""
+    """Certificate of the search; None if nothing was searched."""
     course: tuple[CourseRow, ...] = ()
