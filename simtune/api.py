@@ -87,23 +87,23 @@ def simulate(  # noqa: PLR0913 - one for each option
 
 @dataclass(frozen=True)
 class Specs:
-    """What a simulation is of, loaded."""
+    """Specs of a simulation, loaded."""
 
     model: Model
     hardware: Sequence[Hardware]
-    """Of every pool of the plan; without a plan, of the one there will be, or none."""
+    """Hardware of every pool of the plan; without a plan, that of the plan that will be made, or empty."""
     workload: Workload
     trace: Trace | None
     plan: Plan | None
     plan_settings: Sequence[str] = ()
-    """What is to be overridden in the plan that there will be."""
+    """Settings that override fields of the plan that will be made."""
     engine: EnginePreset | None = None
-    """Whose settings the plan that there will be has."""
+    """Engine whose settings the plan that will be made has."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One plan under one load, ready to run."""
+    """A plan under a load, ready to run."""
 
     deployment: Deployment
     workload: Workload
@@ -112,7 +112,7 @@ class Experiment:
     seed: int
 
     def run(self, *, record: bool = False, watch: Watch | None = None) -> Result:
-        """Simulate it; `record` keeps every step for timelines, `watch` is told now and then how far it is."""
+        """Simulate the plan; `record` keeps every step for timelines, `watch` is called now and then with progress."""
         return self.deployment.simulate(self.stream, record=record, seed=self.seed, watch=watch)
 
 
@@ -124,27 +124,27 @@ def load_specs(
     settings: Mapping[str, Sequence[str]] | None = None,
     engine: str | None = None,
 ) -> Specs:
-    """Load what is given by name or path. `settings` override fields, by kind of spec.
+    """Load specs that are given by name or path. `settings` override fields, by kind of spec.
 
     A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
     """
-    given = settings or {}
+    by_spec = settings or {}
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
     if isinstance(plan, str):
-        plan = _tables_beside(load_plan(plan, given.get("plan", ()), parts.problems), Path(plan).parent)
+        plan = _tables_beside(load_plan(plan, by_spec.get("plan", ()), parts.problems), Path(plan).parent)
     if model is None and plan is not None:
         model = plan.model
     if model is None:
         raise UsageError("name a model and a hardware profile, or a plan that does")
-    requests, trace = _load_requests(workload, given.get("workload", ()))
+    requests, trace = _load_requests(workload, by_spec.get("workload", ()))
     return Specs(
-        model if isinstance(model, Model) else load_model(model, given.get("model", ())),
-        _load_profiles(hardware, plan, engine, given.get("hardware", ())),
+        model if isinstance(model, Model) else load_model(model, by_spec.get("model", ())),
+        _load_profiles(hardware, plan, engine, by_spec.get("hardware", ())),
         requests,
         trace,
         plan,
-        given.get("plan", ()),
+        by_spec.get("plan", ()),
         None if engine is None else load_engine(engine),
     )
 
@@ -163,12 +163,15 @@ def _tables_beside(plan: Plan, folder: Path) -> Plan:
 def _load_profiles(
     hardware: str | Hardware | None, plan: Plan | None, engine: str | None, settings: Sequence[str]
 ) -> list[Hardware]:
-    """The hardware of every pool of a plan, of the one pool that there will be, or none, with the kernels of its
-    engine."""
-    named = [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+    """Return the hardware of every pool of a plan, of the one pool that there will be, or none, with the kernels of its
+    engine.
+    """
+    references = (
+        [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+    )
     profiles: dict[tuple[str, str | None], Hardware] = {}
     loaded = []
-    for profile, of_engine in named:
+    for profile, of_engine in references:
         if profile is None:
             continue
         if isinstance(profile, Hardware):
@@ -225,16 +228,18 @@ def stream(
 
 
 def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Path | None) -> Deployment:
-    """The plan, which names what it is deployed on."""
+    """Deploy the plan with the names of its model and hardware."""
     if isinstance(costs, (str, Path)):
         costs = read_costs(Path(costs))
-    own = None if costs is None else parts.OwnCosts(costs)
-    plan, hardware = _planned(specs, stream, own is not None)
-    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    own_costs = None if costs is None else parts.OwnCosts(costs)
+    plan, hardware = _planned(specs, stream, own_costs is not None)
+    pools = [
+        pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
+    ]
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
-    by_name = {its.name: its for its in hardware}
+    by_name = {profile.name: profile for profile in hardware}
     try:
-        return deploy(plan, specs.model, by_name, own, drafting=load_drafting(plan))
+        return deploy(plan, specs.model, by_name, own_costs, drafting=load_drafting(plan))
     except Infeasible as error:
         if specs.plan is not None or specs.plan_settings:
             # A plan of the user's own that cannot be is wrong input, not an answer.
@@ -243,14 +248,20 @@ def _deployed(specs: Specs, stream: RequestStream, costs: parts.Costs | str | Pa
 
 
 def deploy_plan(plan: str | Plan) -> Deployment:
-    """A plan on what it names, ready to run, without a load. Raises SpecError or UsageError where it cannot be."""
+    """Deploy a plan on the hardware that it names, without a load. Raises SpecError or UsageError if it cannot be
+    deployed.
+    """
     if isinstance(plan, str):
         plan = _tables_beside(load_plan(plan, (), parts.problems), Path(plan).parent)
     hardware = _load_profiles(None, plan, None, ())
-    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    pools = [
+        pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
+    ]
     plan = plan.model_copy(update={"pools": tuple(pools)})
     try:
-        return deploy(plan, load_model(plan.model), {its.name: its for its in hardware}, drafting=load_drafting(plan))
+        return deploy(
+            plan, load_model(plan.model), {profile.name: profile for profile in hardware}, drafting=load_drafting(plan)
+        )
     except Infeasible as error:
         raise UsageError(f"plan {plan.name}: {error}") from None
 
@@ -289,7 +300,7 @@ def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan
 
 
 def load_drafting(plan: Plan) -> dict[str, Drafting]:
-    """What the speculation of each pool names, by the pool's name."""
+    """Load draft models and acceptance of each pool that has speculation, by the pool's name."""
     return _drafting_by_pool(plan.pools, f"plan {plan.name}", str)
 
 
@@ -298,16 +309,16 @@ def _drafting_by_pool(pools: Sequence[Pool], where: str, placed: Callable[[str],
 
     `placed` turns a reference into a name or a path from here. Raises UsageError for what is not found.
     """
-    named = {}
+    drafting = {}
     for pool in pools:
         if pool.speculation is not None:
-            own = pool.speculation.drafter.own_model
+            draft_model = pool.speculation.drafter.own_model
             try:
-                model = None if own is None else load_model(placed(own))
-                named[pool.name] = Drafting(load_acceptance(placed(pool.speculation.acceptance)), model)
+                model = None if draft_model is None else load_model(placed(draft_model))
+                drafting[pool.name] = Drafting(load_acceptance(placed(pool.speculation.acceptance)), model)
             except UsageError as error:
                 raise UsageError(f"{where}, pool {pool.name}, speculation: {error}") from None
-    return named
+    return drafting
 
 
 # --- optimize ---------------------------------------------------------------------------------------------
@@ -364,7 +375,7 @@ def _hardware_of(
     study: Study, hardware: str | Hardware | None, folder: Path, engine: str | None
 ) -> tuple[Study, tuple[Hardware, ...]]:
     """The profiles of a study, with the kernels of its engine where there are some; `hardware` takes the place of its
-    only one. Raises UsageError where it has several."""
+    only one. Raises UsageError if it has several."""
     if hardware is None:
         names = [beside(folder, entry.profile) for entry in study.hardware]
         return study, tuple(load_kernels(name, engine) for name in names)
@@ -376,16 +387,16 @@ def _hardware_of(
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:
-    """A drafter with what it names; names that are paths are relative to `folder`, where there is one.
+    """Load a drafter's model and acceptance; names that are paths are relative to `folder`, if one is given.
 
-    Raises UsageError where the draft model does not go with the target, or the acceptance not with the scheme.
+    Raises UsageError if the draft model does not go with the target, or the acceptance not with the scheme.
     """
 
     def placed(reference: str) -> str:
         return reference if folder is None else beside(folder, reference)
 
-    own = choice.drafter.own_model
-    model = None if own is None else load_model(placed(own))
+    draft_model = choice.drafter.own_model
+    model = None if draft_model is None else load_model(placed(draft_model))
     acceptance = load_acceptance(placed(choice.acceptance))
     try:
         choice.drafter.network(target, model)

@@ -22,7 +22,7 @@ from simtune.errors import UsageError
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
 
 ANSWERS_S = 10.0
-"""How long a cluster may take to answer, and to have a worker."""
+"""Seconds that a cluster may take to answer, and to have a worker."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,7 +40,7 @@ class DaskCluster:
 
 
 Jobs = int | DaskCluster | None
-"""Who works: so many processes, one per core by default, or a cluster."""
+"""Workers: a number of processes, one per core by default, or a cluster."""
 
 
 @contextmanager
@@ -78,24 +78,25 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
     """`work(task)` for every task, in the order of the tasks.
 
     Where the system kills a worker, as it does when memory runs out, what is left is done in this process. A cluster
-    gives the tasks of a lost worker to the others; what is left when it has nobody any more is done here too.
+    gives the tasks of a lost worker to the others; the tasks that are left when it has no worker any more are done here
+    too.
     """
-    done = 0
+    num_done = 0
     if pool is not None:
         try:
             for result in pool.map(work, tasks):
                 yield result
-                done += 1
+                num_done += 1
             return
         except BrokenProcessPool as lost:
             say_alone(lost)
-    yield from map(work, tasks[done:])
+    yield from map(work, tasks[num_done:])
 
 
 def say_alone(lost: BrokenExecutor) -> None:
     """Say on stderr why one process goes on with the work of several."""
-    what = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
-    sys.stderr.write(f"{what}; going on with one process\n")
+    reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
+    sys.stderr.write(f"{reason}; going on with one process\n")
 
 
 # --- a Dask cluster ---------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class ClusterLost(BrokenProcessPool):
 
 
 class _ClusterFuture(Future[Any]):
-    """What comes of one task of a cluster."""
+    """Future of one task of a cluster."""
 
     def __init__(self, its: Any) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class _ClusterFuture(Future[Any]):
         its.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Here and there."""
+        """Cancel the task on the cluster, and this future."""
         self._its.cancel(force=True)
         return super().cancel()
 
@@ -129,7 +130,7 @@ class _ClusterFuture(Future[Any]):
 
 @contextmanager
 def _lost_as_broken() -> Iterator[None]:
-    """What Dask says of tasks that nobody gets done, as executors say it. Raises ClusterLost."""
+    """Raise ClusterLost, an error of executors, for Dask's errors about tasks that no worker finishes."""
     from distributed import KilledWorker
     from distributed.comm import CommClosedError
 
@@ -148,7 +149,7 @@ class _ClusterPool(Executor):
         self._client = client
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Of a single task; its result raises ClusterLost where the cluster does not get it done."""
+        """Submit a single task; its result raises ClusterLost if the cluster does not finish it."""
         return _ClusterFuture(self._client.submit(fn, *args, pure=False, **kwargs))
 
     def map(
@@ -166,10 +167,11 @@ class _ClusterPool(Executor):
 
 @contextmanager
 def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]:
-    """The cluster at an address (tcp://host:port), or `local:N` for N workers of its own on this machine, which listen
-    on 127.0.0.1 alone and end with it.
+    """Connect to the cluster at an address (tcp://host:port), or to `local:N` for N workers of its own on this machine,
+    which listen on 127.0.0.1 alone and end with it.
 
-    Raises UsageError where Dask is not installed, nobody answers, there is no worker, or workers have another release.
+    Raises UsageError if Dask is not installed, no scheduler answers, there is no worker, or workers have another
+    release.
     """
     try:
         from distributed import Client, LocalCluster
@@ -186,17 +188,17 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 host="127.0.0.1",
                 dashboard_address="127.0.0.1:0",  # its page of metrics, at any free port
                 silence_logs=logging.ERROR,
-            ) as own,
-            Client(own) as client,
+            ) as local_cluster,
+            Client(local_cluster) as client,
         ):
             yield DaskCluster(client)
         return
     try:
         client = Client(where, timeout=answers_s)
     except (OSError, ValueError, TypeError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({said}); start one, or add "
+            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({reason}); start one, or add "
             "--cluster-fallback to go on without it"
         ) from None
     with client:
@@ -205,7 +207,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
 
 
 def _check_workers(client: Any, where: str, answers_s: float) -> None:
-    """Raises UsageError where a cluster has no worker that could do the same as this process."""
+    """Raise UsageError if a cluster has no worker that could do the same as this process."""
     try:
         client.wait_for_workers(1, timeout=answers_s)
     except TimeoutError:

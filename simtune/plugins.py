@@ -33,20 +33,22 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name says where to import a part from."""
+    """True if a name is an import path of a part."""
     return re.match(IMPORT_PATH, name) is not None
 
 
 @functools.cache
 def registered(group: str) -> Mapping[str, str]:
-    """What installed packages have registered in an entry-point group: import paths by name, in order of the names."""
+    """Return the parts that installed packages have registered in an entry-point group: import paths by name, in order
+    of the names.
+    """
     from importlib import metadata
 
     return {point.name: point.value for point in sorted(metadata.entry_points(group=group), key=lambda p: p.name)}
 
 
 def load(reference: str) -> Any:
-    """What stands at an import path. Raises PartError, naming the line at which its module fails."""
+    """Return the object at an import path. Raises PartError with the line at which its module fails."""
     name, _, attribute = reference.partition(":")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
@@ -54,9 +56,9 @@ def load(reference: str) -> Any:
     try:
         loaded = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (name == missing or name.startswith(missing + ".")):
-            raise PartError(f"{reference}: there is no module {missing} in {folder} or on the Python path") from None
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (name == absent or name.startswith(absent + ".")):
+            raise PartError(f"{reference}: there is no module {absent} in {folder} or on the Python path") from None
         raise PartError(f"{reference}: its module cannot be imported: {_import_failure(error)}") from error
     for part in attribute.split("."):
         if not hasattr(loaded, part):
@@ -80,7 +82,7 @@ class PartKind(Generic[T]):
         return [*self.built_in, *(name for name in registered(self.group) if name not in self.built_in)]
 
     def find(self, name: str) -> type[T]:
-        """The class that a name or import path stands for. Raises PartError where there is none that can be used."""
+        """The class that a name or import path stands for. Raises PartError if there is none that can be used."""
         if name in self.built_in:
             return self.built_in[name]
         reference = registered(self.group).get(name, name)
@@ -101,34 +103,36 @@ class PartKind(Generic[T]):
 
 
 def keywords(cls: type) -> dict[str, bool]:
-    """What the constructor of a class can be given by keyword, and whether it must be; what it passes on to the classes
-    that it is derived from is among it."""
-    known: dict[str, bool] = {}
+    """Return the keyword arguments of a class's constructor, and whether each is required; those that it passes on to
+    its base classes are included.
+    """
+    accepted: dict[str, bool] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                known.setdefault(p.name, p.default is p.empty)
+                accepted.setdefault(p.name, p.default is p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return known
+    return accepted
 
 
 def option_problems(cls: type, options: Collection[str], given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(option, what is wrong with it): those that the constructor of a class does not know, that simtune gives it
-    itself, or that are missing."""
-    known = keywords(cls)
-    free = [name for name in known if name not in given]
+    """Yield (option, what is wrong with it) for options that the constructor of a class does not have, that simtune
+    sets itself, or that are missing.
+    """
+    accepted = keywords(cls)
+    free = [name for name in accepted if name not in given]
     for name in options:
         if name in given:
             yield name, f"is no option of {cls.__qualname__}: simtune gives it what the plan says elsewhere"
-        elif name not in known:
+        elif name not in accepted:
             takes = f"it takes {', '.join(free)}" if free else "it takes none"
             yield name, f"unknown option of {cls.__qualname__}{suggest(name, free)}; {takes}"
     for name in free:
-        if known[name] and name not in options:
+        if accepted[name] and name not in options:
             yield name, f"is required by {cls.__qualname__} ({where(cls)}) and missing"
 
 
@@ -148,7 +152,7 @@ class Brought:
 
     @property
     def files(self) -> set[str]:
-        """Where its code stands: files of the class and its bases, as far as they are not simtune's."""
+        """Files that contain its code: those of the class and its bases that are not simtune's."""
         files = {_file_of(part) for part in getattr(self.what, "__mro__", (self.what,))}
         return {file for file in files if file is not None and not file.startswith(_HERE)}
 
@@ -160,16 +164,16 @@ def blame(error: BaseException, parts: Sequence[Brought]) -> PartError:
     line is a part's own, what it left behind cannot be gone on with.
     """
     frames = list(_frames(error.__traceback__))[::-1]
-    own = [frame for frame in frames if any(frame.file in part.files for part in parts)]
-    at = (own or frames)[0]
+    of_parts = [frame for frame in frames if any(frame.file in part.files for part in parts)]
+    at = (of_parts or frames)[0]
     place = f"{at.method} ({_shown(at.file)}:{at.line}): {described(error)}"
-    for frame in own or frames:
+    for frame in of_parts or frames:
         for part in parts:
             if isinstance(part.what, type) and isinstance(frame.owner, part.what):
-                if own:
+                if of_parts:
                     return PartError(f"{part.noun} {part.name} failed in {place}")
                 return PartError(f"{part} broke a rule that was found broken in {place}; test it with simtune.testing")
-    if own:
+    if of_parts:
         part = next(part for part in parts if at.file in part.files)
         return PartError(f"{part.noun} {part.name} failed in {place}")
     either = " or ".join(map(str, parts))
@@ -201,11 +205,11 @@ class _Frame(NamedTuple):
     line: int
     method: str
     owner: object
-    """Whose method it was, if any."""
+    """Object whose method it was, if any."""
 
 
 def _frames(trace: TracebackType | None) -> Iterator[_Frame]:
-    """From the outermost call to the one that raised."""
+    """Yield the frames from the outermost call to the one that raised."""
     while trace is not None:
         code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
         yield _Frame(os.path.abspath(code.co_filename), trace.tb_lineno, code.co_qualname, owner)
@@ -218,8 +222,8 @@ def _import_failure(error: BaseException) -> str:
         return f"{_shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     lines = [f for f in lines if not f.filename.startswith(_HERE)]
-    own = [f for f in lines if "site-packages" not in f.filename] or lines
-    place = f"{_shown(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+    of_user = [f for f in lines if "site-packages" not in f.filename] or lines
+    place = f"{_shown(of_user[-1].filename)}:{of_user[-1].lineno}: " if of_user else ""
     return place + described(error)
 
 

@@ -88,7 +88,7 @@ class _Verbs(click.Group):
 @click.version_option(__version__, prog_name="simtune")
 @click.option("--log-json", is_flag=True, help="Progress as JSON lines on stderr, for machines.")
 def cli(log_json: bool) -> None:
-    """Which inference schedule should this model run on this hardware under this load?"""
+    """Find the inference schedule for a model on some hardware under some load."""
 
 
 def main(args: list[str] | None = None) -> Any:

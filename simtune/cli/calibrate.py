@@ -71,7 +71,7 @@ def calibrate(
 
 
 def _folder(profile: str, out: Path | None, force: bool) -> Path:
-    """Where the corrected profile goes. Raises UsageError where one stands there that may not be replaced."""
+    """Return the folder for the corrected profile. Raises UsageError if it has a profile that may not be replaced."""
     if out is None and not (force and Path(profile).is_dir()):
         raise UsageError("give --out FOLDER for the corrected profile, or --force to replace the one in folder DIR")
     folder = out or Path(profile)
@@ -82,7 +82,9 @@ def _folder(profile: str, out: Path | None, force: bool) -> Path:
 
 
 def _deployed(hardware: Hardware, model: str | None, tp: int | None, plan_file: str | None) -> tuple[Model, Pool]:
-    """What ran when the log was written: as the plan says, or a model on `tp` ranks with an engine's usual batching."""
+    """Return the model and the pool that ran when the log was written: those of the plan, or a model on `tp` ranks with
+    an engine's usual batching.
+    """
     from simtune.specs import catalog
     from simtune.specs.plan import Batching, Parallelism, Pool
 

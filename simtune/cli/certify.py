@@ -88,7 +88,7 @@ def _certify_front(audit: FrontAudit, as_json: bool) -> int:
 
 
 def _question(run: Path, study_file: str | None) -> Question:
-    """What was asked, from the command that the run keeps. Raises UsageError."""
+    """Return the question of a search, from the command that its run directory contains. Raises UsageError."""
     from simtune.api import load_question
     from simtune.cli.optimize import optimize
     from simtune.errors import UsageError
@@ -97,9 +97,9 @@ def _question(run: Path, study_file: str | None) -> Question:
     command = read_manifest(run / "manifest.json").command
     if command[1:2] != ("optimize",):
         raise UsageError(f"{run}: was not made by simtune optimize, so there is no search to check")
-    given = optimize.make_context("optimize", list(command[2:])).params
-    settings = given["settings"] if given["seed"] is None else (*given["settings"], f"seed={given['seed']}")
-    study = study_file or given["study_file"]
+    params = optimize.make_context("optimize", list(command[2:])).params
+    settings = params["settings"] if params["seed"] is None else (*params["settings"], f"seed={params['seed']}")
+    study = study_file or params["study_file"]
     if not Path(study).exists():
         raise UsageError(f"{study}: no such file; the run in {run} was made from it: name it with --study")
     return load_question(study, settings)

@@ -27,11 +27,11 @@ def explain(plan: str, as_json: bool) -> None:
     words = in_words(deploy_plan(str(folder / "plan.yaml") if is_run else plan))
     steps = neighbours(read_run(folder)) if is_run else []
     if as_json:
-        document = {"plan": {what: list(sentences) for what, sentences in words}}
+        document = {"plan": {part: list(sentences) for part, sentences in words}}
         print_json({**document, "steps": [step._asdict() for step in steps]})
         return
-    for what, sentences in words:
-        click.echo(what)
+    for part, sentences in words:
+        click.echo(part)
         for sentence in sentences:
             click.echo(f"  {sentence}")
     if steps:

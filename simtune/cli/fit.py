@@ -90,17 +90,17 @@ def fit(  # noqa: PLR0913 - one for each option
     target = out / "profile.yaml"
     if target.exists() and not force:
         raise UsageError(f"{target}: there is a profile already; give --force to replace it")
-    known = Facts.from_file(facts)
+    device_facts = Facts.from_file(facts)
     if source_profile:
-        hardware = transfer(catalog.load_hardware(source_profile), known)
+        hardware = transfer(catalog.load_hardware(source_profile), device_facts)
     else:
         tables = read_tables(sources, engine)
         beside = None if sister is None else catalog.load_hardware(sister)
-        tables = usable(tables, known, repair=repair, allow_launches=allow_launches, sister=beside)
+        tables = usable(tables, device_facts, repair=repair, allow_launches=allow_launches, sister=beside)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:
-            hardware = build(tables, known, allow_device=allow_device, repair=repair, progress=update)
+            hardware = build(tables, device_facts, allow_device=allow_device, repair=repair, progress=update)
     write_profile(out, hardware, COMMENT)
     if as_json:
         print_json({"written": str(target), "profile": hardware.to_data()})

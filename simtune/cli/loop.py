@@ -73,15 +73,15 @@ def loop(  # noqa: PLR0913 - one for each option
         note=lambda words: click.echo(words, err=True),
     )
     try:
-        done = closed.run()
+        finished_rounds = closed.run()
     except KeyboardInterrupt:
         click.echo(f"interrupted; the same command goes on from where it was, in {out}", err=True)
         return 130
-    within = all(v.within(tolerance) for v in done[-1].verdicts)
+    within = all(v.within(tolerance) for v in finished_rounds[-1].verdicts)
     if as_json:
-        print_json({"within": within, "rounds": [_data(r) for r in done]})
+        print_json({"within": within, "rounds": [_data(r) for r in finished_rounds]})
     else:
-        for number, r in enumerate(done, 1):
+        for number, r in enumerate(finished_rounds, 1):
             _print(number, r, tolerance)
     return 0 if within else 4
 

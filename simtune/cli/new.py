@@ -58,12 +58,12 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.specs.study import Study
 
     _check(file, force, objective)
-    here = cards()
-    known = profile_of(here[0]) if here else None
-    _note_stranger(here if known is None and hardware is None else [])
+    local_cards = cards()
+    local_profile = profile_of(local_cards[0]) if local_cards else None
+    _note_stranger(local_cards if local_profile is None and hardware is None else [])
     served = model or _ask("Model (name, id on Hugging Face, or a config.json)", "llama-3.1-8b", _loaded(load_model))
-    card = hardware or _ask("Card", known or "h100-sxm", _loaded(load_hardware))
-    count = here.count(here[0]) if here and card == known else 8
+    card = hardware or _ask("Card", local_profile or "h100-sxm", _loaded(load_hardware))
+    count = local_cards.count(local_cards[0]) if local_cards and card == local_profile else 8
     answers = Answers(
         model=served,
         hardware=card,
@@ -114,7 +114,7 @@ def _note_stranger(cards: list[str]) -> None:
 
 
 def _ask(question: str, default: Any, kind: click.FloatRange | click.IntRange | Callable[[str], str]) -> Any:
-    """The answer typed, asked for again until it is one; the default where nobody can answer."""
+    """Ask on a terminal until the answer is valid; return the default if there is no terminal."""
     if not sys.stdin.isatty():
         return default
     if isinstance(kind, (click.FloatRange, click.IntRange)):

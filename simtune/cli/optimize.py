@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     "--worlds",
     type=Whole(2, WORLDS),
     default=None,
-    help="Simulate so many worlds in which operators are off: how sure is the choice beside rivals, what to measure?",
+    help="Simulate this many worlds in which operators are off; report how often the plan beats its rivals, and what "
+    "to measure.",
 )
 @click.option(
     "--robust",
@@ -129,9 +130,11 @@ def optimize(  # noqa: PLR0913 - one for each option
                     ledger=journal,
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
-            drawn = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
+            chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
             with progress("windows of the day", quiet, PATIENCE_S) as update:
-                contents = of_study(tuned, jobs=workers, confidence=sure, uncertainty=drawn, progress=update)
+                contents = of_study(
+                    tuned, jobs=workers, confidence=sure, uncertainty=chosen_uncertainty, progress=update
+                )
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()
             note_estimates(tuned.deployment)
@@ -156,8 +159,9 @@ def optimize(  # noqa: PLR0913 - one for each option
 
 @contextmanager
 def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jobs]:
-    """The cluster if one is asked for, else so many processes. Raises UsageError where it does not answer and there is
-    to be no fallback."""
+    """Yield the cluster at `where` if it is set, else the number of processes. Raises UsageError if the cluster does
+    not answer, unless `fallback`.
+    """
     from simtune.parallel import connected
 
     with ExitStack() as ends:
@@ -173,7 +177,7 @@ def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jo
 
 
 PATIENCE_S = 3.0
-"""What is over sooner draws no bar."""
+"""Seconds; work that ends sooner shows no bar."""
 
 
 def _sure(
@@ -205,16 +209,16 @@ def _say_price(tuned: Tuned, worlds: int) -> None:
 
     each_s = seconds_of(lambda: simulate_chosen(tuned))
     plans = len(contenders(tuned))
-    what = "a search for its highest rate, of several simulations" if tuned.question.searches_rate else "a simulation"
+    work = "a search for its highest rate, of several simulations" if tuned.question.searches_rate else "a simulation"
     click.echo(
-        f"worlds: {plural(plans, 'plan')} in {plural(worlds, 'world')} are {plans * worlds:,} times {what}; one "
+        f"worlds: {plural(plans, 'plan')} in {plural(worlds, 'world')} are {plans * worlds:,} times {work}; one "
         f"takes {each_s:.2g} s here: at least {plans * worlds * each_s:,.0f} s of processor time",
         err=True,
     )
 
 
 def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> SearchJournal[SimulationFinding]:
-    """What is simulated, kept as it comes; of an earlier search, to go on with it, and how much there is is said."""
+    """Return the journal of simulations; if an earlier search is resumed, its journal, whose length is printed."""
     from simtune.tuner.certificate import inputs_hash
     from simtune.tuner.climb import SimulationFinding
     from simtune.tuner.journal import SearchJournal
@@ -228,18 +232,20 @@ def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> Searc
 
 
 def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out: Path, resume: bool) -> None:
-    """What was simulated is kept, and said to be, unless there is nothing or the error is the answer to it."""
+    """Keep the journal of a search that ended early and print so, unless it is empty or the error is the result of the
+    search.
+    """
     from simtune.errors import Infeasible, SpecError
 
     if not resume and (not len(journal) or isinstance(error, (Infeasible, SpecError))):
         journal.discard()
     elif len(journal):
-        kept = plural(len(journal), "simulation")
-        click.echo(f"{kept} are kept: --resume goes on with them, in {out}", err=True)
+        count = plural(len(journal), "simulation")
+        click.echo(f"{count} are kept: --resume goes on with them, in {out}", err=True)
 
 
 def _check_drafts(question: Question) -> None:
-    """What the engine cannot be told is refused before the search, not after it. Raises UsageError."""
+    """Raise UsageError before the search, not after it, for drafts that the engine cannot be given."""
     from simtune.emit import engine_for
     from simtune.specs.schemes import Chain
     from simtune.specs.study import StudyBatching
@@ -253,7 +259,7 @@ def _check_drafts(question: Question) -> None:
 
 
 def _course(now: SearchCourse) -> str:
-    """Where a search stands, in a line: the best plan, and how much better another could be."""
+    """Return the state of a search in a line: the best plan, and how much better another could be."""
     if now.best is None or now.value is None:
         return f"no plan yet, {now.simulations} simulations"
     if now.bound is None:
@@ -283,7 +289,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.runs.engine_files import searched_data
     from simtune.runs.schema import SUMMARY_SCHEMA
 
-    basis, sure, drawn = summary.cost_basis, summary.confidence, summary.uncertainty
+    basis, sure, uncertainty = summary.cost_basis, summary.confidence, summary.uncertainty
     print_json(
         {
             "schema": SUMMARY_SCHEMA,
@@ -299,7 +305,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
             **({} if sure is None else {"confidence": sure.to_data()}),
-            **({} if drawn is None else {"uncertainty": drawn.to_data()}),
+            **({} if uncertainty is None else {"uncertainty": uncertainty.to_data()}),
             **({} if summary.odds is None else {"odds": summary.odds.to_data()}),
             **tuned.result.summary().to_data(),
         }
@@ -312,7 +318,7 @@ COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms"
 def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.report.certainty import certainty
 
-    study, sure, said = tuned.question.study, summary.confidence, certainty(summary)
+    study, sure, statement = tuned.question.study, summary.confidence, certainty(summary)
     rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
     counts = Counter(row.status for row in tuned.rows)
@@ -337,7 +343,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
             )
     else:
         _print_front(tuned.ladder)
-    for line in (*(() if said is None else (said,)), *(() if sure is None else sure.lines())):
+    for line in (*(() if statement is None else (statement,)), *(() if sure is None else sure.lines())):
         click.echo(line)
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""

@@ -1,4 +1,4 @@
-"""What verbs share: options, tables, JSON, progress."""
+"""Shared parts of all verbs: options, tables, JSON, progress."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; never NaN."""
+    """Print a JSON document on stdout; never NaN."""
     click.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False))
 
 
@@ -99,12 +99,12 @@ def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str,
     """`workload.arrivals.rate_rps=8` under its spec's name. Raises click.BadParameter for another first word."""
     by_spec: dict[str, list[str]] = {name: [] for name in allowed}
     for setting in settings:
-        spec, dot, rest = setting.partition(".")
+        spec, dot, field = setting.partition(".")
         if spec not in by_spec or not dot:
             raise click.BadParameter(
                 f"{setting}: begin with one of {', '.join(a + '.' for a in allowed)}", param_hint="--set"
             )
-        by_spec[spec].append(rest)
+        by_spec[spec].append(field)
     return by_spec
 
 
@@ -141,12 +141,12 @@ def progress(total_of: str, quiet: bool, patience_s: float = 0.0) -> Iterator[Ca
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Of a table cell; a dash where there is none."""
+    """Return milliseconds for a table cell; a dash for None."""
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits below a thousand, whole above; a dash where there is none."""
+    """Return a number with `digits` significant digits below a thousand, whole above; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -181,7 +181,7 @@ def note_idle(deployment: Deployment) -> None:
 
 
 def print_basis(basis: CostBasis | None) -> None:
-    """One line on stdout: the shares of the step time by what they rest on; nothing where costs were brought."""
+    """Print a line on stdout: the shares of the step time by their basis; nothing if the user's own costs are used."""
     from simtune.costs.predict import Basis
 
     if basis is not None:

@@ -180,15 +180,16 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     as_json: bool,
     then: Callable[[], None] | None,
 ) -> int:
-    """What whole steps of an engine take, and what else is measured of it. Raises UsageError, also for options that are
-    not for engines."""
+    """Measure whole steps of an engine, then call `then` if given. Raises UsageError, also for options that do not
+    apply to engines.
+    """
     from simtune.specs import catalog
     from simtune.validation.engine_profile import STEPS, profile_engine
     from simtune.validation.engines.driving import EngineSize, driver
 
-    given = [name for name, value in wrong.items() if value is not None]
-    if given:
-        raise UsageError(f"{' and '.join(given)} cannot be given with --engine; leave it out")
+    wrong_options = [name for name, value in wrong.items() if value is not None]
+    if wrong_options:
+        raise UsageError(f"{' and '.join(wrong_options)} cannot be given with --engine; leave it out")
     if (engine == "vllm") != ("python" in options):
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
     if then is not None and engine != "vllm":
@@ -218,7 +219,7 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
 
 
 def _check_alone(kernels: str | None, transfers: bool) -> None:
-    """Raises UsageError for what is of engines, where none is named."""
+    """Raise UsageError for what is of engines, where none is named."""
     if kernels is not None:
         raise UsageError("--kernels splits the steps of an engine; give it with --engine")
     if transfers:
@@ -228,7 +229,7 @@ def _check_alone(kernels: str | None, transfers: bool) -> None:
 def _measure_transfers(
     reference: str, dtypes: tuple[str, ...], out: Path, sizes: tuple[int, int, int], options: Mapping[str, str]
 ) -> None:
-    """What it takes until a second engine goes on with a prompt; said on stderr."""
+    """Measure the time until a second engine continues with a prompt; print it on stderr."""
     from simtune.costs.transfers import fit_transfers, write_transfers
     from simtune.specs import catalog
     from simtune.validation.engine_profile import STEPS, reference_beside
@@ -269,7 +270,7 @@ def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], s
 
 
 def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tuple[int, int, int]) -> list[Added]:
-    """What its steps take beside their kernels."""
+    """Return the time that the steps of an engine take beyond their kernels."""
     from simtune.costs.iteration import StepModel
     from simtune.specs.plan import Batching, Pool
     from simtune.validation.added import added

@@ -59,9 +59,9 @@ def _show(parting: Parting) -> None:
         if name != "scheduled"
     ]
     if "scheduled" in parting.different:
-        both = _places(logged.scheduled), _places(simulated.scheduled)
-        places = [i for i in range(max(map(len, both))) if both[0][i : i + 1] != both[1][i : i + 1]]
-        rows += [(f"place {i + 1}", *("".join(side[i : i + 1]) or "-" for side in both)) for i in places[:SHOWN]]
+        sides = _places(logged.scheduled), _places(simulated.scheduled)
+        places = [i for i in range(max(map(len, sides))) if sides[0][i : i + 1] != sides[1][i : i + 1]]
+        rows += [(f"place {i + 1}", *("".join(side[i : i + 1]) or "-" for side in sides)) for i in places[:SHOWN]]
         if len(places) > SHOWN:
             rows.append((f"and {len(places) - SHOWN} places more", "", ""))
     print_table(f"Step {parting.step}: what differs", ("", "logged", "simulated"), rows)
@@ -88,5 +88,5 @@ def _before(state: State) -> str:
 
 
 def _first(words: list[str]) -> str:
-    rest = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + rest or "-"
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more or "-"

@@ -95,23 +95,23 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
         yield from run(entries, hardware=hardware, jobs=jobs)
         return
     lock(journal)
-    kept = RowJournal(journal)
-    known = kept.read()
+    store = RowJournal(journal)
+    stored = store.read()
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     keys = [_key(family, hardware) for family in families]
-    left = [entry for key, family in zip(keys, families, strict=True) if key not in known for entry in family]
-    fresh = run(left, hardware=hardware, jobs=jobs)
+    remaining = [entry for key, family in zip(keys, families, strict=True) if key not in stored for entry in family]
+    fresh = run(remaining, hardware=hardware, jobs=jobs)
     for key, family in zip(keys, families, strict=True):
-        if key in known:
-            yield from (Finding.model_validate(row) for row in known[key])
+        if key in stored:
+            yield from (Finding.model_validate(row) for row in stored[key])
             continue
-        made = list(islice(fresh, len(family)))
-        kept.add(key, [finding.model_dump(mode="json") for finding in made])
-        yield from made
+        findings = list(islice(fresh, len(family)))
+        store.add(key, [finding.model_dump(mode="json") for finding in findings])
+        yield from findings
 
 
 def _key(family: list[Entry], hardware: str | None) -> str:
-    """Of all that the findings of some systems of a family depend on."""
+    """Return a hash of all that the findings of some systems of a family depend on."""
     import hashlib
     import json
 
@@ -154,15 +154,15 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_inputs(finding: Finding) -> None:
-    """What it stands on, with the sources, and what is left out."""
-    for one in finding.inputs:
-        where = f" ({one.where})" if one.where else ""
-        ends = f"; otherwise {', '.join(number(gain) for gain in one.gains)}" if one.gains else ""
-        click.echo(f"  {one.source}: {one.what}{where}{ends}")
+    """Print the inputs of a finding, with the sources, and what is not modelled."""
+    for item in finding.inputs:
+        where = f" ({item.where})" if item.where else ""
+        ends = f"; otherwise {', '.join(number(gain) for gain in item.gains)}" if item.gains else ""
+        click.echo(f"  {item.source}: {item.what}{where}{ends}")
     if finding.not_modelled:
         click.echo(f"  not modelled: {', '.join(finding.not_modelled)}")
 
 
 COLUMNS = ("system", "status", "claimed", "band", "simulated", "of")
 MOST_REASONS = 30
-"""Of more systems than these the reasons stand in --json and --html only."""
+"""Number of systems above which the reasons are given in --json and --html only."""

@@ -52,8 +52,8 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
     elif isinstance(spec, Hardware):
         _show_hardware(spec)
     else:
-        known = _of_model(spec) if isinstance(spec, Model) else []
-        click.echo(spec.to_yaml("\n".join(f"{what}: {how_much}" for what, how_much in known)), nl=False)
+        model_facts = _of_model(spec) if isinstance(spec, Model) else []
+        click.echo(spec.to_yaml("\n".join(f"{fact}: {how_much}" for fact, how_much in model_facts)), nl=False)
 
 
 def _of_model(model: Model) -> list[tuple[str, str]]:

@@ -181,12 +181,17 @@ def simulate(  # noqa: PLR0913 - one for each option
     note_idle(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)
     note_basis(basis)
-    drawn = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
-    targets.write(experiment, result, drawn)
+    uncertainty = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
+    targets.write(experiment, result, uncertainty)
     if as_json:
-        _print_json(experiment.deployment.plan, result.summary(), basis, drawn)
+        _print_json(experiment.deployment.plan, result.summary(), basis, uncertainty)
     else:
-        _print(experiment.deployment.plan.name, result.summary(), drawn, price(experiment.deployment, result.summary()))
+        _print(
+            experiment.deployment.plan.name,
+            result.summary(),
+            uncertainty,
+            price(experiment.deployment, result.summary()),
+        )
         print_basis(basis)
         if out is not None:
             click.echo(f"report: {out / 'report.html'}")
@@ -199,7 +204,7 @@ PATIENCE_S = 3.0
 
 @contextmanager
 def _watched(quiet: bool) -> Iterator[Watch]:
-    """What shows how far a simulation is."""
+    """Yield a function that shows the progress of a simulation."""
     from simtune.specs.trace_cut import in_words
 
     with progress("requests", quiet, PATIENCE_S) as update:
@@ -207,7 +212,7 @@ def _watched(quiet: bool) -> Iterator[Watch]:
 
 
 def _drawn(experiment: Experiment, result: Result, worlds: int, jobs: int | None, quiet: bool) -> Uncertainty:
-    """The same requests in so many redrawn worlds."""
+    """Simulate the same requests in `worlds` redrawn worlds."""
     from simtune.sim.uncertainty import uncertainty
 
     with progress("worlds", quiet, PATIENCE_S) as update:
@@ -242,12 +247,12 @@ class _Targets:
             raise UsageError(f"{self.per_request}: end the name in .csv, .jsonl or .parquet")
 
     def need_no_columns(self, worlds: int | None) -> None:
-        """Raises UsageError for what --stream does not keep enough for."""
-        asked = {"--out": self.out, "--timeline": self.timeline, "--per-request": self.per_request,
+        """Raise UsageError for options that need more than --stream keeps."""
+        options = {"--out": self.out, "--timeline": self.timeline, "--per-request": self.per_request,
                  "--uncertainty": worlds}  # fmt: skip
-        given = [name for name, value in asked.items() if value is not None]
-        if given:
-            raise UsageError(f"--stream keeps no requests, which {' and '.join(given)} would need; leave one out")
+        set_options = [name for name, value in options.items() if value is not None]
+        if set_options:
+            raise UsageError(f"--stream keeps no requests, which {' and '.join(set_options)} would need; leave one out")
 
     def write(self, experiment: Experiment, result: Result, drawn: Uncertainty | None) -> None:
         """Each whole or not at all."""
@@ -269,7 +274,7 @@ class _Targets:
 
 
 def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
-    """What a streamed simulation says; its exit code."""
+    """Print a streamed simulation; return the exit code."""
     from simtune.runs.price import price
     from simtune.sim.basis import cost_basis
 
@@ -329,8 +334,8 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
         "num_gpus",
     ):
         value = getattr(summary, key)
-        shown = number(value) if isinstance(value, float) else value
-        click.echo(f"{key.replace('_', ' '):30} {shown}{_between(drawn.of(key) if drawn else None)}")
+        text = number(value) if isinstance(value, float) else value
+        click.echo(f"{key.replace('_', ' '):30} {text}{_between(drawn.of(key) if drawn else None)}")
     if price is not None:
         million = number(price.per_million_output_tokens_usd)
         click.echo(f"{'price':30} {number(price.per_hour_usd)} USD an hour, {million} USD per million output tokens")
@@ -365,8 +370,8 @@ def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty |
             spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
         cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
         rows.append((metric.upper(), *cells))
-    what = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
-    print_table(f"{name}: latencies in ms ({what})", ("metric", *STATISTICS), rows)
+    meaning = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
+    print_table(f"{name}: latencies in ms ({meaning})", ("metric", *STATISTICS), rows)
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:

@@ -65,23 +65,23 @@ def speculate(
 
     if html is not None and html.exists() and not force:
         raise UsageError(f"{html}: is there already; give --force to replace it")
-    target, its = load_model(model), load_hardware(hardware)
+    target, profile = load_model(model), load_hardware(hardware)
     draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
-    pool = Pool(hardware=its.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(its))
+    pool = Pool(hardware=profile.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(profile))
     contexts = Contexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
-    best = schedule(draft, target, its, pool, contexts, MAX_NODES)
+    best = schedule(draft, target, profile, pool, contexts, MAX_NODES)
     for notice in draft.drafting.acceptance.notices():
         click.echo(f"note: {notice}", err=True)
-    shown = DraftSchedule.model_validate(speculation_facts(draft, best))
+    draft_schedule = DraftSchedule.model_validate(speculation_facts(draft, best))
     if html is not None:
         from simtune.report.speculation import render
 
-        write_file(html, render(shown, target.name, its.device.name))
+        write_file(html, render(draft_schedule, target.name, profile.device.name))
         click.echo(f"wrote {html}", err=True)
     if as_json:
-        print_json(shown.to_data())
+        print_json(draft_schedule.to_data())
     else:
-        _print(shown, f"{target.name} on {its.device.name}, tp {tp}")
+        _print(draft_schedule, f"{target.name} on {profile.device.name}, tp {tp}")
 
 
 def _drafter(text: str) -> Drafter:
@@ -99,8 +99,8 @@ def _drafter(text: str) -> Drafter:
     data = yamlfile.parse(text, "--drafter").data
     if isinstance(data, str):
         data = {"kind": "eagle", "method": data} if data in ("eagle", "eagle3", "mtp") else {"kind": data}
-    whole = {"schema": Asked.schema_id(), "name": "asked", "drafter": data}
-    return Asked.from_document(yamlfile.Document("--drafter", whole, None)).drafter
+    fields = {"schema": Asked.schema_id(), "name": "asked", "drafter": data}
+    return Asked.from_document(yamlfile.Document("--drafter", fields, None)).drafter
 
 
 def _print(shown: DraftSchedule, title: str) -> None:
@@ -110,8 +110,8 @@ def _print(shown: DraftSchedule, title: str) -> None:
     ]
     columns = ("batch", *(f"{context:,} tokens" for context in shown.contexts))
     print_table(f"{shown.drafter} for {title}: best draft and gain, by batch and context", columns, rows)
-    click.echo("a number: chain of so many draft tokens; T: tree of so many; ≤: stops itself before; off: no drafts; "
-               "-: more tokens than the KV cache holds")  # fmt: skip
+    click.echo("a number: chain of this many draft tokens; T: tree of this many; ≤: stops itself before; off: no "
+               "drafts; -: more tokens than the KV cache holds")  # fmt: skip
     fixed = shown.fixed
     click.echo(f"gain, all cells alike: {number(shown.gain)}; best single setting, {fixed.scheme}: "
                f"{number(fixed.gain)}")  # fmt: skip

@@ -74,7 +74,7 @@ def deployment_file(
 
 
 def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
-    """What of the plan Dynamo is not told, and what it does instead."""
+    """Yield the settings of the plan that Dynamo is not given, and what it does instead."""
     if plan.router.kind not in ROUTER_MODES:
         yield f"router: Dynamo has no {plan.router.kind}; requests are dealt out {_DEFAULT_MODE}"
     elif plan.router.model_fields_set - {"kind"}:

@@ -1,4 +1,4 @@
-"""What an engine can be told: the face of every emitter, and what they have in common."""
+"""Base class of all emitters: the settings that an engine can be given, and the parts that emitters share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def untold(pool: Pool) -> Iterator[str]:
-    """What a pool may say to the simulator and no engine is told."""
+    """Yield the settings of a pool that are only simulated: no engine can be given them."""
     settings = (
         ("overlap", pool.overlap),
         ("runtime", pool.runtime),
@@ -34,20 +34,20 @@ def untold(pool: Pool) -> Iterator[str]:
         ("parallelism.expert_replicas", pool.parallelism.expert_replicas),
         ("parallelism.expert_locality", pool.parallelism.expert_locality),
     )
-    for key, given in settings:
-        if given is not None:
+    for key, value in settings:
+        if value is not None:
             yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
 
 
 def quantised(pool: Pool, model: Model) -> bool:
-    """Whether a pool has weights in another dtype than their checkpoint."""
+    """True if a pool has weights in another dtype than their checkpoint."""
     return model.with_weights(pool.weight_dtype) is not model
 
 
 def _of_preset(pool: Pool, key: str) -> HostTimes | str | None:
-    """What the shipped preset that a pool names says of its host; None where it says nothing, or none is named."""
-    given = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
-    return HostTimes.model_validate(given) if isinstance(given, dict) else given
+    """Return the host setting of the shipped preset that a pool names; None if it has none, or no preset is named."""
+    setting = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
+    return HostTimes.model_validate(setting) if isinstance(setting, dict) else setting
 
 
 class Emitter(ABC):
@@ -61,17 +61,17 @@ class Emitter(ABC):
     name: ClassVar[str]
     """In the names of files, and in reports."""
     title: ClassVar[str]
-    """In sentences."""
+    """Name of the engine in sentences."""
     version: str
-    """Whose names are written."""
+    """Release whose option names are written."""
     options: ClassVar[Mapping[str, type]]
-    """The names by which speculation is set, and the types of their values."""
+    """Names of the options that set speculation, and the types of their values."""
     schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]]
     """Settings of each scheme that the engine can express; a chain by another name is told as a chain."""
     drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]]
     """Settings of each drafter that the engine has, given what it loads beside the target."""
     takes: ClassVar[str]
-    """Which schemes those are, in words that end a refusal."""
+    """Schemes that the engine has, in words that end a refusal."""
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
@@ -91,11 +91,11 @@ class Emitter(ABC):
         return self
 
     def meant_by(self, pool: Pool) -> bool:
-        """Whether a pool is of this engine rather than of another one that has its policy."""
+        """True if a pool is of this engine rather than of another one that has its policy."""
         return pool.engine in self.presets
 
     def schedules(self, pool: Pool) -> bool:
-        """Whether the engine has the batching policy of a pool, and preempts as it does."""
+        """True if the engine has the batching policy of a pool, and preempts as it does."""
         return False
 
     def files(
@@ -106,7 +106,9 @@ class Emitter(ABC):
         raise UsageError(f"{self.title} is told of drafts alone")
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """What of a pool the engine would not start with, or is not told here, key by key."""
+        """Yield, key by key, the settings of a pool with which the engine would not start, or that are not written
+        here.
+        """
         yield from untold(pool)
         if pool.share is not None:
             yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
@@ -122,7 +124,7 @@ class Emitter(ABC):
         return self.quantizations[str(pool.weight_dtype)] if quantised(pool, model) else None
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""
+        """Yield, key by key, the settings of a pool that the engine cannot be given, with what it does instead."""
         batching, cache = pool.batching, pool.kv_cache
         yield from self.left_open(pool)
         if cache.watermark and "watermark" not in self.knows:
@@ -149,9 +151,9 @@ class Emitter(ABC):
                 yield f"{key}: neither plan nor study sets it, so the engine's default applies; simulated: {words}"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """Its settings of speculation. `draft` is the model that a draft model names.
+        """Return the engine's settings of speculation. `draft` is the model that a draft model names.
 
-        Raises UsageError where the engine cannot be told.
+        Raises UsageError if the engine cannot be given them.
         """
         drafter, scheme = speculation.drafter, speculation.scheme.as_chain() or speculation.scheme
         of_scheme, of_drafter = _of_class(self.schemes, scheme), _of_class(self.drafters, drafter)
@@ -171,7 +173,9 @@ class Emitter(ABC):
         return ""
 
     def problems(self, settings: Settings) -> list[str]:
-        """What is wrong with the names and types of speculation settings: nothing, for all that is written here."""
+        """Return what is wrong with the names and types of speculation settings: nothing for settings that are written
+        here.
+        """
         problems = []
         for option, value in settings.items():
             if option not in self.options:
@@ -188,7 +192,7 @@ class Emitter(ABC):
         return {f"engine/{self.name}-speculation.yaml": yamlfile.dump(settings, comment)}
 
     def _checkpoint(self, drafter: Drafter, draft: Model | None) -> str | None:
-        """What the engine loads beside the target, None where nothing."""
+        """Return the checkpoint that the engine loads beside the target, None if it loads none."""
         if drafter.own_model is not None:
             if draft is None or draft.hf is None:
                 why = f"its spec names no `hf`, which {self.title} would load"
@@ -221,5 +225,5 @@ def written_by(*emitters: Emitter) -> str:
 
 
 def with_unsaid(comment: str, unsaid: Iterable[str]) -> str:
-    """A file's comment that names what of the plan does not stand in the file."""
-    return "\n".join([comment, *(f"Not said here: {what}." for what in unsaid)])
+    """Return a file's comment that lists the settings of the plan that are not in the file."""
+    return "\n".join([comment, *(f"Not said here: {reason}." for reason in unsaid)])

@@ -11,34 +11,34 @@ from simtune.specs.plan import Plan, Pool
 
 
 class Server(NamedTuple):
-    """How an engine is started."""
+    """Names, and shell text that starts an engine."""
 
     name: str
-    """In the names of files."""
+    """Name of the engine in the names of files."""
     title: str
-    """In sentences."""
+    """Name of the engine in sentences."""
     command: str
     """Shell text that serves $MODEL by the settings in $here/$1, on the devices $2, as number $3 of the node."""
     ports: str = ""
-    """Shell text that sets what the command counts its ports from."""
+    """Shell text that sets the variable from which the command counts its ports."""
     apart: tuple[str, ...] = ()
-    """What to know of prefill and decode instances apart."""
+    """Notes on prefill and decode instances apart."""
     apart_options: str = ""
-    """Shell text that follows the command where prefill and decode instances are apart."""
+    """Shell text that follows the command if prefill and decode instances are apart."""
     multi_node: str = "see its page on multi-node serving"
 
     def settings_file(self, pool: Pool) -> str:
-        """The name of the settings file of a pool's instances, beside the script."""
+        """Return the name of the settings file of a pool's instances, beside the script."""
         return f"{self.name}-{pool.name}.yaml"
 
 
 class Endpoint(NamedTuple):
-    """Where an instance of a pool listens, as the script starts it."""
+    """Address at which an instance of a pool listens, as the script starts it."""
 
     pool: Pool
     node: int
     number: int
-    """On its node: what is counted from PORT."""
+    """Number of the instance on its node, which is added to PORT."""
     first_device: int
 
     @property
@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(plan: Plan, devices_per_node: int) -> list[Endpoint]:
-    """Of all instances in plan order, none of them across two nodes."""
+    """Return the endpoints of all instances in plan order, none of them across two nodes."""
     placed: list[Endpoint] = []
     node = device = number = 0
     for pool in plan.pools:

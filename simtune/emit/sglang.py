@@ -68,7 +68,7 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
 
 
 def _router(placed: list[Endpoint]) -> str:
-    """Its command with the address of every instance, and the bootstrap port of those that prefill."""
+    """Return the router's command with the address of every instance, and the bootstrap port of those that prefill."""
     lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
     for endpoint in placed:
         pool, number = endpoint.pool, endpoint.number
@@ -183,7 +183,7 @@ class Sglang(ServingEmitter):
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
 
     def _groups(self, attention_dp: int) -> Settings:
-        """Of groups of ranks with attention of their own."""
+        """Return the settings of groups of ranks with attention of their own."""
         if attention_dp == 1:
             return {}
         if self._release >= _ATTENTION_RANKS:

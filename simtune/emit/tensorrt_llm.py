@@ -133,7 +133,9 @@ class TensorrtLlm(ServingEmitter):
         }
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """Its context servers do not schedule ahead (examples/disaggregated of its sources)."""
+        """Yield the settings that are not written; context servers do not schedule ahead (examples/disaggregated of the
+        sources of TensorRT-LLM).
+        """
         yield from super().unsaid(pool)
         if pool.role == "prefill" and pool.async_scheduling:
             yield "async_scheduling: instances that prefill schedule step by step, so prompts take the host's time too"
@@ -163,7 +165,7 @@ class TensorrtLlm(ServingEmitter):
         return {"speculative_config": settings} if settings else {}
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """Its groups with attention of their own have one rank each."""
+        """Yield the refusals; groups with attention of their own have one rank each."""
         yield from super().refusals(pool, model, draft_models)
         if pool.parallelism.attention_dp > 1 and pool.parallelism.tp > 1:
             yield f"parallelism.attention_dp: with it {self.title} gives every rank attention of its own; set tp to 1"

@@ -58,7 +58,7 @@ Named as in the argument parser of the newest release. A bool has a twin `no-<op
 
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix", "dflash", "dspark")
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-"""How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
+"""Setting by which prefill and decode instances send KV caches to one another: NIXL, in both roles."""
 
 
 SERVER = Server(
@@ -75,13 +75,13 @@ SERVER = Server(
 
 
 def _proxy(placed: list[Endpoint]) -> str:
-    """The proxy of vLLM's NIXL example, which deals prompts and answers out in turn."""
+    """Return the command of the proxy of vLLM's NIXL example, which distributes prompts and outputs in turn."""
     proxy = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
     lines = [f'python "${{VLLM_PROXY:?set VLLM_PROXY to {proxy} of the sources of vLLM}}"']
     for role, word in (("prefill", "prefiller"), ("decode", "decoder")):
-        own = [endpoint for endpoint in placed if endpoint.pool.role == role]
-        hosts = " ".join(f'"${endpoint.host}"' for endpoint in own)
-        ports = " ".join(f'"$((PORT + {endpoint.number}))"' for endpoint in own)
+        of_role = [endpoint for endpoint in placed if endpoint.pool.role == role]
+        hosts = " ".join(f'"${endpoint.host}"' for endpoint in of_role)
+        ports = " ".join(f'"$((PORT + {endpoint.number}))"' for endpoint in of_role)
         lines += [f"    --{word}-hosts {hosts}", f"    --{word}-ports {ports}"]
     return " \\\n".join([*lines, '    --host 127.0.0.1 --port "$ROUTER_PORT"'])
 
@@ -174,7 +174,7 @@ class Vllm(Emitter):
         return problems
 
     def schedules(self, pool: Pool) -> bool:
-        """Its own two policies, preempting by recompute."""
+        """True for vLLM's own two policies with preemption by recompute."""
         return pool.batching.policy in self.policies and pool.kv_cache.preemption != "swap"
 
     def files(
@@ -210,7 +210,7 @@ class Vllm(Emitter):
         return files
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
-        """Raises UsageError where vLLM cannot be told."""
+        """Raise UsageError if vLLM cannot be told."""
         if pool.speculation is None:
             return None
         draft = drafts.get(pool.speculation.drafter.own_model or "")
@@ -286,15 +286,15 @@ class Vllm(Emitter):
             "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
-            "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot
+            "async-scheduling": pool.schedules_async,  # vLLM refuses the option if it cannot
             "enforce-eager": not pool.cuda_graphs or None,
             "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
             "speculative-config": self._speculative_config(pool, drafts),
         }
-        given = {option: value for option, value in settings.items() if value is not None}
-        assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())
+        stated = {option: value for option, value in settings.items() if value is not None}
+        assert all(isinstance(value, OPTIONS[option]) for option, value in stated.items())
         # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
-        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in given.items()}
+        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in stated.items()}
 
 
 # --- what vLLM refuses ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from simtune.emit.releases import Release
 
 NEWEST: Release = (0, 32)
 _FIRST: Release = (0, 10)
-"""What is here since then or longer has no entry."""
+"""First release that is covered; an option that this release has is not listed."""
 
 _OPTIONS: Mapping[str, Release] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
 _DRAFTS: Mapping[str, Release] = {
@@ -47,12 +47,12 @@ def hides_since(method: str) -> Release:
 
 
 def hides_pipelines(release: Release) -> bool:
-    """Whether it schedules asynchronously over a pipeline of stages."""
+    """True if a release schedules asynchronously over a pipeline of stages."""
     return release >= _HIDDEN_PIPELINES
 
 
 def takes_whole_prompts(release: Release) -> bool:
-    """Whether it can be told not to cut prompts; earlier ones of V1 always do."""
+    """True if a release can be set not to cut prompts; earlier releases of V1 always cut them."""
     return release >= _WHOLE_PROMPTS
 
 
