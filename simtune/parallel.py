@@ -95,7 +95,7 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
 
 def say_alone(lost: BrokenExecutor) -> None:
     """Say on stderr why one process goes on with the work of several."""
-    reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
+    reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, probably out of memory"
     sys.stderr.write(f"{reason}; going on with one process\n")
 
 
@@ -137,7 +137,7 @@ def _lost_as_broken() -> Iterator[None]:
     try:
         yield
     except KilledWorker as error:
-        raise ClusterLost("workers of the cluster were killed by one task, perhaps for want of memory") from error
+        raise ClusterLost("workers of the cluster were killed by one task, probably out of memory") from error
     except (CancelledError, CommClosedError) as error:
         raise ClusterLost("the cluster does not answer any more") from error
 

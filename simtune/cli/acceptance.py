@@ -38,7 +38,7 @@ def acceptance(
     from simtune.specs.base import spec_name
 
     if out.exists() and not force:
-        raise UsageError(f"{out}: is there already; give --force to replace it")
+        raise UsageError(f"{out}: exists already; give --force to replace it")
     reading = read_acceptance(files, draft_tokens, model)
     name = spec_name(out.name.split(".")[0], "acceptance")
     spec = Acceptance(name=name, origin="measured", source=reading.source, target=model, rates=reading.rates)

@@ -54,7 +54,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     from simtune.runs.files import write_file
 
     if html is not None and html.exists() and not force:
-        raise UsageError(f"{html}: is there already; give --force to replace it")
+        raise UsageError(f"{html}: exists already; give --force to replace it")
     entries = select(systems)
     if only_list:
         _list(entries)

@@ -44,7 +44,7 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
         if not isinstance(spec, Hardware):
             raise UsageError(f"--html: {reference} is no hardware profile")
         if html.exists() and not force:
-            raise UsageError(f"{html}: is there already; give --force to replace it")
+            raise UsageError(f"{html}: exists already; give --force to replace it")
         write_file(html, render(for_engine(spec)))
         click.echo(f"wrote {html}", err=True)
     if as_json:

@@ -64,7 +64,7 @@ def speculate(
     from simtune.tuner.drafting import Contexts, schedule
 
     if html is not None and html.exists() and not force:
-        raise UsageError(f"{html}: is there already; give --force to replace it")
+        raise UsageError(f"{html}: exists already; give --force to replace it")
     target, profile = load_model(model), load_hardware(hardware)
     draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
     pool = Pool(hardware=profile.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(profile))

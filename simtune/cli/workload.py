@@ -187,7 +187,7 @@ def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: P
     from simtune.specs.scrapes import is_scrape_file
 
     if traces := [str(file) for file in files if not is_scrape_file(file)]:
-        raise UsageError(f"{traces[0]}: is no scrape, and others of these files are; look at them apart")
+        raise UsageError(f"{traces[0]}: is no scrape, and others of these files are; read them in separate commands")
     if set_options := [name for name, value in asked.items() if value is not None]:
         raise UsageError(f"a scrape counts requests and holds none, which {' and '.join(set_options)} would need")
     if out is not None and out.suffix != ".yaml":
@@ -227,7 +227,9 @@ def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path |
     from simtune.sim.servegen_fit import is_servegen_file
 
     if strangers := [str(file) for file in files if not is_servegen_file(file)]:
-        raise UsageError(f"{strangers[0]}: is no table of ServeGen, and others of these files are; look at them apart")
+        raise UsageError(
+            f"{strangers[0]}: is no table of ServeGen, and others of these files are; read them in separate commands"
+        )
     if set_options := [name for name, value in asked.items() if value is not None]:
         raise UsageError(f"tables of ServeGen hold no requests, which {' and '.join(set_options)} would need")
     if out is not None and out.suffix != ".yaml":

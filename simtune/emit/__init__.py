@@ -80,8 +80,8 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     """Return the settings of the first engine that schedules as the plan does; none if no engine has its policy, or
     swaps.
 
-    Where that engine cannot be told the drafts, the drafting settings of those that can. Raises UsageError if it
-    refuses the plan for another reason.
+    If that engine has no setting for the drafts, return the drafting settings of the engines that have one. Raises
+    UsageError if the engine refuses the plan for another reason.
     """
     emitter = _writer(plan)
     if emitter is None or plan.stages:
@@ -97,17 +97,19 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     for candidate in engines().values():
         settings, _ = drafting_settings(candidate, *drafting[0][1:])
         if settings is not None and candidate is not emitter:
-            files |= candidate.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
+            files |= candidate.drafting_file(
+                settings, f"The drafts of the plan, for which {emitter.title} has no setting."
+            )
     return files
 
 
 def why_none(plan: Plan) -> str:
     """Why there are no settings for any engine."""
     if plan.stages:
-        return "no engine is told of the stages that its requests go through"
+        return "no engine has settings for the stages that its requests go through"
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
     if policies:
         return f"no engine has policy {' or '.join(policies)}"
     if _writer(plan) is None:
         return "no engine schedules and preempts as the plan does"
-    return "no engine can be told its drafts"
+    return "no engine has settings for its drafts"

@@ -36,7 +36,7 @@ def untold(pool: Pool) -> Iterator[str]:
     )
     for key, value in settings:
         if value is not None:
-            yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
+            yield f"{key}: is simulated only; remove it to have engine settings written"
 
 
 def quantised(pool: Pool, model: Model) -> bool:
@@ -51,11 +51,11 @@ def _of_preset(pool: Pool, key: str) -> HostTimes | str | None:
 
 
 class Emitter(ABC):
-    """Says in an engine's own words what a plan says.
+    """Translates a plan into the settings of one engine.
 
-    A class states what its engine knows. What the engine cannot be told is refused with the reason, never rounded in
-    silence. One that schedules (`policies`) writes whole plans and defines `files`; one that does not writes drafting
-    settings alone.
+    A class states what its engine has settings for. Any other setting is refused with the reason, never rounded in
+    silence. An emitter whose engine schedules (`policies`) writes whole plans and defines `files`; another one writes
+    drafting settings only.
     """
 
     name: ClassVar[str]
@@ -103,7 +103,7 @@ class Emitter(ABC):
     ) -> Files:
         """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
         names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
-        raise UsageError(f"{self.title} is told of drafts alone")
+        raise UsageError(f"{self.title}: only speculative-decoding settings can be emitted")
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """Yield, key by key, the settings of a pool with which the engine would not start, or that are not written
@@ -111,12 +111,12 @@ class Emitter(ABC):
         """
         yield from untold(pool)
         if pool.share is not None:
-            yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
+            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
-            has = f"it is told of {' and '.join(self.quantizations)}; " if self.quantizations else ""
+            has = f"it has one for {' and '.join(self.quantizations)}; " if self.quantizations else ""
             yield (
-                f"weight_dtype: {self.title} is not told here to quantise weights to {pool.weight_dtype}; {has}leave "
-                "it out, or name a checkpoint with such weights as model"
+                f"weight_dtype: {self.title} has no setting that quantises weights to {pool.weight_dtype}; {has}remove "
+                "it, or name a checkpoint with such weights as model"
             )
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
@@ -205,7 +205,7 @@ class Emitter(ABC):
         return drafter.weights
 
     def _refused(self, scheme: Scheme, why: str) -> UsageError:
-        return UsageError(f"{self.title} cannot be told a {scheme.kind} scheme: {why}")
+        return UsageError(f"{self.title} has no setting for a {scheme.kind} scheme: {why}")
 
 
 def _of_class(table: Mapping[type, T], value: object) -> T | None:

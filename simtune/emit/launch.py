@@ -165,7 +165,7 @@ def _spans_nodes(pool: Pool, devices_per_node: int, server: Server) -> list[str]
     need = pool.parallelism.devices
     return [
         f"# An instance of pool {pool.name} needs {need} devices, a node has {devices_per_node}.",
-        f"# {server.title} must then be told its hosts, which a plan does not know: {server.multi_node}.",
+        f"# {server.title} then needs its hosts, which a plan does not name: {server.multi_node}.",
         f'echo "an instance of pool {pool.name} spans nodes: start it with {server.settings_file(pool)} by hand" >&2',
         "exit 1",
     ]

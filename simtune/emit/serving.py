@@ -72,9 +72,9 @@ class ServingEmitter(Emitter):
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
         if pool.kv_cache.preemption == "swap":
-            yield f"kv_cache.preemption: {self.title} recomputes what it preempts; it is not told to swap"
+            yield f"kv_cache.preemption: {self.title} recomputes preempted requests; set preemption to recompute"
         if self.kv_dtype(pool, model) is None:
-            yield f"kv_cache.dtype: {self.title} is not told of a {pool.kv_cache.dtype} cache for {model.name}"
+            yield f"kv_cache.dtype: {self.title} has no setting for a {pool.kv_cache.dtype} cache for {model.name}"
         if pool.speculation is not None:
             try:
                 self.speculation(pool.speculation)

@@ -210,7 +210,7 @@ class Vllm(Emitter):
         return files
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
-        """Raise UsageError if vLLM cannot be told."""
+        """Return a pool's speculation as JSON; None if it has none. Raises UsageError if vLLM has no setting for it."""
         if pool.speculation is None:
             return None
         draft = drafts.get(pool.speculation.drafter.own_model or "")
@@ -318,12 +318,12 @@ def _batching_refusals(pool: Pool, model: Model) -> Iterator[str]:
     batching, longest = pool.batching, _max_model_len(pool, model)
     if batching.max_num_batched_tokens < batching.max_num_seqs:
         yield (
-            f"batching: vLLM wants max_num_batched_tokens ({batching.max_num_batched_tokens}) "
+            f"batching: vLLM requires max_num_batched_tokens ({batching.max_num_batched_tokens}) "
             f"to be at least max_num_seqs ({batching.max_num_seqs})"
         )
     if not batching.chunked_prefill and batching.max_num_batched_tokens < longest:
         yield (
-            f"batching: without chunked_prefill vLLM wants max_num_batched_tokens "
+            f"batching: without chunked_prefill vLLM requires max_num_batched_tokens "
             f"({batching.max_num_batched_tokens}) to be at least max_model_len "
             f"({longest})"
         )

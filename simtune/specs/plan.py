@@ -120,7 +120,7 @@ class Parallelism(Part):
     @model_validator(mode="after")
     def _has_a_ring(self) -> Self:
         if self.cp_ring is not None and self.context_ranks == 1:
-            raise ErrorAt("nothing goes round unless ranks share sequences; set cp above 1, or leave it out", "cp_ring")
+            raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "cp_ring")
         return self
 
     @property

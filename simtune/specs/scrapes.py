@@ -211,7 +211,9 @@ def intervals(scrapes: Sequence[Scrape]) -> list[BetweenScrapes]:
         common = [name for name in b.histograms if name in a.histograms]
         for name in common:
             if a.histograms[name].edges != b.histograms[name].edges:
-                raise SpecError(Problem(b.file, f"has other buckets than {a.file}; look at them apart", name))
+                raise SpecError(
+                    Problem(b.file, f"has other buckets than {a.file}; read them in separate commands", name)
+                )
         added = {name: b.histograms[name].since(a.histograms[name]) for name in common}
         between.append(BetweenScrapes(seconds, added, added[PROMPT] is b.histograms[PROMPT]))
     return between

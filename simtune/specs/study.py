@@ -319,7 +319,7 @@ class Study(Spec):
                 for i, name in enumerate(chosen or ()):
                     if name not in allowed:
                         listing = ", ".join(repr(allowed_name) for allowed_name in allowed)
-                        raise ErrorAt(f"{name!r} is none of the study's: {listing}", "search", role, key, i)
+                        raise ErrorAt(f"the study has no {name!r}; expected one of {listing}", "search", role, key, i)
         return self
 
     @model_validator(mode="after")

@@ -177,7 +177,9 @@ class Claim(Part):
     @classmethod
     def _ordered(cls, band: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if band is not None and band[0] > band[1]:
-            raise ValueError(f"from {band[0]:g} to {band[1]:g} is no band; the lower end comes first")
+            raise ValueError(
+                f"the lower bound {band[0]:g} exceeds the upper bound {band[1]:g}; write the lower bound first"
+            )
         return band
 
     @property

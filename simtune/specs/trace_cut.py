@@ -193,7 +193,7 @@ def _starts(traces: Sequence[Trace]) -> list[float] | None:
 def _times_of_all(traces: Sequence[Trace], clock: Sequence[float], files: str) -> Array | None:
     times = [t.arrival_s + at for t, at in zip(traces, clock, strict=True) if t.arrival_s is not None]
     if 0 < len(times) < len(traces):
-        raise UsageError(f"{files}: only some have arrival times; look at them apart")
+        raise UsageError(f"{files}: only some have arrival times; read them in separate commands")
     return np.concatenate(times) if times else None
 
 
@@ -202,7 +202,9 @@ def _prefixes_of_all(traces: Sequence[Trace], files: str) -> list[tuple[int, ...
     if not rows:
         return None
     if len(rows) < len(traces) or len({trace.block_tokens for trace in traces}) > 1:
-        raise UsageError(f"{files}: only some say what prompts share, or in other blocks; look at them apart")
+        raise UsageError(
+            f"{files}: only some say what prompts share, or in other blocks; read them in separate commands"
+        )
     return _apart(rows)
 
 
