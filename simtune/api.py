@@ -150,7 +150,7 @@ def load_specs(
 
 
 def _tables_beside(plan: Plan, folder: Path) -> Plan:
-    """The plan with its logs and tables where they are: their names are relative to its folder."""
+    """Return the plan with its logs and tables by path: their names in the file are relative to its folder."""
     pools = [p if p.costs is None else p.model_copy(update={"costs": str(folder / p.costs)}) for p in plan.pools]
     link, links = plan.link, plan.links
     if link is not None and link.costs is not None:
@@ -374,8 +374,9 @@ def load_question(
 def _hardware_of(
     study: Study, hardware: str | Hardware | None, folder: Path, engine: str | None
 ) -> tuple[Study, tuple[Hardware, ...]]:
-    """The profiles of a study, with the kernels of its engine where there are some; `hardware` takes the place of its
-    only one. Raises UsageError if it has several."""
+    """Load the profiles of a study, with the kernels of its engine if there are some; `hardware` replaces its only one.
+    Raises UsageError if it has several.
+    """
     if hardware is None:
         names = [beside(folder, entry.profile) for entry in study.hardware]
         return study, tuple(load_kernels(name, engine) for name in names)
@@ -408,7 +409,7 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
 
 
 def _from_here(setting: str, folder: Path) -> str:
-    """A path given in a setting is relative to where the user is, not to the study."""
+    """Return a path that a setting gives: it is relative to the current folder, not to that of the study."""
     key, equals, value = setting.partition("=")
     if equals and key in ("model", "workload", "hardware.profile") and beside(folder, value) != value:
         return f"{key}={os.path.relpath(value, folder)}"

@@ -51,7 +51,7 @@ class Problem:
 
 
 class SpecError(SimtuneError):
-    """All problems found in a spec, trace or table, at once; `problems` holds them in file order."""
+    """All problems in a spec, trace or table; `problems` contains them in file order."""
 
     exit_code = 2
 
@@ -65,11 +65,11 @@ class SpecError(SimtuneError):
 
 
 class EngineError(SimtuneError):
-    """A real engine did not start, ended, or was measured so that nothing can be said of it."""
+    """A real engine did not start, ended, or could not be measured well enough for a result."""
 
 
 class Infeasible(SimtuneError):
-    """No plan in the space asked about can do what was asked; the message says what is missing."""
+    """No plan in the space meets the limits; the message states what is missing."""
 
     exit_code = 3
 

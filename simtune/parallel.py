@@ -1,6 +1,6 @@
-"""Work for several processes, here or on a Dask cluster; its results come back in the order in which it was given out.
+"""Work for several processes, here or on a Dask cluster; results are returned in the order of the tasks.
 
-Where a task is worked on makes no difference to what comes of it.
+A result does not depend on where its task is done.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
 
 
 def _enter_worker(parent: int) -> None:
-    """An interrupt is the parent's affair: workers finish what they are at and are given no more. Where the parent ends
-    however suddenly, so do they."""
+    """Set up a worker: the parent handles interrupts, workers finish their current tasks and get no more. If the parent
+    ends, however suddenly, its workers end too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -77,9 +78,9 @@ def _enter_worker(parent: int) -> None:
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
     """`work(task)` for every task, in the order of the tasks.
 
-    Where the system kills a worker, as it does when memory runs out, what is left is done in this process. A cluster
-    gives the tasks of a lost worker to the others; the tasks that are left when it has no worker any more are done here
-    too.
+    If the system kills a worker, as it does when memory runs out, the tasks that are left are done in this process. A
+    cluster gives the tasks of a lost worker to the others; the tasks that are left when it has no worker any more are
+    done here too.
     """
     num_done = 0
     if pool is not None:
@@ -94,7 +95,7 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
 
 
 def say_alone(lost: BrokenExecutor) -> None:
-    """Say on stderr why one process goes on with the work of several."""
+    """Print on stderr why one process goes on with the work of several."""
     reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, probably out of memory"
     sys.stderr.write(f"{reason}; going on with one process\n")
 
@@ -155,7 +156,7 @@ class _ClusterPool(Executor):
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[Any]:
-        """Results in order. Raises ClusterLost where the cluster does not get them done."""
+        """Yield results in order. Raises ClusterLost if the cluster does not finish them."""
         futures = self._client.map(fn, *(list(tasks) for tasks in iterables), pure=False)
         try:
             with _lost_as_broken():

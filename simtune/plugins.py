@@ -70,7 +70,9 @@ def load(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class PartKind(Generic[T]):
-    """A kind of part: what it is called, where it may be registered, those built in, and what each derives from."""
+    """A kind of part: its name, the entry-point group in which it may be registered, the built-in classes, and their
+    base class.
+    """
 
     noun: str
     group: str
@@ -82,7 +84,7 @@ class PartKind(Generic[T]):
         return [*self.built_in, *(name for name in registered(self.group) if name not in self.built_in)]
 
     def find(self, name: str) -> type[T]:
-        """The class that a name or import path stands for. Raises PartError if there is none that can be used."""
+        """Return the class of a name or import path. Raises PartError if there is none that can be used."""
         if name in self.built_in:
             return self.built_in[name]
         reference = registered(self.group).get(name, name)
@@ -141,7 +143,7 @@ def option_problems(cls: type, options: Collection[str], given: Collection[str])
 
 @dataclass(frozen=True)
 class Brought:
-    """A class or function that was brought from outside, under the name by which it was asked for."""
+    """A class or function from outside the package, under the name that the user gave."""
 
     noun: str
     name: str
@@ -158,7 +160,7 @@ class Brought:
 
 
 def blame(error: BaseException, parts: Sequence[Brought]) -> PartError:
-    """An error out of a run in which parts were brought, in words that name the part, its method and the line.
+    """Return an error of a run with parts from outside in words that name the part, its method and the line.
 
     The line is the last one in the files of a part, and the part that of whose class an object was at work; where no
     line is a part's own, what it left behind cannot be gone on with.
@@ -228,12 +230,12 @@ def _import_failure(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and what it says."""
+    """Return the kind of an error and its text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _shown(file: str) -> str:
-    """A file as the user would write it: relative where it is in the current folder or below."""
+    """Return a file as the user would write it: relative if it is in the current folder or below."""
     folder = os.getcwd() + os.sep
     return file.removeprefix(folder)

@@ -114,14 +114,18 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The same for the same question of the same files: what a simulation that was done is found by."""
+        """Return a name that depends on the values, the settings and the contents of files: the key under which a
+        finished simulation is found again.
+        """
         inputs = {**asdict(self.base), **self.values}
         files = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in inputs.values() if x and Path(x).is_file()]
         question = json.dumps([__version__, inputs, self.settings, files], sort_keys=True)
         return hashlib.sha256(question.encode()).hexdigest()[:16]
 
     def run(self) -> Row:
-        """The values and what came of them; `error` where the plan cannot be. Raises SpecError for what is misspelt."""
+        """Simulate the point: its values and the results; `error` if the plan cannot be deployed. Raises SpecError for
+        a misspelt field.
+        """
         try:
             return {**self.values, **self._numbers(), "error": None}
         except (Infeasible, UsageError) as error:

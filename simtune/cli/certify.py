@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.yaml"
 OUTSIDE = 4
-"""Exit code where something does not hold."""
+"""Exit code if something does not hold."""
 
 
 @click.command()
@@ -28,9 +28,9 @@ OUTSIDE = 4
 def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     """Check the certificate of a RUN of `optimize`: enumerate the space again, and compute every bound, the chosen
     plan's simulation and every simulation that ruled a plan out; the run's plan.yaml has to be the chosen plan. Exits
-    with 4 where anything does not hold.
+    with 4 if anything does not hold.
 
-    The study is read where the run's command named it, relative to the present folder, unless --study says where.
+    The study is read from the path in the run's command, relative to the present folder, unless --study names another.
     """
     from simtune.runs.files import FRONT
     from simtune.runs.reading import read_certificate, read_front
@@ -64,7 +64,7 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
 
 
 def _certify_front(audit: FrontAudit, as_json: bool) -> int:
-    """Check a front, and say what is certified of it."""
+    """Check a front, and print what is certified."""
     holds, front = audit.run(), audit.certificate
     facts = {"problems": audit.problems, "bounds": audit.bounds, "simulations": audit.simulations}
     if as_json:

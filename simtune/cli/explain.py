@@ -13,9 +13,9 @@ from simtune.cli.output import json_option, print_json
 @click.argument("plan", metavar="PLAN")
 @json_option
 def explain(plan: str, as_json: bool) -> None:
-    """Say what a PLAN does and what each of its settings means for its model and hardware.
+    """Explain a PLAN and each of its settings for its model and hardware.
 
-    Of the run directory of a search it also says what one step of each setting would change.
+    For the run directory of a search, also show what one step of each setting would change.
     """
     from simtune.api import deploy_plan
     from simtune.report.explain import explain as in_words

@@ -18,8 +18,8 @@ class SpecName(StringParamType):
         self.kinds = kinds
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Files, and all that can be named, those in SIMTUNE_PATH included. Files come first, for at them bash forgets
-        what it has heard before.
+        """Complete files, and all names that can be loaded, those in SIMTUNE_PATH included. Files come first, because
+        bash forgets earlier completions when it gets them.
         """
         from simtune.specs import catalog
 

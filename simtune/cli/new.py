@@ -47,7 +47,7 @@ def new(  # noqa: PLR0913 - one for each option
     confidence: float | None,
     force: bool,
 ) -> None:
-    """Write a study to FILE. What no option says is asked on a terminal, and takes its default elsewhere."""
+    """Write a study to FILE. Values without an option are asked for on a terminal, else defaults."""
     from simtune.profiling.installation import devices as cards
     from simtune.runs.files import write_file
     from simtune.specs import yamlfile
@@ -106,7 +106,7 @@ def _objective(text: str) -> str:
 
 
 def _note_stranger(cards: list[str]) -> None:
-    """Say on stderr which card of this machine has no profile."""
+    """Print on stderr which card of this machine has no profile."""
     if cards:
         click.echo(
             f"note: no profile is of {cards[0]}, which is in this machine; `simtune profile` makes one", err=True

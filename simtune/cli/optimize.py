@@ -183,9 +183,9 @@ PATIENCE_S = 3.0
 def _sure(
     tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs, quiet: bool
 ) -> tuple[Tuned, Confidence | None]:
-    """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted.
+    """Return the search with its choice judged in redrawn worlds, and chosen again if the best at a quantile is wanted.
 
-    What that costs is said before it starts.
+    The cost of that is printed before it starts.
     """
     from simtune.tuner.robust import WORLDS as USUAL
     from simtune.tuner.robust import of_search, robust
@@ -204,7 +204,7 @@ def _sure(
 
 
 def _say_price(tuned: Tuned, worlds: int) -> None:
-    """Say on stderr how much work the worlds are, by the time that one simulation takes here."""
+    """Print on stderr how much work the worlds are, by the time that one simulation takes here."""
     from simtune.tuner.robust import contenders, simulate_chosen
 
     each_s = seconds_of(lambda: simulate_chosen(tuned))

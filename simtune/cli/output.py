@@ -48,7 +48,9 @@ def command_line() -> list[str]:
 
 
 def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trace | None, seed: int) -> None:
-    """Write a run directory with its report, and say on stderr where it has no engine settings. Raises UsageError."""
+    """Write a run directory with its report, and print on stderr why it has no engine settings, if so. Raises
+    UsageError.
+    """
     from simtune.report.page import render
     from simtune.runs.engine_files import NO_ENGINE
     from simtune.runs.files import write
@@ -61,7 +63,7 @@ def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trac
 
 
 def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
-    """Write a hardware profile with its arrays; where the profile is. Raises UsageError."""
+    """Write a hardware profile with its arrays; return its path. Raises UsageError."""
     from simtune.runs.files import write_file
     from simtune.specs.hardware import ARRAYS
 
@@ -96,7 +98,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str, list[str]]:
-    """`workload.arrivals.rate_rps=8` under its spec's name. Raises click.BadParameter for another first word."""
+    """Return the settings by spec name: `workload.arrivals.rate_rps=8` without its first word. Raises
+    click.BadParameter for another first word.
+    """
     by_spec: dict[str, list[str]] = {name: [] for name in allowed}
     for setting in settings:
         spec, dot, field = setting.partition(".")
@@ -160,7 +164,7 @@ def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
 
 
 def note_estimates(deployment: Deployment) -> None:
-    """Say on stderr what was assumed of the model, and which operators the answer leans on without a table.
+    """Print on stderr what was assumed of the model, and which operators the result depends on without a table.
 
     Sampling has none on any device, norms that an engine compiles have none either, and both are small: the report says
     so, here it would only be noise.
@@ -173,7 +177,7 @@ def note_estimates(deployment: Deployment) -> None:
 
 
 def note_idle(deployment: Deployment) -> None:
-    """Say on stderr which settings of the plan change nothing."""
+    """Print on stderr which settings of the plan change nothing."""
     from simtune.sim.idle import idle_settings
 
     for note in idle_settings(deployment):
@@ -190,7 +194,7 @@ def print_basis(basis: CostBasis | None) -> None:
 
 
 def note_basis(basis: CostBasis | None) -> None:
-    """Say on stderr where more than a tenth of the step time rests on no measurement."""
+    """Print on stderr if more than a tenth of the step time rests on no measurement."""
     from simtune.sim.basis import note
 
     text = None if basis is None else note(basis)

@@ -25,7 +25,7 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 class Pace:
-    """Says now and then in a line of its own how far something is: how many of how many, how fast, how much longer."""
+    """Prints from time to time a line with the progress of work: number done, total, rate, remaining time."""
 
     def __init__(self, what: str, as_json: bool) -> None:
         self.what, self.as_json = what, as_json
@@ -54,7 +54,7 @@ class Bar:
     """A bar on a terminal that is gone when it is closed: how many of how many, how fast, how much longer."""
 
     def __init__(self, what: str, console: Console, patience_s: float = 0.0) -> None:
-        """It is drawn at the first call after `patience_s`; at once where that is 0."""
+        """Shows the bar at the first call after `patience_s`; immediately if that is 0."""
         from rich import progress
 
         self._bar = progress.Progress(

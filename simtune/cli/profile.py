@@ -219,7 +219,7 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
 
 
 def _check_alone(kernels: str | None, transfers: bool) -> None:
-    """Raise UsageError for what is of engines, where none is named."""
+    """Raise UsageError for options of engines if no engine is named."""
     if kernels is not None:
         raise UsageError("--kernels splits the steps of an engine; give it with --engine")
     if transfers:
@@ -291,7 +291,9 @@ HELD_OUT_COLUMNS = ("steps", "number", "median %", "p90 %", "all together %")
 
 
 def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
-    """The model in each of these dtypes, named apart where there are several; as it is where there are none."""
+    """Return the model in each of these dtypes, with different names if there are several; the model itself if there
+    are none.
+    """
     models = []
     for dtype in dtypes:
         wide = {"dtype": dtype} if dtype in ("fp32", "bf16", "fp16") else {}
@@ -314,7 +316,7 @@ def _write(out: Path, profiled: Profiled) -> None:
 
 @contextmanager
 def _live(quiet: bool) -> Iterator[tuple[Callable[[LiveStatus], None], Callable[[str], None]]]:
-    """Yields what draws the table on stderr, if that is a terminal, and what says a line there."""
+    """Yield a function that draws the table on stderr, if that is a terminal, and one that prints a line there."""
     from rich.console import Console
     from rich.live import Live
 

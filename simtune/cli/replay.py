@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from simtune.validation.replay import Decision, Parting, Replay, State
 
 SHOWN = 12
-"""Names of one list, and rows of one table, that are told in full."""
+"""Most names of a list, and rows of a table, that are printed."""
 
 
 @click.command()
@@ -23,7 +23,7 @@ SHOWN = 12
 def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int:
     """Drive the scheduler through each STEPLOG of a real engine, and compare every step.
 
-    Exits with 4 if a schedule parts from its log, and says where, what each decided, and what was there before.
+    Exits with 4 if a schedule differs from its log, and prints the step, both decisions, and the state before.
     """
     from dataclasses import asdict
 

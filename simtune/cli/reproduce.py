@@ -45,7 +45,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     force: bool,
     quiet: bool,
 ) -> int:
-    """Simulate published systems beside what they were compared with, and hold the gain against the claim.
+    """Simulate published systems beside what they were compared with, and compare the gain with the claim.
 
     Without arguments all of them: minutes. A family, a system or a file of your own runs alone. One that cannot be run
     is reported with the reason, beside the others; exit code 2 if that is so on its own hardware.
@@ -83,7 +83,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
 
 
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:
-    """Findings as they are made; those of families that the journal knows, by all that they depend on, are its own."""
+    """Yield findings as they are made; families whose key, a hash of all inputs, is in the journal are read from it."""
     from itertools import groupby, islice
 
     from simtune.reproduce import Finding

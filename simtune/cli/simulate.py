@@ -224,7 +224,7 @@ def _drawn(experiment: Experiment, result: Result, worlds: int, jobs: int | None
 
 @dataclass(frozen=True)
 class _Targets:
-    """The files that were asked for."""
+    """Files to write."""
 
     out: Path | None
     timeline: Path | None
@@ -375,13 +375,13 @@ def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty |
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:
-    """` ± x` by batch means, or nothing where the run is too short."""
+    """Return ` ± x` by batch means, or nothing if the run is too short."""
     interval = (latencies.ci95 or {}).get(statistic)
     return "" if interval is None else f" ± {number((interval[1] - interval[0]) / 2 * 1e3)}"
 
 
 def _between(bounds: tuple[float | None, float | None] | None, scale: float = 1.0) -> str:
-    """` (low-high)`, or nothing where no worlds were drawn."""
+    """Return ` (low-high)`, or nothing if no worlds were drawn."""
     if bounds is None:
         return ""
     low, high = ("unbounded" if x is None else number(x * scale) for x in bounds)

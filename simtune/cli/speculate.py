@@ -49,7 +49,7 @@ def speculate(
     as_json: bool,
     force: bool,
 ) -> None:
-    """Choose how to draft for every batch size and context, and say what of it engines can be told.
+    """Choose how to draft for every batch size and context, and print the settings of engines for it.
 
     All chains and trees are tried in every cell by the cost model; nothing is simulated. Cells count alike in the gain
     over all of them.
@@ -85,7 +85,7 @@ def speculate(
 
 
 def _drafter(text: str) -> Drafter:
-    """A drafter as in a study, or by its kind or method alone. Raises SpecError."""
+    """Parse a drafter as in a study, or by its kind or method only. Raises SpecError."""
     from typing import ClassVar
 
     from simtune.specs import yamlfile

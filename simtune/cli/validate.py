@@ -55,7 +55,9 @@ class EngineChoice:
 
     @property
     def hardware(self) -> tuple[str, Clock]:
-        """The device of an engine in process, and the clock that times it: processor time where that is the device."""
+        """Return the device of an engine in process, and the clock that times it: processor time if the device is the
+        processor.
+        """
         device = self.device or "cpu"
         return device, self.clock or ("cpu" if device == "cpu" else "wall")
 
@@ -133,7 +135,7 @@ IN_PROCESS = ("torch", "transformers")
 
 
 def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
-    """The engine that was asked for. Raises UsageError."""
+    """Make the engine that was chosen. Raises UsageError."""
     stepped = choice.name == "vllm" and choice.device is None
     if choice.name not in IN_PROCESS and (choice.device or choice.clock) and not stepped:
         raise UsageError(f"--device and --clock are of engines in this process: --engine {' or '.join(IN_PROCESS)}")
@@ -228,10 +230,10 @@ def validate(  # noqa: PLR0913 - one for each option
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Run PLAN on a real engine and compare what was predicted with what was measured.
+    """Run PLAN on a real engine and compare predictions with measurements.
 
-    Exits with 4 where that is outside the tolerance and outside twice the noise of the repeats, with 1 where requests
-    failed or the client was too late to judge by.
+    Exits with 4 if they differ by more than the tolerance and twice the noise of the repeats, with 1 if requests failed
+    or the client was too late to judge by.
     """
     if (engine is None) == (not measured_files):
         raise UsageError(
@@ -275,7 +277,7 @@ class _Given:
     """True if simtune's own client is in front of prefill and decode servers; it takes the prefill server's token."""
 
     def in_run_directory(self) -> _Given:
-        """A run directory stands for its chosen plan."""
+        """Return the paths with the chosen plan of a run directory, if the plan is one."""
         plan = Path(self.plan) / "plan.yaml"
         return replace(self, plan=str(plan)) if plan.is_file() else self
 
@@ -292,7 +294,7 @@ class _Given:
 
 
 def _with_prefill_token(plan: Plan) -> Plan:
-    """The plan with the first token from the prefill instance, unless its links say where it comes from."""
+    """Return the plan with the first token from the prefill instance, unless its links set another source."""
     first = {"first_token": "prefill"}
     link = plan.link
     if link is not None and link.first_token is None:

@@ -77,11 +77,11 @@ def workload(  # noqa: PLR0913 - one for each option
     force: bool,
     as_json: bool,
 ) -> None:
-    """Say what the requests in trace FILEs are, cut or scale them, and fit a spec to them.
+    """Describe the requests in trace FILEs, cut or scale them, and fit a spec to them.
 
-    What vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake write is read as it is.
-    Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
-    So do ServeGen's tables of rates and of lengths, named together.
+    Files of vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake are read unchanged.
+    Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms. So
+    do ServeGen's tables of rates and of lengths, named together.
     """
     from simtune.report.load import render
     from simtune.sim.load import load_facts
@@ -195,7 +195,7 @@ def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: P
 
 
 def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, out: Path | None, as_json: bool) -> None:
-    """Say what a server's metrics come to, and write the spec."""
+    """Describe the load behind a server's metrics, and write the spec."""
     from simtune.report.info import number
     from simtune.sim.scrape_fit import STATISTICS, fit_scrapes
     from simtune.specs.base import spec_name
@@ -237,7 +237,7 @@ def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path |
 
 
 def _servegen(files: Sequence[Path], out: Path | None, as_json: bool) -> None:
-    """Say what tables of ServeGen come to, and write the spec."""
+    """Describe the load behind tables of ServeGen, and write the spec."""
     from simtune.report.info import number
     from simtune.sim.servegen_fit import fit_servegen
     from simtune.specs.base import spec_name

@@ -1,6 +1,6 @@
 """A plan as the settings files and launch script of real engines.
 
-No engine knows everything that can be simulated. `ENGINES` says what each one knows; what it does not is refused.
+No engine has settings for everything that can be simulated. `ENGINES` lists the emitters; other settings are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def engines() -> dict[str, Emitter]:
 
 
 def engine_for(policy: str) -> Emitter | None:
-    """The first engine that has a batching policy; None where none has."""
+    """Return the first engine that has a batching policy; None if none has it."""
     return next((emitter for emitter in engines().values() if policy in emitter.policies), None)
 
 

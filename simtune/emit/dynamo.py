@@ -37,7 +37,7 @@ def deployment_file(
     """`engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's own
     `settings` of each pool; `written` says by whose names, `left_open` which settings of a pool the engine decides.
 
-    The image is left to be put in: a plan names none. What a deployment does not say stands at its top.
+    The user fills in the image: a plan names none. Settings that the deployment lacks are listed at its top.
     """
     router = ROUTER_MODES.get(plan.router.kind, _DEFAULT_MODE)
     checkpoint = model.hf or model.name
@@ -96,7 +96,7 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def service_name(pool: Pool) -> str:
-    """A pool's name as that of a service: words in capitals, letters and digits alone."""
+    """Return a pool's name as that of a service: capitalised words of letters and digits only."""
     return "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", pool.name)) + "Worker"
 
 

@@ -67,9 +67,9 @@ class Emitter(ABC):
     options: ClassVar[Mapping[str, type]]
     """Names of the options that set speculation, and the types of their values."""
     schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]]
-    """Settings of each scheme that the engine can express; a chain by another name is told as a chain."""
+    """Settings of each scheme that the engine has; a chain by another name is written as a chain."""
     drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]]
-    """Settings of each drafter that the engine has, given what it loads beside the target."""
+    """Settings of each drafter that the engine has, given the checkpoint that it loads beside the target."""
     takes: ClassVar[str]
     """Schemes that the engine has, in words that end a refusal."""
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
@@ -86,8 +86,9 @@ class Emitter(ABC):
     """Presets of an engine whose policy another engine has too: their plans are its own."""
 
     def of(self, engine: str | None) -> Self:
-        """The same engine, of the release of a preset, by name or file; of the newest where none is named. Raises
-        UsageError where there is no such preset."""
+        """Return the same engine, of the release of a preset, by name or file; of the newest if none is named. Raises
+        UsageError if there is no such preset.
+        """
         return self
 
     def meant_by(self, pool: Pool) -> bool:
@@ -101,8 +102,9 @@ class Emitter(ABC):
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
     ) -> Files:
-        """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
-        names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
+        """Return all files with which the engine is started for a plan that it schedules. `draft_models` are the models
+        that draft, by the names in the plan. Raises UsageError, with every reason, if the engine would refuse the plan.
+        """
         raise UsageError(f"{self.title}: only speculative-decoding settings can be emitted")
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
@@ -120,7 +122,9 @@ class Emitter(ABC):
             )
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
-        """The engine's word for what it quantises weights to, None where they stay as the checkpoint has them."""
+        """Return the engine's word for the format to which it quantises weights, None if they stay as in the
+        checkpoint.
+        """
         return self.quantizations[str(pool.weight_dtype)] if quantised(pool, model) else None
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
@@ -169,7 +173,7 @@ class Emitter(ABC):
         return settings
 
     def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
-        """Why the engine cannot draft by a scheme with a drafter, of those that it knows; empty where it can."""
+        """Return why the engine cannot draft by a scheme with a drafter that it has; empty if it can."""
         return ""
 
     def problems(self, settings: Settings) -> list[str]:
@@ -187,7 +191,7 @@ class Emitter(ABC):
         return problems
 
     def drafting_file(self, settings: Settings, what: str) -> Files:
-        """Speculation settings as a file that the engine reads; `what` they are stands at its top."""
+        """Return speculation settings as a file that the engine reads, with `what` they are at its top."""
         comment = f"{what}\nWritten by simtune with the names of {self.name} {self.version}."
         return {f"engine/{self.name}-speculation.yaml": yamlfile.dump(settings, comment)}
 
@@ -219,7 +223,7 @@ def loaded(key: str, checkpoint: str | None) -> Settings:
 
 
 def written_by(*emitters: Emitter) -> str:
-    """A sentence for a file's comment: whose names stand in it."""
+    """Return a sentence for a file's comment: the release whose option names are written."""
     versions = sorted({emitter.version for emitter in emitters})
     return f"Written by simtune with the option names of {emitters[0].title} {' and '.join(versions)}."
 

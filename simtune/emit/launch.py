@@ -124,7 +124,9 @@ for pid in $pids; do wait "$pid"; done"""
 
 
 def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str, server: Server) -> str:
-    """Ports count up from PORT on each node; hosts are never guessed. `written` says by whom it was."""
+    """Return a script that starts all instances. Ports count up from PORT on each node; hosts are never guessed.
+    `written` states which release the settings are for.
+    """
     lines = ["#!/bin/sh", f"# Starts plan {plan.name}. {written}"]
     for pool in plan.pools:
         tp, pp = pool.parallelism.tp, pool.parallelism.pp

@@ -10,8 +10,8 @@ Release = tuple[int, ...]
 
 
 def release_of(engine: str | None, family: str, newest: Release) -> Release:
-    """The numbers of an engine preset's release, by its name or file; the newest where none of the family is named,
-    or its release is no number: what is written says whose names it has.
+    """The numbers of an engine preset's release, by its name or file; the newest if none of the family is named, or its
+    release is no number: files state whose names they have.
 
     Raises UsageError if there is no such preset.
     """

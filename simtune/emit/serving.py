@@ -56,7 +56,7 @@ class ServingEmitter(Emitter):
 
     @abstractmethod
     def serving(self, pool: Pool, model: Model) -> Settings:
-        """All but drafts, in the engine's words; None is left out."""
+        """Return all settings but those of drafts, in the engine's words; settings that are None are left out."""
 
     def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
         """Return the settings of a pool's drafts; none if it has none. Raises UsageError if the engine cannot be given
@@ -83,7 +83,7 @@ class ServingEmitter(Emitter):
                     yield f"speculation: {error}"
 
     def kv_dtype(self, pool: Pool, model: Model) -> str | None:
-        """The engine's word for the dtype of the KV cache, None where it has none."""
+        """Return the engine's word for the dtype of the KV cache, None if it has none."""
         dtype = pool.kv_cache.dtype
         if dtype is None or dtype == (model.kv_dtype or model.dtype):
             return "auto"

@@ -20,10 +20,10 @@ _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "
 
 NEWEST: Release = (0, 5, 23)
 _ATTENTION_RANKS: Release = (0, 5, 22)
-"""Since then a settings file may not say enable-dp-attention (python/sglang/srt/server_args.py)."""
+"""First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
 _GRAPHS_BY_PHASE: Release = (0, 5, 14)
-"""Since then a settings file may not say disable-cuda-graph."""
+"""First release whose settings files must not contain disable-cuda-graph."""
 _DRAFT_TREES = (DraftModel, Eagle)
 _OF_A_LOOKUP = (
     "speculative-algorithm",
@@ -210,7 +210,7 @@ class Sglang(ServingEmitter):
         return {"engine/router.sh": router_script(plan, devices_per_node, written, _router)}
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """See `Emitter.speculation`; a lookup is told nothing of steps."""
+        """See `Emitter.speculation`; the settings of a lookup have no steps."""
         settings = super().speculation(speculation, draft)
         if settings["speculative-algorithm"] == "NGRAM":
             return {option: settings[option] for option in _OF_A_LOOKUP}

@@ -184,5 +184,5 @@ class TensorrtLlm(ServingEmitter):
         return ""
 
     def drafting_file(self, settings: Settings, what: str) -> Files:
-        """Settings of speculation stand under a key of their own."""
+        """Return the file with the settings of speculation under a key of their own."""
         return super().drafting_file({"speculative_config": settings}, what)

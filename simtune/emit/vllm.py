@@ -156,7 +156,7 @@ class Vllm(Emitter):
         return self if release == self._release else type(self)(release)
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """See `Emitter.speculation`; of what later releases have it says which."""
+        """See `Emitter.speculation`; a setting that only later releases have is refused with the release."""
         settings = super().speculation(speculation, draft)
         for name in (settings["method"], *settings):
             if (since := drafts_since(name)) > self._release:
@@ -341,7 +341,7 @@ def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
 
 
 def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
-    """vLLM's word for the dtype of the KV cache, None where it has none."""
+    """Return vLLM's word for the dtype of the KV cache, None if it has none."""
     dtype = pool.kv_cache.dtype
     if dtype is None or dtype == (model.kv_dtype or model.dtype):
         return "auto"

@@ -1,4 +1,4 @@
-"""Since which release vLLM has what is written for it.
+"""Releases of vLLM in which the settings that are written first appeared.
 
 Facts of each release from 0.10 to 0.32, by file: options in vllm/engine/arg_utils.py, drafts in
 vllm/config/speculative.py, what goes together in vllm/config/vllm.py (before 0.12 in arg_utils.py), words for dtypes in
@@ -42,7 +42,7 @@ def drafts_since(name: str) -> Release:
 
 
 def hides_since(method: str) -> Release:
-    """The first release that schedules asynchronously where it drafts by a method."""
+    """Return the first release that schedules asynchronously with a drafting method."""
     return _HIDDEN.get(method, _HIDDEN_HEADS)
 
 

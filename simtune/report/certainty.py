@@ -12,8 +12,9 @@ from simtune.tuner.odds import SloOdds
 
 
 def certainty(s: Summary) -> str | None:
-    """The sentence that belongs to the headline of a run with limits; None where there are none, or nothing is known
-    of how far off step times are."""
+    """Return the sentence that belongs to the headline of a run with limits; None if there are no limits, or the errors
+    of step times are unknown.
+    """
     if not s.slo:
         return None
     if s.uncertainty is not None:

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their plans, every number beside the first run's, figures overlaid.
+"""Several runs side by side: the differences of their plans, every number beside the first run's, figures overlaid.
 
 A run keeps its colour through the page. The first run is what others are compared with.
 """
@@ -71,7 +71,7 @@ def _field(name: str, what: str, unit: str, shown: Callable[[float | None], str]
 
 
 def _within_limits(name: str, what: str, unit: str, shown: Callable[[float | None], str] = info.number) -> Number:
-    """A number that says nothing where no limit was set."""
+    """Return a number that is absent for runs without limits."""
     plain = _field(name, what, unit, shown)
     return plain._replace(
         value=lambda s: plain.value(s) if s.slo else None, interval=lambda s: plain.interval(s) if s.slo else None
@@ -131,7 +131,7 @@ NUMBERS: tuple[Number, ...] = (
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The names, each with a number where it stands more than once."""
+    """Return the names; a name that occurs several times gets a number."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
     ]
@@ -192,7 +192,7 @@ def _log_normal(number: Number, s: Summary) -> tuple[float, float] | None:
 
 
 def difference(relative: float) -> str:
-    """`+12.3 %`, or `=` where there is none to speak of."""
+    """Return `+12.3 %`, or `=` if the difference is negligible."""
     return "=" if abs(relative) < DECISIVE else f"{relative * 100:+.1f} %".replace("-", "−")
 
 
@@ -288,7 +288,7 @@ class Compared(NamedTuple):
 
 
 class RunAccount(NamedTuple):
-    """A line of the first table: what it is called, what it says, and what holds it back."""
+    """A row of the first table: the name of a run, its headline, and its bottleneck."""
 
     name: str
     says: str

@@ -82,6 +82,6 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def document(run: Run) -> str:
-    """Points, limits and details as JSON that cannot end the script element it stands in."""
+    """Return points, limits and details as JSON that cannot end the script element that contains it."""
     data = {"points": points(run), "limits": limits(run), "details": details(run)}
     return json.dumps(data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")

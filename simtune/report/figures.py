@@ -82,7 +82,7 @@ def series_colour(i: int) -> str:
 
 
 def _line(series: int) -> Figure:
-    """The chosen plan, which is series 0, stands out."""
+    """Return the style of a line; that of the chosen plan, which is series 0, is wider."""
     return {"color": series_colour(series), "width": 3 if series == 0 else 1.5}
 
 

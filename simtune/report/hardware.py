@@ -1,4 +1,4 @@
-"""The page of a hardware profile: what its fits say, beside the data sheet, and how far off they may be.
+"""The page of a hardware profile: its fits, beside the data sheet, and their errors.
 
 As in the report, small tuples are computed first and drawn after. No row of a table is in a profile, so none is here.
 """
@@ -104,7 +104,7 @@ def headline(hardware: Hardware) -> str:
 
 
 class Rate(NamedTuple):
-    """A fitted rate over that of the data sheet; None where the operator has none."""
+    """A fitted rate over that of the data sheet; None if the operator has none."""
 
     key: str
     flops: float | None
@@ -287,7 +287,7 @@ SHOWN = (1, 10, 100)
 
 
 def error_figure(hardware: Hardware) -> Figure | None:
-    """Median and p90 of every hold-out; None where no operator has one."""
+    """Figure of median and p90 of every hold-out; None if no operator has one."""
     rows = [(key, h) for key, o in hardware.operators.items() for h in o.hold_out]
     if not rows:
         return None

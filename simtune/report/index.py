@@ -26,7 +26,7 @@ TEXTS = (0, 1, 2, 3, 4, 11)
 
 
 class IndexRow(NamedTuple):
-    """A run: where its report is, what is shown, what it is sorted by, and its thumbnail as SVG."""
+    """A run: the path of its report, the cells shown, the keys it is sorted by, and its thumbnail as SVG."""
 
     link: str
     thumbnail: str

@@ -26,7 +26,7 @@ NO_BREAK = "\u00a0"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At least `digits` significant digits, in exponents only below a millionth; whole numbers as they are."""
+    """Return at least `digits` significant digits, with an exponent only below a millionth; whole numbers unchanged."""
     if value is None:
         return ABSENT
     if isinstance(value, int) or value == 0:
@@ -70,7 +70,7 @@ METRIC_NAMES: dict[Metric, str] = {
 
 
 def limit(slo: SloLimit) -> str:
-    """`p99 TTFT ≤ 1,000 ms`, with the class where a limit belongs to one; it is not broken across lines."""
+    """Return `p99 TTFT ≤ 1,000 ms`, with the class if a limit belongs to one; it is not broken across lines."""
     metric = METRIC_NAMES[slo.metric]
     text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
     return text if slo.request_class is None else f"{text} for {slo.request_class}"
@@ -96,7 +96,7 @@ def chosen_name(run: Run) -> str:
 
 
 def _shape(s: Summary) -> str:
-    """`2 prefill and 1 decode instances of M on 3 GPUs`, or, where all are alike, on how many GPUs each."""
+    """Return `2 prefill and 1 decode instances of M on 3 GPUs`, or for a single pool the GPUs of each instance."""
     pools = s.plan.pools
     if len(pools) == 1:
         text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(pools[0].devices, 'GPU')}"
@@ -180,7 +180,9 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
 
 
 def _within_limits(s: Summary) -> list[tuple[str, str, str]]:
-    """Without limits every answer is within them, also of a queue that grows: then what is finished is said."""
+    """Return goodput and attainment; without limits the finished requests, since then every request is within them,
+    also if the queue grows.
+    """
     if not s.slo:
         return [("finished", number(s.request_throughput_rps), "requests/s")]
     return [
@@ -273,7 +275,7 @@ def pool_rows(s: Summary) -> list[tuple[str, ...]]:
 
 
 def _interval(s: Summary, metric: str, statistic: str) -> str:
-    """` (low-high)` in milliseconds where worlds were drawn."""
+    """Return ` (low-high)` in milliseconds if worlds were drawn."""
     bounds = s.uncertainty.of("metrics", metric, statistic) if s.uncertainty else None
     if bounds is None:
         return ""
@@ -374,7 +376,7 @@ def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -
 
 
 def numbers_at(s: Summary) -> str | None:
-    """At which load the numbers of candidates were taken, where each has one of its own; None where all share one."""
+    """State at which load the numbers of candidates were taken, if each has one of its own; None if all share one."""
     if s.objective is None or not s.objective.name.startswith("goodput"):
         return None
     return (
@@ -384,7 +386,7 @@ def numbers_at(s: Summary) -> str | None:
 
 
 def same_result(candidate: CandidateRow, chosen: CandidateRow) -> str | None:
-    """Why a candidate is no worse and no better, where every number is equal: the knobs that differ never bind."""
+    """Return why a candidate is no worse and no better, if every number is equal: the knobs that differ never bind."""
     if candidate.ttft_p99_s is None or any(getattr(candidate, x) != getattr(chosen, x) for x in RESULTS):
         return None
     differ = [knob for knob in KNOBS if getattr(candidate, knob) != getattr(chosen, knob)]
@@ -576,14 +578,14 @@ def breakdown(s: Summary) -> BreakdownInfo:
 
 
 class MemoryShares(NamedTuple):
-    """Parts of one device's memory as (name, size, share of all), and what the KV part holds."""
+    """Return parts of one device's memory as (name, size, share of all), and the contents of the KV part."""
 
     parts: tuple[tuple[str, str, float], ...]
     holds: str
 
 
 def memory(s: Summary) -> MemoryShares | None:
-    """Weights, KV cache, the rest, and what is left free; None where the run kept no account of it."""
+    """Return weights, KV cache, other memory and free memory; None if the run has no memory accounting."""
     m = s.memory
     if m is None:
         return None
@@ -611,7 +613,9 @@ class BasisInfo(NamedTuple):
 
 
 def cost_basis(s: Summary) -> BasisInfo | None:
-    """operator, share of the step time, 90 % interval of its time, then its shares; None where costs were brought."""
+    """Return operator, share of the step time, 90 % interval of its time, then its shares; None if the user's own costs
+    are used.
+    """
     if s.cost_basis is None:
         return None
     names = [(kind.words, kind.name.lower()) for kind in Basis]
@@ -628,8 +632,8 @@ def cost_basis(s: Summary) -> BasisInfo | None:
 
 
 def quality_rows(s: Summary, hardware: HardwareFacts, *, used: bool) -> list[tuple[str, ...]]:
-    """operator, median, p90 and largest hold-out error, provenance, source; of operators that took time in this run, or
-    of the others. All count as used where nothing says which are.
+    """Return operator, median, p90 and largest hold-out error, provenance and source, of operators that took time in
+    this run, or of the others. All count as used if the run does not list them.
     """
     timed = None if s.cost_basis is None else {o.operator for o in s.cost_basis.operators}
     return [

@@ -1,4 +1,4 @@
-"""The page of `simtune workload`: what a trace is, and how well a spec stands for it."""
+"""The page of `simtune workload`: the facts of a trace, and how well a spec reproduces it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The page of a profile that was measured here: its fits beside the points, how noisy these were, and whole steps.
 
-It is the page of a hardware profile (`simtune.report.hardware`) with what only the measurer knows put before the rest.
+It is the page of a hardware profile (`simtune.report.hardware`), preceded by facts that only the measurement has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEASURED = "measured, ms"
 
 
 class PredictedTime(NamedTuple):
-    """A measured time and what the profile says of it, for an operator or the steps of a model."""
+    """A measured time and its prediction by the profile, for an operator or the steps of a model."""
 
     name: str
     shape: dict[str, float]
@@ -42,7 +42,7 @@ class Dots(NamedTuple):
 
 
 def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[PredictedTime]:
-    """Every measured point of an operator that the fit was made of, and what the fit says of it."""
+    """Return every measured point of an operator that the fit used, with its prediction."""
     judges: dict[str, Predictor] = {
         key: Predictor(operator, profile.device.processors, profile.arrays, Chip.of(profile.device))
         for key, operator in profile.operators.items()
@@ -176,7 +176,7 @@ def sections(
 
 
 def _error_section(title: str, words: str, dots: Sequence[Dots]) -> Section:
-    """A figure and a table of errors; both empty where nothing was compared."""
+    """Return a section with a figure and a table of errors; both empty if nothing was compared."""
     return Section(title, words, _error_figure(dots) if dots else None, _ERROR_COLUMNS, error_rows(dots))
 
 

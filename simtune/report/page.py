@@ -90,5 +90,5 @@ def candidate_cells(c: CandidateRow) -> list[str]:
 
 
 def _json_in_html(summary: Summary) -> str:
-    """The summary as JSON that cannot end the script element it stands in."""
+    """Return the summary as JSON that cannot end the script element that contains it."""
     return json.dumps(summary.to_data(), sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -19,7 +19,7 @@ CHOSEN, MET, MISSED, TWIN, CANNOT, OPEN = (
 
 
 class FateGroup(NamedTuple):
-    """Plans of the same fate, and what the best of them could reach; None where none of them could do it at all."""
+    """Plans of the same fate, and the most that the best of them could reach; None if none could meet the SLO."""
 
     fate: str
     plans: tuple[PlanFate, ...]

@@ -1,4 +1,4 @@
-"""Draws published systems: of every family the claimed gains and their bands beside what was simulated."""
+"""Figures of published systems: the claimed gains of every family, their bands and the simulated gains."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def drawn(section: FamilyFigure) -> str:
-    """HTML of the figure of a family; nothing where none of it was run."""
+    """Return HTML of the figure of a family; empty if none of it was run."""
     if not section.compared:
         return ""
     return figures.fragment(

@@ -35,8 +35,8 @@ def _is_one(path: Path) -> bool:
 
 
 def pages(paths: Sequence[Path]) -> dict[str, str]:
-    """The page of each of them by its name, as a path from the folder that holds it; a file of findings is its own page
-    where no HTML of its name stands beside it.
+    """Return the page of each path by its name, as a path from the folder that contains it; a file of findings is its
+    own page unless an HTML file of its name is beside it.
     """
     links = {}
     for path in paths:

@@ -48,7 +48,7 @@ def _cells(schedule: DraftSchedule) -> list[ScheduleCell]:
 
 
 class Drawn(NamedTuple):
-    """A node of the draft: where it stands, its parent's place, and how likely the target takes it."""
+    """A node of the draft: its place, its parent's place, and the probability that the target takes it."""
 
     path: tuple[int, ...]
     x: float

@@ -52,7 +52,7 @@ def note(swimlanes: Swimlanes) -> str:
 
 
 def section(run: Run) -> str | None:
-    """HTML of the timeline; None where the run kept no steps."""
+    """Return HTML of the timeline; None if the run kept no steps."""
     from markupsafe import Markup
 
     if run.swimlanes is None:

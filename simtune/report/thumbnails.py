@@ -40,8 +40,8 @@ def of_run(s: Summary, span: Span | None) -> str:
 
 
 def of_validation(v: Validation) -> str:
-    """Every latency as a dot, predicted over measured, on one logarithmic scale with the line on which they are equal;
-    empty where none is known on both sides.
+    """Draw every latency as a dot, predicted over measured, on one logarithmic scale with the line on which they are
+    equal; empty if no latency has both.
     """
     pairs = [
         (math.log(c.measured), math.log(c.predicted))

@@ -20,7 +20,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 
 _DRAWN = 10_000
-"""Requests of a workload from which its lengths are told."""
+"""Requests of a workload from which its lengths are estimated."""
 
 
 def understood(spec: Spec, trace: Trace | None = None) -> str:

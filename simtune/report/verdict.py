@@ -25,7 +25,7 @@ def bottleneck(s: Summary) -> str | None:
     """Return a sentence: what takes most of a request's time, and of a step's, how full the KV cache is, which limit
     binds.
 
-    None where nothing finished.
+    None if nothing finished.
     """
     parts = _time_parts(s)
     if not parts:
@@ -55,7 +55,7 @@ def _time_parts(s: Summary) -> list[tuple[str, float]]:
 
 
 def _step_for(steps: Sequence[StepTime], part: str) -> StepTime | None:
-    """The kind of step that such a part of a request's time is spent in; None where steps are not what it waits for."""
+    """Return the kind of step in which this part of a request's time is spent; None if it is not spent in steps."""
     if part == "KV transfer":
         return None
     kind = "prefill" if part == "Prefill" else "decode"

@@ -1,4 +1,4 @@
-"""The collection: which families of systems there are, and which of them are asked for."""
+"""The collection of published systems: its families, and the selection of systems by name."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Finding(Record):
     status: Status
     claim: str | None
     claimed: float | None
-    """A gain; or, where the claim is a number of its own, 1."""
+    """Simulated gain; or 1 if the claim is a number of its own."""
     band: Seq[float] | None
     simulated: float | None
     base: float | None

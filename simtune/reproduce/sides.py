@@ -381,7 +381,7 @@ def _work(spec: OneStep, decodes: int) -> StepWork:
 
 
 def per_round(result: Result) -> float:
-    """Tokens that a round of a request delivers, where it drafts; else one."""
+    """Return the tokens that a round of a request delivers, if it drafts; else one."""
     tally = result.drafted
     return 1 + tally.accepted / tally.rounds if tally.rounds else 1.0
 
@@ -421,7 +421,7 @@ def moved(side: Mapping[str, Any], hardware: str) -> dict[str, Any]:
 
 
 def bisected(ok: Callable[[float], bool], low: float, high: float, tolerance: float) -> float | None:
-    """The highest x that is still ok, within a relative tolerance; None where `low` is not."""
+    """Return the highest x that is still ok, within a relative tolerance; None if `low` is not."""
     if not ok(low):
         return None
     if ok(high):

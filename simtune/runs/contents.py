@@ -93,7 +93,7 @@ class Contents:
 
 
 def _table(candidates: Sequence[CandidateRow]) -> str:
-    """`candidates.csv`, without the columns that may lack where they are empty."""
+    """Return `candidates.csv`, without optional columns that are empty."""
     rows = [row.model_dump() for row in candidates]
     empty = {name for name in CandidateRow.MAY_LACK if all(row[name] is None for row in rows)}
     header = [name for name in columns(CandidateRow) if name not in empty]
@@ -150,13 +150,11 @@ def of_study(
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
     slo_odds = None if uncertainty else odds(tuned, chosen, bases)
-    optional_fields = _asked_for(
+    extras = _asked_for(
         tuned, {"confidence": confidence, "odds": slo_odds, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
     )
-    if "day" in optional_fields:
-        files["day.csv"] = to_csv(
-            columns(DayHour), ([*hour.model_dump().values()] for hour in optional_fields["day"].hours)
-        )
+    if "day" in extras:
+        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(
         name=study.name,
         seed=study.seed,
@@ -169,7 +167,7 @@ def of_study(
             for s in rivals
         ),
         uncertainty=uncertainty,
-        **optional_fields,
+        **extras,
         **_common(tuned.deployment, tuned.result, files, (tuned.question.workload, tuned.question.trace), bases),
     )
     candidates = tuple(
@@ -412,7 +410,9 @@ def _drafted_load(points: Sequence[SweepPoint]) -> tuple[DraftedLoad, ...]:
 
 
 def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
-    """The schedule over batch and context of the drafter chosen, or of the study's first where none was."""
+    """Return the schedule over batch and context of the chosen drafter, or of the study's first drafter if none was
+    chosen.
+    """
     question, candidate = tuned.question, tuned.chosen.candidate
     if not question.drafts:
         return None

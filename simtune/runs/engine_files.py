@@ -1,4 +1,6 @@
-"""Settings for engines: files for those that can run a plan, and what of a schedule for drafts each can be told."""
+"""Settings for engines: files for those that can run a plan, and the part of a schedule for drafts that each can be
+given.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,13 @@ def other_engines(facts: dict[str, Any], plan: Plan) -> Files:
 
 
 NO_ENGINE = "engine/none.txt"
-"""Says why there are no engine settings."""
+"""File that states why there are no engine settings."""
 
 
 def engine_files(deployment: Deployment) -> Files:
-    """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot; or why
-    there are none."""
+    """Return the settings for the engine that can run the plan; if it cannot draft so, the drafting settings of other
+    engines; or why there are none.
+    """
     files = _emitted(deployment, deployment.plan)
     return files if files else {NO_ENGINE: f"No engine settings: {emit.why_none(deployment.plan)}.\n"}
 

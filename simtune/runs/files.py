@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: beside their place first, then under their name."""
+"""Writes files completely or not at all: first beside their place, then under their name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def alone(out: Path) -> None:
 
 def hold(out: Path) -> None:
     """Make a folder that is written into while work goes on, keep others from it until this process ends, and remove
-    what one that was killed left half-written in it.
+    files that a killed process left half-written in it.
 
     Raises UsageError if it is a file, cannot be made, or is another process's.
     """
@@ -108,8 +108,8 @@ def clear_within(out: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Remove what a process that was killed left of `out` half-written beside it; an earlier run that it had set aside
-    is put back. No other process writes `out` meanwhile.
+    """Remove files that a killed process left half-written beside `out`; an earlier run that it had set aside is put
+    back. No other process writes `out` meanwhile.
     """
     parent, begins = out.absolute().parent, f".{out.name}."
     for path in sorted(parent.glob(f"{glob.escape(begins)}part-*")):
@@ -174,8 +174,9 @@ def write(out: Path, files: Mapping[str, str | bytes]) -> None:
 
 @contextmanager
 def whole(out: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `out` at the end. Where anything goes wrong it is removed,
-    and what was there stays. Raises UsageError if files cannot be written."""
+    """A new folder to write into, which takes the place of `out` at the end. If anything fails, it is removed, and the
+    earlier folder stays. Raises UsageError if files cannot be written.
+    """
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +232,7 @@ def _encoded(content: str | bytes) -> bytes:
 
 
 def _take_place(folder: Path, out: Path) -> None:
-    """Give `folder` the name `out`; what is there keeps it if that goes wrong, and is removed otherwise."""
+    """Give `folder` the name `out`; an earlier folder of that name is restored if that fails, and removed otherwise."""
     if not out.exists():
         folder.rename(out)
         return

@@ -1,4 +1,4 @@
-"""Rows that are done, in a file of JSON lines that grows while work goes on: a kill costs what was under way."""
+"""Finished rows, in a file of JSON lines that grows while work goes on: a kill loses only the row under way."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class RowJournal:
         return rows
 
     def add(self, key: str, row: Mapping[str, Any] | list[Any]) -> None:
-        """Write a row down at once. Raises SimtuneError if there is no room, UsageError if no file can be; rows
-        before it stay."""
+        """Write a row immediately. Raises SimtuneError if there is no room, UsageError if no file can be made; earlier
+        rows stay.
+        """
         line = (json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False) + "\n").encode()
         try:
             if not self._whole:

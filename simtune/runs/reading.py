@@ -1,5 +1,6 @@
-"""Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` where a search wrote them, and
-`swimlanes.json.gz` where steps were kept."""
+"""Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` if a search wrote them, and
+`swimlanes.json.gz` if steps were kept.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class OperatorQuality(Record):
 
 
 class HardwareFacts(Record):
-    """The hardware profile as far as a reader must know it to judge the numbers."""
+    """The part of the hardware profile that a reader needs to judge the numbers."""
 
     name: str
     engine: str
@@ -238,7 +238,7 @@ class DraftSchedule(Record):
 
 
 class Summary(SimulationSummary):
-    """`summary.json`: what was asked, what was chosen, and what its simulation says."""
+    """`summary.json`: the question, the choice, and the results of its simulation."""
 
     schema_id: Literal["simtune/summary@1"] = Field(alias="schema")
     name: str
@@ -274,7 +274,7 @@ class Summary(SimulationSummary):
     @field_validator("plan", "study", mode="before")
     @classmethod
     def _without_its_schema(cls, value: Any, info: ValidationInfo) -> Any:
-        """A spec as it stands in a file of its own: its version is checked and taken off."""
+        """Check the version of a spec that has a file of its own, and remove it."""
         if not isinstance(value, dict):
             return value
         spec: type[Spec] = Plan if info.field_name == "plan" else Study
@@ -298,7 +298,7 @@ Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]
 
 
 class CandidateRow(Record):
-    """A row of `candidates.csv`: a plan that was considered. A cell is empty where the search did not need to know."""
+    """A row of `candidates.csv`: a plan that was considered. A cell is empty if the search did not need the value."""
 
     MAY_LACK: ClassVar[frozenset[str]] = frozenset({"weight_dtype", "beside"})
     rank: Annotated[int | None, _column("place in the list, the chosen plan first")]
@@ -365,7 +365,7 @@ class CourseRow(Record):
 
 
 class RequestRow(Record):
-    """A row of `requests.csv`: a simulated request. A time is empty where it never came."""
+    """A row of `requests.csv`: a simulated request. A time is empty if the event never happened."""
 
     MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s"})
 

@@ -42,8 +42,9 @@ def sweeps_in(folder: Path) -> tuple[Path, ...]:
 
 
 def read_sweep(folder: Path, name: str | None = None) -> SweepTable:
-    """The table of a sweep as it was written. Raises UsageError if it cannot be read, SpecError with line and column
-    where it is damaged."""
+    """The table of a sweep as it was written. Raises UsageError if it cannot be read, SpecError with line and column if
+    it is damaged.
+    """
     file = str(folder / TABLE)
     lists, lines = csv_rows(read_text(folder / TABLE), file)
     header = lists[0] if lists else []

@@ -1,6 +1,6 @@
 """Steps of every engine core over time, and the lives of requests, from which the timeline of a report is drawn.
 
-`swimlanes.json.gz` holds as much as a page can carry. Where there are more steps than `MOST_SPANS`, neighbours are one
+`swimlanes.json.gz` contains as much as a page can show. If there are more steps than `MOST_SPANS`, neighbours are one
 span, with the time that went to each kind of step and the least and most of what was counted; nothing is averaged.
 """
 

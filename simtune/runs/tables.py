@@ -1,4 +1,4 @@
-"""CSV tables whose rows are records: floats exact, true and false, nothing where there is no value."""
+"""CSV tables whose rows are records: exact floats, true and false, an empty cell for None."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def columns(row: type[Record]) -> tuple[str, ...]:
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The text of a table; None is an empty cell."""
+    """Return the text of a table; None is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
@@ -65,7 +65,7 @@ def read_csv(path: Path, row: type[R]) -> tuple[R, ...]:
 
 
 def _parsed(row: type[R], cells: dict[str, str]) -> R:
-    """An empty cell is None where there may be none."""
+    """Return a row from its cells; an empty cell is None if the field may be None."""
     values: dict[str, str | None] = {}
     for name, field in row.model_fields.items():
         key = field.alias or name

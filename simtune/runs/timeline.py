@@ -2,7 +2,7 @@
 
 The latter is gzipped Chrome trace JSON, opened by dropping it on the page: one process per instance, one track per
 engine core. A core runs one step at a time: overlapping slices could not be drawn. Counters are those of the latest
-step and stand until the next one.
+step, until the next one.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ class TraceSlice(NamedTuple):
 
 
 def trace_file(result: Result, window_s: tuple[float, float] | None = None) -> bytes:
-    """The simulated steps; only those that touch the window, where one is given."""
+    """Yield the simulated steps; only those in the window, if one is given."""
     return packed(_trace_json(_SlicesInOrder(result, window_s)))
 
 
 class _SlicesInOrder:
-    """The slices of a simulation by instance, start and core, made one by one as they are read: all at once would take
-    several times the memory of the steps."""
+    """Yield the slices of a simulation by instance, start and core, one by one: a list of them would take several times
+    the memory of the steps.
+    """
 
     def __init__(self, result: Result, window_s: tuple[float, float] | None) -> None:
         records, cores = result.outcome.records, result.outcome.cores
@@ -118,7 +119,7 @@ def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
 
 
 def _trace_json(ordered: Collection[TraceSlice] | _SlicesInOrder) -> Iterator[str]:
-    """The text in parts: all events at once would take ten times the memory of the steps."""
+    """Yield the text in parts: all events together would take ten times the memory of the steps."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
     for event in _events(ordered):
         yield separator

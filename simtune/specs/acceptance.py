@@ -33,7 +33,7 @@ class PerPosition(Part):
 
     @property
     def longest(self) -> int | None:
-        """Draft tokens that are covered; None is any number."""
+        """Draft tokens that are covered; None if any number is."""
         return len(self.conditional)
 
     def chain(self, length: int) -> tuple[float, ...]:
@@ -330,7 +330,7 @@ class Acceptance(Spec):
         return conditions
 
     def rates_for(self, request_class: str | None = None, temperature: float | None = None) -> Rates:
-        """The rates of the condition that says most about such a request, or those that hold in general."""
+        """Return the rates of the most specific condition that applies to such a request, or the general rates."""
         return self._for(request_class, temperature)[0]
 
     def drift_for(self, request_class: str | None = None, temperature: float | None = None) -> Drift | None:

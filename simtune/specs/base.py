@@ -26,7 +26,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def spec_name(text: str, otherwise: str) -> str:
-    """The name of a spec that is nearest to a text, such as a file's name; `otherwise` where nothing of it is left."""
+    """Return the name of a spec that is nearest to a text, such as a file's name; `otherwise` if the text has no letter
+    or digit.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or otherwise
 
 
@@ -69,7 +71,7 @@ Seats = Annotated[int, Field(ge=1, le=2**20)]
 Width = Annotated[int, Field(ge=1, le=10**8)]
 """Heads, layers, and the sizes of matrices and vocabularies."""
 Drafts = Annotated[int, Field(ge=1, le=1024)]
-"""Tokens that are drafted at once, and levels and branches of their trees."""
+"""Tokens that are drafted in one round, and levels and branches of their trees."""
 BlockSize = Annotated[int, Field(ge=1, le=2**20)]
 """Tokens of a KV block."""
 LARGEST_RATE_RPS = 1e9
@@ -99,11 +101,12 @@ bits and a zero point for 128 (int4)."""
 COMPUTES_IN: dict[str, Dtype] = {
     "int4": "bf16", "int8_wo": "bf16", "mxfp4": "bf16", "fp8_block": "fp8", "mxfp4_mxfp8": "fp8",
 }  # fmt: skip
-"""The data sheet's rate that a format's kernels run at, where it is not its own: weight-only formats are spelled out
-and multiplied in 16 bits."""
+"""Data-sheet rate at which a format's kernels run, if the format has no rate of its own: weight-only formats are
+unpacked and multiplied in 16 bits.
+"""
 
 ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp4": 0.5625, "mxfp4_mxfp8": 1.03125}
-"""Bytes per activation that a product of the format reads, where activations are quantised; 16 bits elsewhere."""
+"""Bytes per activation that a product of the format reads, if activations are quantised; 16 bits for other formats."""
 
 
 class Part(BaseModel):
@@ -119,8 +122,8 @@ Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
 class Record(BaseModel):
     """A block of a file that simtune writes and reads again: immutable, no silent conversions, no NaN.
 
-    A field without a default always stands in the file, as null where there is no such number. One with a default
-    stands there only if it was set. Keys that are not known here are let through: a later release may add some.
+    A field without a default is always written, as null if there is no such number. A field with a default is written
+    only if it was set. Unknown keys are ignored: a later release may add some.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
@@ -145,8 +148,9 @@ class Spec(Part):
 
     @classmethod
     def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
-        """Validate parsed YAML; what `check` finds in a spec that is right in itself is told alike. Raises SpecError
-        with every problem of the file at once."""
+        """Validate parsed YAML; problems that `check` finds in a spec that is valid by itself are reported in the same
+        way. Raises SpecError with every problem of the file at once.
+        """
         data = document.data
         if not isinstance(data, dict):
             raise SpecError(Problem(document.file, f"a {cls.KIND} spec was expected, not {_kind_of(data)}", "", 1, 1))
@@ -261,7 +265,7 @@ def _problem(document: yamlfile.Document, loc: Sequence[str | int], message: str
 def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[str]:
     """The keys of the file that lead to `loc`, without the tags of unions that pydantic puts between them.
 
-    Where the last key is `missing`, it stands in no mapping of the file and is kept all the same.
+    If the last key is `missing`, it is in no mapping of the file, and it is kept.
     """
     keys, node = [], data
     for at, part in enumerate(loc):
@@ -321,7 +325,7 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str | int]) -> set[str]:
 
 
 def _types_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """The spec blocks that may stand at `loc`, following the annotations and the tags pydantic puts into loc."""
+    """Return the spec blocks that may be at `loc`, following the annotations and the tags pydantic puts into loc."""
     annotations: list[Any] = [model]
     for part in loc:
         variants = [variant for annotation in annotations for variant in _variants(annotation)]
@@ -360,7 +364,7 @@ def _variants(annotation: Any) -> list[Any]:
 
 
 def _kind_tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a variant: the values of its `kind`, or its `TAG` where these are without number."""
+    """Return the tags of a variant: its `TAG` if it has one, else the values of its `kind`."""
     tag = getattr(model, "TAG", None)
     field = model.model_fields.get("kind")
     return (tag,) if tag is not None else get_args(field.annotation) if field is not None else ()

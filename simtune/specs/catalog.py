@@ -46,7 +46,7 @@ FOLDERS = {
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 _HEAD = 1 << 16
-"""Characters in which a spec says what it is."""
+"""Characters at the start of a file in which its schema line must be."""
 
 
 def names(kind: str) -> list[str]:
@@ -113,7 +113,7 @@ def _cached(model_id: str) -> Path:
 
 
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
-    """A hardware profile by name, from profile.yaml, or from the folder that holds it."""
+    """Load a hardware profile by name, from profile.yaml, or from the folder that contains it."""
     path = _locate("hardware", reference)
     path = path / "profile.yaml" if path.is_dir() else path
     if settings:
@@ -149,7 +149,7 @@ def _stated(hardware: Hardware, settings: Sequence[str]) -> Hardware:
 
 @lru_cache(maxsize=16)
 def _hardware(text: str, file: str) -> Hardware:
-    """A profile's file is long and often asked for: it is parsed once as long as it says the same."""
+    """Cache the parsed profile: its file is long and often loaded. It is parsed again only if its text has changed."""
     return Hardware.from_document(yamlfile.parse(text, file))
 
 
@@ -171,8 +171,9 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
 
 
 def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
-    """Raise UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
-    `even_models` refuses a model's config.json too."""
+    """Raise UsageError for a log or a result of a kind that contains no requests; `read_trace` checks traces.
+    `even_models` refuses a model's config.json too.
+    """
     if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
         return
     raw = read_bytes(path)
@@ -182,7 +183,9 @@ def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
 
 
 def _check_schema(path: Path) -> None:
-    """Raise UsageError for JSON that is no spec and of no known tool: what it lacks as a spec would say nothing."""
+    """Raise UsageError for JSON that is no spec and of no known tool: a list of the keys it lacks as a spec would not
+    help.
+    """
     document = yamlfile.parse(read_text(path), str(path))
     if not isinstance(document.data, dict) or "schema" not in document.data:
         tools = ", ".join(form.title for form in FORMATS)
@@ -193,7 +196,7 @@ def _check_schema(path: Path) -> None:
 
 
 def _replayed(path: Path, trace: str) -> Trace:
-    """The trace that a workload's file names. Raises SpecError naming both where it cannot be read."""
+    """Read the trace that a workload's file names. Raises SpecError naming both files if it cannot be read."""
     try:
         return read_trace(path.parent / trace)
     except UsageError as error:
@@ -211,17 +214,18 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
 
 
 def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
-    """A plan from its file, filled in where a pool names an engine. Raises SpecError, also for what `check` finds."""
+    """Load a plan from its file, filled in if a pool names an engine. Raises SpecError, also for what `check` finds."""
     path = Path(reference)
     document = override(yamlfile.parse(read_text(path), str(path)), settings)
     return Plan.from_document(with_engines(document), check)
 
 
 def with_engines(document: yamlfile.Document) -> yamlfile.Document:
-    """A plan's document in which what pools leave out stands as their engines set it; others are as they were.
+    """Return a plan's document in which settings that a pool leaves out are those of its engine; pools without an
+    engine are unchanged.
 
-    The engine's settings are those for the plan's model on the pool's hardware. What is wrong in the plan itself is
-    left to be found by whoever reads it.
+    The engine's settings are those for the plan's model on the pool's hardware. Errors in the plan itself are reported
+    when the plan is read.
     """
     data = document.data
     pools = data.get("pools") if isinstance(data, dict) else None
@@ -393,7 +397,7 @@ def _named_files(kind: str) -> Iterator[tuple[str, Path]]:
 
 
 def _schema_of(path: Path) -> str | None:
-    """The schema line without parsing the whole file: user folders may hold anything."""
+    """Return the schema line without parsing the whole file: user folders may contain any file."""
     try:
         with path.open(encoding="utf-8") as file:
             for line in file.read(_HEAD).splitlines():

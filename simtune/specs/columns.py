@@ -35,7 +35,7 @@ def trace_of(columns: Mapping[str, Any]) -> Trace:
     """Make a trace of columns of one length: REQUIRED, and `hash_ids` (names of the prompt's blocks, of `block_tokens`
     tokens each) if prompts share something.
 
-    Raises UsageError if a column is missing, unknown, or holds what a trace cannot.
+    Raises UsageError if a column is missing, unknown, or contains values that a trace cannot have.
     """
     for name in REQUIRED:
         if name not in columns:

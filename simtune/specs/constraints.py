@@ -1,9 +1,9 @@
 """Constraints of a search space: expressions over the settings of a plan, such as `tp <= 4 or gpu != 'l40s'`.
 
 An expression is a small part of Python's: comparisons (also chained, `in` and `not in`), `and`, `or`, `not`, the
-operators + - * / // %, numbers, texts, true and false, lists. It is held against every pool of a plan, whose settings
-are its names. One that names a pool by its role, as in `decode.instances >= 2 * prefill.instances`, is held against the
-plan as a whole, and holds where the plan has no pool of that role.
+operators + - * / // %, numbers, texts, true and false, lists. It is checked for every pool of a plan; its names are the
+settings of the pool. An expression that names a pool by its role, as in `decode.instances >= 2 * prefill.instances`, is
+checked for the plan as a whole, and is true if the plan has no pool of that role.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ POOL_NAMES = (
     "drafter",
 )
 """Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
-`kv_dtype` and `drafter` are '' where the plan names none."""
+`kv_dtype` and `drafter` are '' if the plan names none.
+"""
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""
 ROLES = ("mixed", "prefill", "decode")

@@ -76,7 +76,7 @@ class SizedPool(Protocol):
 
 
 def check_control(control: RoleControl, pools: Sequence[SizedPool], with_events: bool) -> None:
-    """Raise ErrorAt if instances of these pools could not take each other's role as the control says."""
+    """Raise ErrorAt if instances of these pools could not take each other's role by this control."""
     if sorted(pool.role for pool in pools) != ["decode", "prefill"]:
         roles = ", ".join(f"{pool.name} ({pool.role})" for pool in pools)
         raise ErrorAt(

@@ -1,4 +1,4 @@
-"""Drafters: what proposes tokens. Each class states what engines, costs and memory have to know of it."""
+"""Drafters, which propose tokens. Each class states what engines, costs and memory need to know of its drafter."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Drafter(Part):
 
     @property
     def parallel_heads(self) -> int:
-        """Heads on the target's last hidden state that run all at once, however many drafts are asked for."""
+        """Heads on the target's last hidden state that run in parallel, however many drafts a round has."""
         return 0
 
     @property
     def most_depth(self) -> int | None:
-        """Drafts in turn that it can make; None is any number."""
+        """Most drafts in turn that the drafter can make; None if there is no limit."""
         return self.parallel_heads or None
 
     @property
@@ -86,9 +86,9 @@ class Drafter(Part):
         return target
 
     def network(self, target: Model, draft: Model | None = None) -> Model | None:
-        """The layers that draft, as a model; None where nothing or only parallel heads run on the GPU.
+        """Return the layers that draft, as a model; None if nothing or only parallel heads run on the GPU.
 
-        `draft` is the model that `own_model` names. Raises Infeasible where it does not go with the target.
+        `draft` is the model that `own_model` names. Raises Infeasible if it does not fit the target.
         """
         return None
 
@@ -127,7 +127,7 @@ class DraftModel(Drafter):
         return self.tp or target
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """The draft model as it is. Raises Infeasible where its vocabulary is not the target's."""
+        """Return the draft model. Raises Infeasible if its vocabulary is not the target's."""
         assert draft is not None, "a draft_model needs its model"
         if draft.vocab_size != target.vocab_size:
             raise Infeasible(
@@ -219,7 +219,7 @@ class Eagle(Drafter):
 
 
 class Medusa(Drafter):
-    """Heads that each guess one further position, all at once."""
+    """Heads that each guess one further position, in parallel."""
 
     kind: Literal["medusa"] = "medusa"
     heads: Drafts
@@ -290,9 +290,9 @@ class BlockDrafter(Drafter):
 class ParallelDecoder(Drafter):
     """The target itself, which fills several positions in one pass: block diffusion, Jacobi iterations, heads inside.
 
-    A pass works on the `tokens` of a chain and the one that is certain, keeps as many from the left as the acceptance
-    says, and guesses the others anew; nothing runs beside it. What a pass guesses the next one reads, so a step is
-    scheduled when the one before has ended, on the GPU: the host hides.
+    A pass works on the `tokens` of a chain and the one that is certain, keeps tokens from the left by the acceptance,
+    and guesses the others again; no other drafter runs. The next pass reads the guesses of this one, so a step is
+    scheduled when the one before has ended, on the GPU: the host's time is hidden.
     """
 
     kind: Literal["self"] = "self"

@@ -1,4 +1,4 @@
-"""Engine presets: what one release of a serving engine does unless it is told otherwise.
+"""Engine presets: the default settings of one release of a serving engine.
 
 A pool of a plan may name an engine. What the plan leaves out then stands in it as that release sets it, for the model
 and the device at hand; what the plan says stays. A plan with an engine is filled in where it is read
@@ -26,7 +26,7 @@ EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 
 
 class Case(Part):
-    """Settings that depend on what is served and on what: they replace the preset's own where all conditions hold."""
+    """Settings that depend on the model and the hardware: they replace the preset's own if all conditions hold."""
 
     memory_gib_from: NonNegative = Field(0.0, description="devices of so much memory and more")
     not_devices: Seq[str] = Field((), description="but none whose name has one of these words")
@@ -96,7 +96,7 @@ def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
 
 
 def merged(over: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of both mappings, those of `over` where both have one, mappings inside alike."""
+    """Return the entries of both mappings, those of `over` if both have one; inner mappings are merged likewise."""
     result = dict(under)
     for key, value in over.items():
         below = result.get(key)

@@ -35,7 +35,7 @@ class Node(Protocol):
 
     @property
     def inherits(self) -> str | None:
-        """The node whose text goes on."""
+        """Name of the node whose text this node continues."""
 
     @property
     def reads(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Hardware profile: facts of a device, and for each operator a fitted time model that says how far off it may be."""
+"""Hardware profile: facts of a device, and for each operator a fitted time model with its error."""
 
 from __future__ import annotations
 
@@ -171,8 +171,7 @@ class Residual(Part):
 class Curve(Part):
     """Seconds along one line of shapes: straight in log-log between knots.
 
-    Beyond the last knot time goes on linearly, with the slope of the last two; before the first it is
-    constant.
+    Beyond the last knot the time is linear, with the slope of the last two; before the first it is constant.
     """
 
     at: dict[str, float] = Field(default_factory=dict, description="the shape parameters the whole curve shares")
@@ -263,7 +262,8 @@ class Host(Part):
 class Correction(Part):
     """step time = scale * (kernels and collectives) + offset_s, for one kind of step; the host is in the offset.
 
-    Errors are |predicted/measured - 1| by the profile as it was, and by what each half of the steps says of the other.
+    Errors are |predicted/measured - 1| of the profile before the correction, and of each half of the steps by a
+    correction fitted to the other half.
     """
 
     scale: Positive
@@ -347,14 +347,14 @@ _LARGEST = 1e12
 class Arrays(Mapping[str, "NDArray[Any]"]):
     """Named numeric arrays that cannot be written to, given or read from an .npz file when first needed.
 
-    Nothing is ever unpickled from the file. Raises SpecError naming the file when it cannot be read. What goes to
-    another process is the content, read or not.
+    Nothing is ever unpickled from the file. Raises SpecError naming the file if it cannot be read. Pickling for another
+    process reads the file first.
     """
 
     def __init__(
         self, content: Mapping[str, NDArray[Any]] | None = None, path: Path | None = None, digest: str | None = None
     ) -> None:
-        """`digest` is the SHA-256 of the file, where it is known."""
+        """`digest` is the SHA-256 of the file, if it is known."""
         self._path, self._digest = path, digest
         self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
 
@@ -377,7 +377,7 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
         return self._content
 
     def _finite(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """The array. Raises SpecError if it holds anything but real numbers of a size that fits do."""
+        """Return the array. Raises SpecError if it contains anything but real numbers of a size that fits do."""
         import numpy as np
 
         if array.dtype.kind != "f" or not (np.abs(array) < _LARGEST).all():
@@ -460,7 +460,7 @@ class Hardware(Spec):
 
     @classmethod
     def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
-        """See `Spec`; the arrays stay in arrays.npz beside the file until somebody asks for one."""
+        """Read the profile, see `Spec`; the arrays stay in arrays.npz beside the file until one is used."""
         hardware = super().from_document(document, check)
         return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS), digest=hardware.arrays_sha256))
 

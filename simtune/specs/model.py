@@ -31,7 +31,7 @@ class FullAttention(Part):
 
     @property
     def shared_heads(self) -> int:
-        """Heads that several query heads share; they are repeated where they are fewer than ranks."""
+        """Heads that several query heads share; they are repeated if they are fewer than ranks."""
         return self.kv_heads
 
     def matrices(self, hidden: int) -> int:
@@ -180,7 +180,7 @@ class LinearAttention(Part):
 
 
 class NoAttention(Part):
-    """A layer that is a feed-forward block alone, as some of Nemotron-H are. It costs nothing."""
+    """A layer that is only a feed-forward block, as some of Nemotron-H are. Its attention costs nothing."""
 
     kind: Literal["none"] = "none"
 
@@ -232,7 +232,7 @@ class DenseFeedForward(Part):
 class MoeFeedForward(Part):
     """Experts of hidden_size x intermediate_size, of which each token visits experts_per_token.
 
-    Experts and shared experts are gated, three matrices each, unless said otherwise.
+    Experts and shared experts are gated, three matrices each, unless `gated` is false.
     """
 
     kind: Literal["moe"] = "moe"
@@ -270,7 +270,7 @@ class MoeFeedForward(Part):
 
 
 class NoFeedForward(Part):
-    """A layer that is attention alone, as some of Nemotron-H are. It costs nothing."""
+    """A layer that is only attention, as some of Nemotron-H are. Its feed-forward block costs nothing."""
 
     kind: Literal["none"] = "none"
 
@@ -321,7 +321,7 @@ class LayerGroup(Part):
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.active_matrices(hidden))
 
     def vectors(self, hidden: int) -> int:
-        """Parameters beside the matrices of all its layers; the norms before its sublayers are the model's."""
+        """Parameters beside the matrices of all its layers; the norms before its sublayers belong to the model."""
         return self.count * (self.attention.vectors(hidden) + self.feed_forward.vectors(hidden))
 
     @model_validator(mode="after")
@@ -395,12 +395,14 @@ class Model(Spec):
         return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts"), *of_groups))
 
     def without_feed_forward(self) -> Model:
-        """The same with attention alone in its layers."""
+        """Return the model with only attention in its layers."""
         layers = tuple(group.model_copy(update={"feed_forward": NoFeedForward()}) for group in self.layers)
         return self.model_copy(update={"layers": layers})
 
     def with_weights(self, dtype: Dtype | None) -> Model:
-        """The same with all matrices inside its layers in a dtype, those of the head as they are; itself for None."""
+        """Return the model with all matrices inside its layers in a dtype, those of the head unchanged; the model
+        itself for None.
+        """
         if dtype is None or self.layer_dtypes == {dtype}:
             return self
         layers = tuple(group.model_copy(update={"attention_dtype": None}) for group in self.layers)

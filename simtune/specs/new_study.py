@@ -109,8 +109,8 @@ def _from(folder: Path, reference: str) -> str:
 
 
 def profile_of(driver_name: str) -> str | None:
-    """The built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None where none is
-    of that card. A card of another form or memory (PCIe, NVL, Ada, Laptop, 40GB) is another card.
+    """Return the built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None if no
+    profile is of that card. A card of another form or memory (PCIe, NVL, Ada, Laptop, 40GB) is another card.
     """
     card_words = _words(driver_name) - _SAY_NOTHING
     models = {word for word in card_words if any(map(str.isdigit, word))}

@@ -125,7 +125,7 @@ class Parallelism(Part):
 
     @property
     def context_ranks(self) -> int:
-        """Groups of ranks that share every sequence: 1 unless `cp` says more."""
+        """Groups of ranks among which every sequence is divided: `cp`, or 1 without it."""
         return self.cp or 1
 
     @property
@@ -192,8 +192,8 @@ class KvPolicy(Part):
 
 
 class KvCache(Part):
-    """The paged KV cache. What the engine's own log says is better than memory accounting: `other_memory_gib` takes
-    the place of its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
+    """The paged KV cache. Values from the engine's own log are better than memory accounting: `other_memory_gib`
+    replaces its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
     """
 
     dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
@@ -462,7 +462,7 @@ class LeastOutstandingRouting(_StaleRouting):
 
 
 class LeastTokensRouting(_StaleRouting):
-    """The instance whose requests under way have the fewest prompt tokens: what its KV cache has to hold."""
+    """Route to the instance whose requests under way have the fewest prompt tokens, which its KV cache must hold."""
 
     kind: Literal["least_tokens"] = "least_tokens"
 
@@ -680,7 +680,9 @@ class Plan(Spec):
 
     @model_validator(mode="after")
     def _front_ends_alike(self) -> Self:
-        """Requests take whichever is free first, so one that some pools lack would hold up requests to all."""
+        """Raise ErrorAt if only some pools have a front end: requests take the front end that is free first, before
+        they are routed.
+        """
         has_front_end = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
         if any(has_front_end) and not all(has_front_end):
             without = next(p.name for p in self.pools if p.role != "decode" and p.front_end is None)

@@ -1,4 +1,4 @@
-"""The one door through which every file that a user gives comes in.
+"""Reading of every file that a user gives.
 
 Only regular files are opened: reading a pipe, a device or a socket might never end. The bytes of a file, as it stands
 and unpacked, are limited (`MAX_BYTES`, or the environment's SIMTUNE_MAX_FILE_BYTES), so that a few kilobytes of gzip do
@@ -47,7 +47,7 @@ _KINDS = {
 
 
 def max_bytes() -> int:
-    """The most bytes of one file. Raises UsageError if the environment says something else than a number."""
+    """Return the most bytes of one file. Raises UsageError if the environment variable is no number."""
     text = os.environ.get(ENVIRONMENT)
     if text is None:
         return MAX_BYTES
@@ -60,8 +60,9 @@ def max_bytes() -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file as it stands. Raises UsageError naming the file and the reason where it cannot be
-    read or is too large."""
+    """Return the bytes of a regular file. Raises UsageError naming the file and the reason if it cannot be read or is
+    too large.
+    """
     most = max_bytes()
     try:
         mode = os.stat(path).st_mode
@@ -122,7 +123,7 @@ def decoded(path: Path, raw: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file as it stands. Raises UsageError if it cannot be read, SpecError if it is not UTF-8."""
+    """Return the text of a file. Raises UsageError if it cannot be read, SpecError if it is not UTF-8."""
     return decoded(path, read_bytes(path))
 
 
@@ -231,7 +232,7 @@ DELIMITERS = ",;\t|"
 
 
 def delimiter_of(text: str) -> str:
-    """Return what stands between the columns of a table: the one of DELIMITERS that its first line has most of."""
+    """Return the separator of the columns of a table: the one of DELIMITERS that its first line has most of."""
     header = next((line for _, line in numbered_lines(text)), "")
     return max(DELIMITERS, key=header.count)
 
@@ -258,9 +259,9 @@ def csv_rows(text: str, file: str, delimiter: str = ",") -> tuple[list[list[str]
 
 
 def csv_table(text: str, file: str) -> tuple[list[str], list[list[str]], list[int]]:
-    """Header, rows as long as it, and the line that each of them ends in.
+    """Return header, rows as long as the header, and the line in which each of them ends.
 
-    Raises SpecError and UsageError as `csv_rows` does, and where a row has another length or two columns one name.
+    Raises SpecError and UsageError as `csv_rows` does, and if a row has another length or two columns one name.
     """
     rows, lines = csv_rows(text, file)
     header, rows = (rows[0], rows[1:]) if rows else ([], [])
@@ -282,9 +283,10 @@ def refuse_columns_twice(header: Sequence[str], file: str) -> None:
 
 
 def read_arrays(path: Path, raw: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file by name. Nothing in it is unpickled, and nothing is unpacked that would be too large.
+    """Return the arrays of an .npz file by name. Nothing in it is unpickled, and nothing is unpacked that would be too
+    large.
 
-    Raises SpecError if the file is damaged or holds something else than arrays of plain numbers.
+    Raises SpecError if the file is damaged or contains something else than arrays of plain numbers.
     """
     most = max_bytes()
     try:
@@ -327,6 +329,6 @@ def _array(raw: bytes, name: str) -> NDArray[Any]:
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """A value as it is shown in a message, cut where it is long."""
+    """Return a value as a message shows it, shortened if it is long."""
     words = str(value)
     return words if len(words) <= most else f"{words[: most - 20]}... ({len(words):,} characters)"

@@ -76,7 +76,7 @@ def in_words(size: float) -> str:
 
 
 def _number(file: str, name: str = "") -> float:
-    """The number behind a name, or the first; 0 where there is none."""
+    """Return the number of a named line, or the first number; 0 if there is none."""
     try:
         with open(file, encoding="ascii") as stream:
             for line in stream:
@@ -88,7 +88,7 @@ def _number(file: str, name: str = "") -> float:
 
 
 def _mappable(total: float) -> float:
-    """The limit of this process's address space, where the system has one."""
+    """Return the limit of this process's address space, if the system has one."""
     try:
         import resource
     except ImportError:

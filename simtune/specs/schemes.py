@@ -68,7 +68,7 @@ def _chain(tokens: int) -> RoundShape:
 class Scheme(Part):
     """Scheme by which tokens are drafted. The defaults of this class are those of chains that are drafted in turn.
 
-    One from outside the package is named by import path, `kind: package.module:Class`; it must say its shape.
+    A scheme from outside the package is named by import path, `kind: package.module:Class`; it must define its shape.
     """
 
     kind: str
@@ -95,14 +95,16 @@ class Scheme(Part):
 
     @property
     def stops_below(self) -> float | None:
-        """The probability that all drafts are kept, the next one included, below which the drafter stops; None where it
-        does not stop by itself."""
+        """The probability that all drafts are kept, the next one included, below which the drafter stops; None if it
+        does not stop by itself.
+        """
         return None
 
     @property
     def batch_tokens(self) -> int | None:
-        """Draft tokens of the whole batch, given to where they are likeliest to be kept; None where each request has
-        its own."""
+        """Draft tokens of the whole batch, given to the requests that are likeliest to keep them; None if each request
+        has its own.
+        """
         return None
 
     @property
@@ -119,8 +121,9 @@ class Scheme(Part):
         return self.shape.drafts
 
     def lengths(self, kept: Iterator[int]) -> Iterator[int]:
-        """Drafts made in each round of a request that adapts, given how many would be kept of each were all made; each
-        is asked for before what becomes of it is looked at."""
+        """Yield the drafts made in each round of a request that adapts, given how many would be kept of each if all
+        were made; the number of a round is yielded before the result of the round is read.
+        """
         return repeat(self.shape.depth)
 
     def in_words(self) -> str:
@@ -382,7 +385,9 @@ class DynamicTree(TreeScheme):
 
 
 class TokenBudget(Scheme):
-    """`tokens` draft tokens for the whole batch, to where they are likeliest to be kept (TETRIS)."""
+    """Scheme with `tokens` draft tokens for the whole batch, given to the requests that are likeliest to keep them
+    (TETRIS).
+    """
 
     kind: Literal["budget"] = "budget"
     tokens: Drafts
@@ -434,11 +439,11 @@ class Dsi(BesideScheme):
 
     In every tick the drafter drafts `tokens`, and the verification of one window begins on one replica; its verdict
     comes `replicas` ticks later, so that one verdict comes in every tick while all drafts are right. After a rejection
-    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it
-    is PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
-    among the wasted tokens; times between tokens (ITL) are told by tick, with those that bring no verdict.
+    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it is
+    PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
+    among the wasted tokens; times between tokens (ITL) are counted by tick, ticks without a verdict included.
 
-    Replicas that make no tick shorter would only make verdicts later: they stand idle, and are paid for.
+    Replicas that make no tick shorter would only make verdicts later: they are idle, and their price counts.
     """
 
     kind: Literal["dsi"] = "dsi"

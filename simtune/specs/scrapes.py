@@ -1,7 +1,8 @@
 """Metrics of a vLLM server for Prometheus: one or several scrapes of `/metrics`, and what happened between them.
 
 The text is Prometheus' exposition format 0.0.4, or OpenMetrics (which ends with `# EOF`). Numbers of all engines and
-models of a scrape are added up. A count that falls means that the server began anew: what it says then came since.
+models of a scrape are added up. A count that falls means that the server restarted: all that it counts happened since
+then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from simtune.errors import Problem, SpecError
 from simtune.specs.reading import decoded, numbered_lines, read_bytes, unpacked
 
 LARGEST = 8 << 20
-"""Bytes of a file that is looked at as a scrape: servers say some hundred kilobytes."""
+"""Bytes of a file that is read as a scrape: servers write some hundred kilobytes."""
 PREFIX = "vllm:"
 PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 TTFT = "vllm:time_to_first_token_seconds"
@@ -98,14 +99,15 @@ def is_scrape(text: str) -> bool:
 
 
 def is_scrape_file(path: Path) -> bool:
-    """The same of a file; False where there is none. Raises UsageError when it cannot be read."""
+    """True if a file is a scrape; False if it does not exist. Raises UsageError if it cannot be read."""
     small = path.is_file() and path.stat().st_size <= LARGEST
     return small and is_scrape(decoded(path, unpacked(path, read_bytes(path))))
 
 
 def read_scrape(path: Path) -> Scrape:
     """Read one scrape. Raises SpecError if a line is none of the format, or a histogram that is needed is missing or
-    damaged; UsageError where the file cannot be read."""
+    damaged; UsageError if the file cannot be read.
+    """
     raw = read_bytes(path)
     return _ScrapeReader(str(path)).read(decoded(path, unpacked(path, raw)), raw)
 

@@ -1,4 +1,4 @@
-"""Two pools on the same GPUs: what a plan says of the share of each."""
+"""Two pools on the same GPUs: the share of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _OfMemory(Protocol):
 
 
 class _SharingPool(SizedPool, Protocol):
-    """The same, and what goes with a share."""
+    """Fields of a pool that the checks of shares read."""
 
     @property
     def costs(self) -> str | None: ...

@@ -24,7 +24,7 @@ class Speculation(Part):
         return self
 
     def own_devices(self, tp: int) -> int:
-        """GPUs beside those of one target on `tp`: of its other replicas, and what the drafter has for itself."""
+        """GPUs beside those of one target on `tp` ranks: of the target's other replicas, and of the drafter."""
         shape = self.scheme.shape
         return (shape.replicas - 1) * tp + self.drafter.ranks(tp) if shape.overlapped else 0
 

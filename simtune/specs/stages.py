@@ -32,8 +32,9 @@ class Stage(Part):
 
 
 def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> None:
-    """Raise ErrorAt for a stage whose pool (name and role) is not there or takes no new requests, that goes on with
-    what is not there or is listed behind it, or that is cut otherwise than what it goes on with."""
+    """Raise ErrorAt for a stage whose pool (name and role) does not exist or takes no new requests, that continues a
+    stage that does not exist or is listed later, or that has another number of parts than the stage it continues.
+    """
     taking = [name for name, role in pools if role != "decode"]
     by_name: dict[str, Stage] = {}
     for i, stage in enumerate(stages):

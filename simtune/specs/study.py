@@ -1,4 +1,4 @@
-"""Study: what `optimize` is asked. Model, hardware and how much of it, load, objective, search space."""
+"""Study: the question for `optimize`. Model, hardware and its number, load, objective, search space."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HardwareCount(Part):
 
 
 class _OneOrMore:
-    """Says in the schema that one entry may stand without a list."""
+    """States in the schema that a single entry may be written without a list."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         several = handler(core_schema)
@@ -160,7 +160,7 @@ class Search(Part):
 
 
 class StudyLimits(Part):
-    """Bounds on what else a plan comes to, whatever the objective."""
+    """Bounds on other quantities of a plan, whatever the objective."""
 
     gpus: Count | None = Field(None, description="at most")
     usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")

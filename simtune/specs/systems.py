@@ -1,4 +1,4 @@
-"""Published systems: what each claims, and the two setups whose ratio simtune holds against the claim."""
+"""Published systems: the claim of each, and the two setups whose ratio simtune compares with the claim."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class HighestRate(Part):
 
 
 class StepSeconds(Part):
-    """Seconds of one step (see `setup.step`) for each token it delivers, by the cost model alone."""
+    """Seconds of one step (see `setup.step`) for each token it delivers, by the cost model only."""
 
     kind: Literal["step"] = "step"
     only: Seq[str] = Field(
@@ -153,7 +153,7 @@ Setup.model_rebuild()
 class Claim(Part):
     """Claim of a publication, and the band within which a simulation agrees with it.
 
-    Gains are above 1 where the variant is better: less time, more tokens per second.
+    Gains are above 1 if the variant is better: less time, more tokens per second.
     """
 
     says: str

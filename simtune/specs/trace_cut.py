@@ -158,10 +158,10 @@ def _of_day_s(clock: str) -> float:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """Several traces as one, by the time of day where all tell it, else each from its own start.
+    """Return several traces as one, by the time of day if all contain it, else each from its own start.
 
-    Sessions and prefixes stay those of their own file. Raises UsageError if some have times or prefixes and others
-    have not.
+    Sessions and prefixes stay those of their own file. Raises UsageError if some have times or prefixes and others have
+    not.
     """
     if len(traces) == 1:
         return traces[0]
@@ -185,7 +185,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
 
 
 def _starts(traces: Sequence[Trace]) -> list[float] | None:
-    """The time of day at which each began; None where one does not tell."""
+    """Return the time of day at which each trace begins; None if one does not contain it."""
     starts = [trace.began_s for trace in traces if trace.began_s is not None]
     return starts if len(starts) == len(traces) else None
 
@@ -214,7 +214,7 @@ def _sessions_of_all(traces: Sequence[Trace]) -> Ints | None:
 
 
 def _apart(files: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Rows of names of several files, none of which stands in two."""
+    """Return the rows of names of several files, renamed so that no name is in two files."""
     rows: list[tuple[int, ...]] = []
     above = 0
     for file in files:

@@ -1,6 +1,6 @@
-"""Request traces: who came when, with how many tokens.
+"""Request traces: when each request arrived, with how many tokens.
 
-Shapes of file are told apart by their content, plain or gzip-compressed:
+Formats of files are recognised by their content, plain or gzip-compressed:
 
 * CSV with a wall clock: `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces);
 * JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
@@ -8,7 +8,7 @@ Shapes of file are told apart by their content, plain or gzip-compressed:
   are numbers or a clock (`simtune.specs.trace_formats.clocks`); without an arrival column it is lengths only;
 * what load generators and gateways write, and conversations: `simtune.specs.trace_formats`.
 
-Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, and said so. A trace with
+Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, with a note. A trace with
 anything wrong in it is refused with all its problems, the first MAX_SHOWN of them in full.
 """
 
@@ -73,7 +73,7 @@ _CACHED = ("cached_tokens", "num_cached_tokens", "prompt_cached_tokens")
 """Names of a column of prompt tokens that were found in a prefix cache."""
 
 _WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?")
-"""The form of most times: they are read all at once, others one by one."""
+"""Form of most times: such columns are parsed as a whole, others one value at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ class Trace:
 
     @property
     def rate_rps(self) -> float | None:
-        """Requests per second: one over the mean gap. None without arrival times or when all come at once."""
+        """Requests per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
         if self.arrival_s is None or not self.arrival_s[-1] > 0:
             return None
         return (len(self) - 1) / float(self.arrival_s[-1])
@@ -213,7 +213,7 @@ class _Table:
     lines: Sequence[int]
     is_json: bool
     per_s: float | None = None
-    """Arrivals in a second, of a format that says; else the column's name does."""
+    """Arrival units in a second, for a format that defines them; else the column's name does."""
     notes: Sequence[str] = ()
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
@@ -546,7 +546,8 @@ _PER_S = {"s": 1.0, "ms": 1e3, "ns": 1e9}
 
 def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple[float, float | None]:
     """Return how many of the units of arrivals make a second, and the first one's seconds since 1970 if they count from
-    there. Stops where neither the name nor the size of the numbers tells the unit."""
+    there. Stops if neither the name nor the size of the numbers shows the unit.
+    """
     if table.unit is not None:
         return _PER_S[table.unit], None
     if name in COLUMNS["arrival"] and (name != "timestamp" or table.is_json):

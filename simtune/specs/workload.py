@@ -137,7 +137,7 @@ class Quantiles(Part):
 
 
 class TraceLengths(Part):
-    """Lengths of the trace named in `trace`, in its order, repeated when more requests are asked for."""
+    """Lengths of the trace named in `trace`, in its order, repeated if more requests are needed."""
 
     kind: Literal["trace"] = "trace"
 
@@ -240,7 +240,7 @@ class GraphNode(Part):
 
 
 class Workload(Spec):
-    """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
+    """Arrivals x lengths x classes. `requests` is the number that is simulated unless the caller sets another."""
 
     KIND: ClassVar[str] = "workload"
     source: str | None = Field(None, description="where the numbers come from, with licence")

@@ -1,8 +1,8 @@
 """Strict YAML: what is written is what is read, and every value remembers its line and column.
 
-PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key
-silently wins. Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a
-repeated key is an error. JSON files are read by the same door (JSON is YAML).
+PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key silently wins.
+Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a repeated key is an error. JSON
+files are read in the same way (JSON is YAML).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?
 _BREAKS = re.compile(r"[\x85\u2028\u2029]")
 
 _MOST_REPEATED = 100_000
-"""Values that aliases may stand for, all together: a few lines can stand for more than any memory holds."""
+"""Most values that aliases may stand for, all together: a few lines can stand for more values than fit in memory."""
 
 # The parser of libyaml is ten times faster; PyYAML is also built without it.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -79,7 +79,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file: plain Python `data`, and the node tree that knows where each value stands."""
+    """A parsed file: plain Python `data`, and the node tree with the place of each value."""
 
     file: str
     data: Any
@@ -88,10 +88,10 @@ class Document:
     """Keys whose values were set from outside the file: what is wrong with them is not the file's fault."""
 
     def position(self, loc: Sequence[str | int]) -> tuple[int | None, int | None]:
-        """Line and column (from 1) of the deepest part of `loc` that stands in the file.
+        """Return line and column (from 1) of the deepest part of `loc` that is in the file.
 
-        Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its
-        locations, and a missing key has no place of its own but that of its parent.
+        Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its locations, and a
+        missing key has no place of its own but that of its parent.
         """
         if self.node is None:
             return None, None

@@ -27,7 +27,7 @@ from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
 MODELOPT = "hf_quant_config.json"
-"""The file in which modelopt keeps number formats, beside a config.json that may name none."""
+"""File in which modelopt writes number formats, beside a config.json that may name none."""
 
 
 def from_config(
@@ -38,12 +38,12 @@ def from_config(
     modelopt: Document | None = None,
     notes: Sequence[str] = (),
 ) -> Model:
-    """The Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
+    """Return the Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
 
     A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
-    of the config where that has the key or is asked for it, else of the model spec that was read; what is neither is a
-    problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the config
-    names none. `notes` are kept in the model before those on what is assumed here.
+    of the config if it has the key or its architecture reads the key, else of the model spec that was read; any other
+    key is a problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the
+    config names none. `notes` are kept in the model before those on what is assumed here.
     """
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
@@ -81,7 +81,7 @@ def _overridden(document: Document, settings: Sequence[str]) -> Document:
 
 
 def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
-    """The spec as plain data, and the keys of the config that were asked for.
+    """Return the spec as plain data, and the keys of the config that were read.
 
     Raises SpecError if the architecture is not known, and where anything is wrong if `raising`.
     """

@@ -44,7 +44,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 
 def _windows(config: Config, architecture: Architecture, num_layers: int) -> Sequence[int | None]:
-    """The sliding window of each layer in tokens; None is full attention."""
+    """Return the sliding window of each layer in tokens; None is full attention."""
     kinds = config.layer_kinds(num_layers, ("full_attention", "sliding_attention"))
     full: list[int | None] = [None] * num_layers
     if kinds is None and architecture.window == "patterned":
@@ -66,7 +66,9 @@ def _windows(config: Config, architecture: Architecture, num_layers: int) -> Seq
 
 
 def falcon(config: Config, architecture: Architecture) -> Layers:
-    """Falcon: with the new decoder architecture as many KV heads as told, else one, or one per query head."""
+    """Return the attention of Falcon: with the new decoder architecture the stated number of KV heads, else one, or one
+    per query head.
+    """
     shape = {**_shape(config, architecture), "kind": "full"}
     if not config.flag("new_decoder_architecture"):
         shape["kv_heads"] = 1 if config.flag("multi_query", True) else shape["heads"]
@@ -147,7 +149,7 @@ def one_sublayer_kinds(config: Config) -> list[str]:
 
 
 def one_sublayer(config: Config, architecture: Architecture) -> Layers:
-    """Nemotron-H: layers that are Mamba2, attention, or a feed-forward block alone."""
+    """Return the layers of Nemotron-H: Mamba2, attention only, or a feed-forward block only."""
     kinds = one_sublayer_kinds(config)
     full = {"kind": "full", **_shape(config, architecture)} if "attention" in kinds else NONE
     mamba = {

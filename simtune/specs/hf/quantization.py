@@ -1,8 +1,9 @@
 """Number formats that a checkpoint's quantisation block gives to each module.
 
 A block names a format, and modules that are left in the dtype of activations: by their name, the beginning or a part of
-it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is asked of
-the names that their layers have in checkpoints. The head and embeddings are not, whatever the block says.
+it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is decided by
+the names that their layers have in checkpoints. The head and embeddings are never quantised, whatever the block
+contains.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _KINDS = {
     ),
 }
 """Names that products have inside a layer of a checkpoint. No architecture has all: a layer's products of a kind are
-left out where any of the names is."""
+left out if any of the names is.
+"""
 
 _NO_PRODUCTS = re.compile(
     r"lm_head|embed|norm|gate|router|conv1d|in_proj_(ba|a|b)$|bias|indexer|weights_proj|kv_b_proj|A_log|dt_bias"
@@ -105,8 +107,8 @@ class Formats(NamedTuple):
 def formats(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
     """Return the number formats that a checkpoint's quantisation block means; without a block all are `dtype`.
 
-    The block stands in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has
-    none. A block that cannot be read is noted as a problem of `config`.
+    The block is in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has none. A
+    block that cannot be read is noted as a problem of `config`.
     """
     plain = Formats({"weight_dtype": dtype}, [None] * len(attention))
     block = config.get(*ALIASES["quantization"])

@@ -37,7 +37,7 @@ def language_parts(data: dict[str, Any]) -> list[dict[str, Any]]:
 class Config:
     """Reads keys with their aliases, the language part first, and collects what is wrong.
 
-    A key that is absent has the default of its architecture, where it has one. Those that were `asked` for are known.
+    A key that is absent has the default of its architecture, if there is one. `asked` contains the keys that were read.
     """
 
     def __init__(self, document: Document, modelopt: Document | None = None) -> None:
@@ -58,7 +58,7 @@ class Config:
         self._own_names, self._defaults = own_names, defaults
 
     def key(self, *names: str) -> str:
-        """The name that stands in the file, or the first."""
+        """Return the first of these names that is in the file, else the first."""
         names = self._all_names(names)
         for part in (self.nested or {}, self.data):
             for name in names:
@@ -90,7 +90,7 @@ class Config:
             raise SpecError(sorted(dict.fromkeys(self.problems), key=lambda p: (p.line or 0, p.column or 0)))
 
     def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number. A wrong or missing one is reported and stands in as the minimum, at least 1."""
+        """Return a whole number. A wrong or missing one is reported, and the minimum (at least 1) is returned."""
         value = self.get(*names)
         if value is None and default is not None:
             return default
@@ -106,7 +106,7 @@ class Config:
         return max(minimum, 1)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A switch. A wrong one is reported and stands in as the default."""
+        """Return a switch. A wrong one is reported, and the default is returned."""
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return default if value is None else value
@@ -150,7 +150,7 @@ class Config:
         return [str(kind) for kind in kinds]
 
     def layer_numbers(self, name: str) -> list[int] | None:
-        """A list of layer numbers; None where there is none, or a wrong one, which is reported."""
+        """Return a list of layer numbers; None if there is none, or a wrong one, which is reported."""
         numbers = self.get(name)
         if numbers is None or (isinstance(numbers, list) and all(type(n) is int for n in numbers)):
             return numbers
@@ -158,7 +158,7 @@ class Config:
         return None
 
     def refuse_contradictions(self) -> None:
-        """Note names of one thing that say different things."""
+        """Note aliases of one key that have different values."""
         for names in ALIASES.values():
             part = (
                 self.nested if self.nested and any(self.nested.get(name) is not None for name in names) else self.data

@@ -29,7 +29,7 @@ def _mapping(first: Any) -> Mapping[str, Any]:
 
 
 def _chosen(runs: Sequence[Any], what: str, reading: LogReading, problems: Problems) -> Any:
-    """The run that was asked for, where a file holds several. Stops where none was."""
+    """Return the run that was selected, if a file contains several. Stops if none was selected."""
     if len(runs) > 1 and reading.part is None:
         problems.stop(f"holds {len(runs)} {what}; choose one, --part 1 to --part {len(runs)}", None)
     part = reading.part or 1
@@ -51,7 +51,7 @@ class VllmBench:
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
+        """Read answered requests, by the time each was sent; lengths only if the file has no start_times."""
         run = _chosen(objects, "results", reading, problems)
         present = self._lists(run, lines[0], problems)
         errors = look_up(run, "errors")
@@ -66,7 +66,7 @@ class VllmBench:
         return LogRequests(present, values, [lines[0]] * len(good), notes=notes)
 
     def _lists(self, run: Any, line: int, problems: Problems) -> dict[str, str]:
-        """The keys of the lists that are there, by field. Stops where one is missing or of another length."""
+        """Return the keys of the lists that exist, by field. Stops if one is missing or of another length."""
         for key in ("input_lens", "output_lens"):
             if not isinstance(look_up(run, key), list):
                 message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
@@ -175,7 +175,7 @@ class GenAiPerf:
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Lengths as the server counted them where it said so, else of the texts."""
+        """Return lengths as the server counted them if it did, else estimates from the texts."""
         requests = look_up(_chosen(objects[0]["experiments"], "experiments", reading, problems), "requests")
         if not isinstance(requests, list):
             problems.stop("has no list of requests", None)
@@ -234,7 +234,7 @@ _TEXTS = ("content", "prompt", "text", "text_input", "inputs", "generated_text",
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Texts under the keys that hold some, however deep."""
+    """Yield the texts under keys that contain them, however deep."""
     if isinstance(value, list):
         for below in value:
             yield from _texts(below)
@@ -249,7 +249,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class PerfSummary:
-    """The summary of aiperf or genai-perf, which holds no requests."""
+    """The summary of aiperf or genai-perf, which contains no requests."""
 
     title = "the summary of aiperf or genai-perf"
 

@@ -39,7 +39,7 @@ def per_second(value: float) -> float | None:
 
 
 def text_ns(text: str) -> tuple[np.datetime64, int] | None:
-    """Return the time that a text says, and how many minutes its clock is ahead of UTC; None for any other text."""
+    """Return the time in a text, and how many minutes its clock is ahead of UTC; None for a text that is no time."""
     parts = _TIME.fullmatch(text.strip())
     if parts is None:
         return None

@@ -41,7 +41,7 @@ class Problems(Protocol):
 
 @dataclass(slots=True)
 class LogRequests:
-    """Requests as a file holds them, still to be judged: field -> what the file calls it, and its values."""
+    """Requests as a file contains them, before they are checked: by field, its name in the file and its values."""
 
     names: dict[str, str]
     values: dict[str, list[Any]]
@@ -67,7 +67,7 @@ class TraceFormat(Protocol):
 
 
 def look_up(row: Any, key: str) -> Any:
-    """The value at a dotted key, `usage.prompt_tokens`; None where there is none."""
+    """Return the value at a dotted key, `usage.prompt_tokens`; None if there is none."""
     for name in key.split("."):
         row = row.get(name) if isinstance(row, Mapping) else None
     return row
@@ -79,7 +79,7 @@ def first_of(row: Any, keys: Sequence[str]) -> str | None:
 
 
 def first_value(row: Any, keys: Sequence[str]) -> Any:
-    """The first value at these dotted keys; None where there is none."""
+    """Return the first value at these dotted keys; None if there is none."""
     key = first_of(row, keys)
     return None if key is None else look_up(row, key)
 
@@ -105,7 +105,7 @@ def _whole(value: Any) -> int:
 
 
 def left_out(count: int, why: str) -> list[str]:
-    """A note, where there is something to note."""
+    """Return a note on what was left out, if anything was."""
     return [f"{count:,} {why} left out"] if count else []
 
 
@@ -120,7 +120,7 @@ def estimated(reading: LogReading) -> str:
 
 
 def sessions_of(rows: Sequence[Any], keys: Sequence[str]) -> dict[str, list[Any]]:
-    """The column `session`, where every row has one of the keys and some session has several rows."""
+    """Return the column `session`, if every row has one of the keys and some session has several rows."""
     for key in keys:
         values = [look_up(row, key) for row in rows]
         if all(isinstance(value, (str, int)) for value in values) and 1 < len(set(values)) < len(values):

@@ -95,10 +95,10 @@ def _clock(values: Sequence[Any], lines: Sequence[int], key: str, problems: Prob
 
 
 class ShareGpt:
-    """Conversations as ShareGPT holds them: a list, or JSON lines, of `conversations` with texts by turn.
+    """Conversations in the format of ShareGPT: a list, or JSON lines, of `conversations` with texts by turn.
 
-    Each answer is a request; its prompt is all that was said before. There are no times. Requests stand in the order
-    of the file, so turns of one conversation follow one another.
+    Each answer is a request; its prompt is all text before it. There are no times. Requests are in the order of the
+    file, so turns of one conversation follow one another.
     """
 
     title = "ShareGPT conversations"

@@ -54,7 +54,7 @@ _OBJECTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 """Test of the first JSON object of a file, title of the kind and what to do with it."""
 
 _HEAD = 1 << 16
-"""Characters in which a file says what it is."""
+"""Characters at the beginning of a file that show what kind of file it is."""
 
 
 def binary_title(raw: bytes) -> str | None:
