@@ -361,7 +361,8 @@ def load_question(
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
     engine = None if study.engine is None else beside(folder, study.engine)
-    study = study.model_copy(update={"engine": engine})  # plans name it, and are read from the present folder
+    # By its path from the present folder: plans name it, and are read from there.
+    study = study.model_copy(update={"engine": engine})
     study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
         study = study.model_copy(update={"model": target.name})

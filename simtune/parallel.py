@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from simtune import __version__
 from simtune.errors import UsageError
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
+# Option of prctl(2): the signal a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 ANSWERS_S = 10.0
 """Seconds that a cluster may take to answer, and to have a worker."""
@@ -58,7 +59,8 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     try:
         yield pool
     except Exception:
-        pool.shutdown(wait=True, cancel_futures=True)  # or the process may end while the pool still closes its pipes
+        # Wait, or the process may end while the pool still closes its pipes.
+        pool.shutdown(wait=True, cancel_futures=True)
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -71,7 +73,8 @@ def _enter_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it had ended before
+        # The parent ended before prctl was called.
+        if os.getppid() != parent:
             os._exit(1)
 
 
@@ -187,7 +190,8 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # its page of metrics, at any free port
+                # The page of metrics, at any free port.
+                dashboard_address="127.0.0.1:0",
                 silence_logs=logging.ERROR,
             ) as local_cluster,
             Client(local_cluster) as client,
@@ -219,7 +223,8 @@ def _check_workers(client: Any, where: str, answers_s: float) -> None:
     for worker, release in sorted(client.run(_release, on_error="return").items()):
         if isinstance(release, ImportError):
             raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
-        if isinstance(release, str) and release != __version__:  # one that was lost meanwhile answers with an error
+        # The value is an error for a worker that was lost meanwhile.
+        if isinstance(release, str) and release != __version__:
             raise UsageError(
                 f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "
                 "differ; install the same there"

@@ -52,7 +52,8 @@ def load(reference: str) -> Any:
     name, _, attribute = reference.partition(":")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # for good, as `python -m` does: a module may import its neighbours later
+        # Not removed later, as with `python -m`: a module may import its neighbours when it runs.
+        sys.path.insert(0, folder)
     try:
         loaded = importlib.import_module(name)
     except (Exception, SystemExit) as error:

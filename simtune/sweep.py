@@ -178,6 +178,7 @@ class Point:
         for metric in LATENCIES:
             latencies = summary.metrics[metric]
             for statistic in ("mean", "p50", "p99"):
+                # Latencies of a growing queue show only how long the simulation was.
                 row[f"{metric}_{statistic}_s"] = None if summary.saturated else getattr(latencies, statistic)
         row["preemptions"] = summary.preemptions
         row["usd_per_hour"] = cost.per_hour_usd if cost else None
@@ -215,6 +216,7 @@ def sweep(
         for number, point in enumerate(todo):
             row = finished_rows.get(point.name)
             if row is None:
+                # Results come in the order of `remaining`, so the next one belongs to this point.
                 row = next(fresh)
                 if journal is not None:
                     journal.add(point.name, row)

@@ -57,7 +57,8 @@ class _Verbs(click.Group):
     """Loads a verb's module when it is called, so that --help stays quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*VERBS]  # the verb `list` is a module of this package, and hides the function once it is loaded
+        # Not `list(VERBS)`: the verb `list` is a module of this package, and hides the function once it is loaded.
+        return [*VERBS]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
@@ -97,7 +98,8 @@ def main(args: list[str] | None = None) -> Any:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without these letters shows what it can
+            # A terminal that lacks a letter shows a replacement instead of failing.
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(args, standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

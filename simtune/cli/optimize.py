@@ -106,6 +106,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     if seed is not None:
         settings = (*settings, f"seed={seed}")
     question = load_question(study_file, settings)
+    # Drafts that no engine setting can express are refused now: writing the plan would refuse them after the search.
     _check_drafts(question)
     if question.study.objective == "pareto" and (worlds is not None or robust is not None):
         raise UsageError(
@@ -118,6 +119,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
     with _workers(cluster, cluster_fallback, jobs) as workers:
+        # Before the search, so that its result is not lost to a folder that cannot be written.
         claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
         journal = _journal(question, out / JOURNAL, resume, quiet)
@@ -141,6 +143,7 @@ def optimize(  # noqa: PLR0913 - one for each option
             note_basis(contents.run.summary.cost_basis)
             inputs = (question.study, question.model, *question.hardware, question.workload)
             write_run(out, contents, inputs, question.trace, question.study.seed)
+        # Ctrl-C included: the journal keeps the finished simulations for --resume.
         except BaseException as error:
             _leave(journal, error, out, resume)
             raise

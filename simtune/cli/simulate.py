@@ -321,7 +321,8 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, price: Price | None) -> None:
-    if not summary.saturated:  # of a growing queue latencies tell how long the simulation was
+    # Latencies of a growing queue show only how long the simulation was.
+    if not summary.saturated:
         _print_latencies(name, summary, drawn)
     for key in (
         "requests",

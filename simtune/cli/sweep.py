@@ -73,6 +73,7 @@ def sweep(  # noqa: PLR0913 - one for each option
         for number, row in run(todo, RowJournal(out / "points.jsonl") if out else None, jobs=jobs):
             rows.append(row)
             update(number + 1, len(todo), "")
+    # Every point failed: the first error is reported in place of an empty table.
     if all(row["error"] for row in rows):
         raise UsageError(rows[0]["error"])
     keys = [a.key for a in axes]

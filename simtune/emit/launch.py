@@ -131,6 +131,7 @@ def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str,
     for pool in plan.pools:
         tp, pp = pool.parallelism.tp, pool.parallelism.pp
         lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}) on {pool.hardware!r}.")
+        # Each engine has its own way to start an instance over several nodes, so the script stops with instructions.
         if pool.parallelism.devices > devices_per_node:
             return "\n".join([*lines, *_spans_nodes(pool, devices_per_node, server), ""])
     nodes = _nodes(plan, devices_per_node, server)

@@ -160,6 +160,7 @@ class Sglang(ServingEmitter):
             **self._groups(p.attention_dp),
             "ep-size": p.tp * p.attention_dp if p.expert_parallel else None,
             "max-running-requests": batching.max_num_seqs,
+            # -1 turns chunking off; max-prefill-tokens then bounds the prompts of a step.
             "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
             "max-prefill-tokens": None if batching.chunked_prefill else batching.max_num_batched_tokens,
             "context-length": pool.max_model_len,

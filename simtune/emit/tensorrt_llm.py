@@ -122,6 +122,7 @@ class TensorrtLlm(ServingEmitter):
             "max_num_tokens": batching.max_num_batched_tokens,
             "max_seq_len": pool.max_model_len,
             "enable_chunked_prefill": pool.stated("batching.chunked_prefill"),
+            # Context servers do not schedule ahead, see `unsaid`.
             "disable_overlap_scheduler": not pool.async_scheduling or pool.role == "prefill",
             "kv_cache_config": {name: value for name, value in kv_cache.items() if value is not None},
             "scheduler_config": {

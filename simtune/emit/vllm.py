@@ -286,7 +286,8 @@ class Vllm(Emitter):
             "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
-            "async-scheduling": pool.schedules_async,  # vLLM refuses the option if it cannot
+            # vLLM refuses the option if it cannot schedule so.
+            "async-scheduling": pool.schedules_async,
             "enforce-eager": not pool.cuda_graphs or None,
             "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
             "speculative-config": self._speculative_config(pool, drafts),

@@ -201,6 +201,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
     if info.unfinished:
         stopped = _points(info.unfinished, "stopped early", size=6, color=GREY, symbol="line-ew-open")
+        # Shown from the start only if there are too few finished points for a front.
         data.append(stopped if len(feasible) < FEW else stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:

@@ -334,7 +334,8 @@ def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
     pictures["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(operator_fits))
     for i, section in enumerate(sections):
         if section.figure is not None:
-            height = 340 + 24 * max(3, len(section.figure["data"]))  # on a phone the legend has a line for each
+            # On a phone the legend has a line for each series.
+            height = 340 + 24 * max(3, len(section.figure["data"]))
             pictures[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())

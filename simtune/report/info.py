@@ -154,7 +154,8 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
 
 def key_figures(s: Summary) -> list[tuple[str, str, str]]:
     """(label, value, unit) of what is known."""
-    latencies: tuple[Metric, ...] = () if s.saturated else ("ttft", "tpot")  # of a growing queue they say nothing
+    # Latencies of a growing queue show only how long the simulation was.
+    latencies: tuple[Metric, ...] = () if s.saturated else ("ttft", "tpot")
     figures = [
         *_objective_figure(s),
         ("offered", number(s.offered_rate_rps), "requests/s"),

@@ -116,7 +116,8 @@ def _ends_here(knob: str, value: int, chosen: CandidateRow, run: Run) -> bool:
     rows = [c for c in run.candidates if (c.prefill is None) == (chosen.prefill is None)]
     if any(c.status == "does_not_fit" and getattr(c, knob) > value for c in rows):
         return True
-    if knob == "max_num_batched_tokens" and value == chosen.max_num_seqs:  # a budget holds a token for every seat
+    # The token budget cannot be below one token for every seat.
+    if knob == "max_num_batched_tokens" and value == chosen.max_num_seqs:
         return True
     study = run.summary.study
     if study is None or knob not in ("tp", "pp", "attention_dp"):

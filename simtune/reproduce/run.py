@@ -193,6 +193,7 @@ def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult 
     if variant.tokens_per_round > 1:
         tokens_needed = variant.tokens_per_round * edge / gain
         parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {tokens_needed:.3g}")
+    # No single part explains the difference: compare the totals.
     if not parts:
         ends = (_amount(x) for x in (base.value, variant.value, base.value / (edge * by_formula)))
         parts = ["{} from {} to {}, where the band has {}".format(variant.unit, *ends)]

@@ -29,7 +29,8 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
     steps = []
     for pool in deployment.pools:
         if isinstance(pool.costs, OwnCosts):
-            continue  # whose steps have no parts that are known
+            # The parts of such steps are not known.
+            continue
         model = StepModel(deployment.model, pool.hardware, pool.spec)
         provenance = _provenance(model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):

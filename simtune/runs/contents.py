@@ -390,7 +390,8 @@ def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> Swe
     return SweepPoint(
         candidate=candidate,
         rate_rps=rate_rps,
-        goodput_rps=simulated.goodput_rps or 0.0,  # at an offered rate there always is one
+        # None only without an offered rate.
+        goodput_rps=simulated.goodput_rps or 0.0,
         slo_attainment=simulated.slo_attainment,
         ttft_p99_s=simulated.metrics["ttft"].p99,
         tpot_p99_s=simulated.metrics["tpot"].p99,
@@ -418,7 +419,8 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
         return None
     draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
     contexts = Contexts.of(question.stream(candidate))
-    pool = tuned.deployment.plan.pools[-1]  # the one that decodes
+    # The pool that decodes.
+    pool = tuned.deployment.plan.pools[-1]
     hardware = question.profiles[candidate.decoding.shape.gpu]
     try:
         best = schedule(draft, question.model, hardware, pool, contexts, MAX_NODES)

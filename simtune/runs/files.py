@@ -136,7 +136,8 @@ def _may_replace(out: Path, force: bool, resume: bool) -> None:
         raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
 
 
-_LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run directory they stand for
+# Descriptors of the locks of this process, by run directory.
+_LOCKS: dict[Path, int] = {}
 
 
 def lock(out: Path) -> bool:

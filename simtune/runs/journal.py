@@ -23,7 +23,8 @@ class RowJournal:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._whole = False  # whether the file is known to end with the end of a line
+        # True once the file is known to end with a complete line.
+        self._whole = False
 
     def read(self) -> dict[str, Any]:
         """Rows by their key. Raises UsageError if the file cannot be read."""

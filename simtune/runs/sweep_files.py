@@ -72,7 +72,8 @@ def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | No
         return None if not cell else cell == "true"
     try:
         value = int(cell) if cell.lstrip("-").isdecimal() else float(cell)
-        if abs(float(value)) <= _MOST:  # not NaN; whole ones beyond the range of floats raise
+        # False for NaN; `float` raises OverflowError for whole numbers beyond its range.
+        if abs(float(value)) <= _MOST:
             return value
     except (ValueError, OverflowError):
         pass

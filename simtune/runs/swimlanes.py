@@ -194,6 +194,7 @@ def _kept(result: Result, most: int) -> list[int]:
     came = np.flatnonzero(result.outcome.arrival >= 0)
     if len(came) <= most:
         return [int(i) for i in came]
+    # Requests that never finished count as the slowest.
     slow = np.nan_to_num(result.e2el_s[came], nan=np.inf)
     slowest = came[np.argsort(-slow, kind="stable")[: most // 10]]
     spread = came[np.linspace(0, len(came) - 1, most - len(slowest)).astype(np.int64)]

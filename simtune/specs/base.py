@@ -249,7 +249,8 @@ def problems_of(model: type[BaseModel], error: ValidationError, document: yamlfi
         at = getattr(item.get("ctx", {}).get("error"), "at", ())
         loc = [part for part in (*item["loc"], *at) if part != "[key]"]
         if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
-            continue  # pydantic counts only good items; the bad ones are reported on their own
+            # Pydantic counts only valid items; the invalid ones have reports of their own.
+            continue
         problems.append(_problem(document, loc, _message(model, item), missing=item["type"] == "missing"))
     return problems
 

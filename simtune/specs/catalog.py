@@ -251,7 +251,8 @@ def _with_engine(pool: Any, model: Any) -> Any:
     served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
     parallelism = pool.get("parallelism")
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
-    stages = pp if isinstance(pp, int) else 1  # anything else is refused with the plan
+    # Another value is refused when the plan is read.
+    stages = pp if isinstance(pp, int) else 1
     return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served, stages))
 
 

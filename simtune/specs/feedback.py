@@ -59,7 +59,8 @@ class GainRule(Part):
         for right in kept:
             yield length
             accepted = self.memory * accepted + min(right, length)
-            attempts = self.memory * attempts + min(right + 1, length)  # those behind a rejected one tell nothing
+            # Drafts behind a rejected one were never judged, so they do not count.
+            attempts = self.memory * attempts + min(right + 1, length)
             length = _most_gain(round(accepted / attempts, 3), self.draft_cost, least, most)
 
 

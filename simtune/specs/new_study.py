@@ -102,7 +102,8 @@ search:
 
 def _from(folder: Path, reference: str) -> str:
     """A path as it is from the folder, and kept a path; a name as it is."""
-    if beside(folder / "below", reference) == reference:  # a name, or a model by its id
+    # A name, or a model by its id: no path that could become relative.
+    if beside(folder / "below", reference) == reference:
         return reference
     relative = os.path.relpath(reference, folder)
     return relative if os.sep in relative else f"./{relative}"

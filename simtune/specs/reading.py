@@ -98,7 +98,8 @@ def unpacked(path: Path, raw: bytes) -> bytes:
         return raw
     most, data = max_bytes(), b""
     try:
-        while raw:  # a gzip file is one member after another
+        # A gzip file may consist of several members.
+        while raw:
             member = zlib.decompressobj(wbits=31)
             data += member.decompress(raw, most + 1 - len(data))
             if len(data) > most:

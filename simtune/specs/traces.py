@@ -275,6 +275,7 @@ def _csv_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Tab
             problems.raise_if_any()
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
     values: dict[str, Sequence[str]] = {field: columns[name] for field, name in names.items()}
+    # Spreadsheets that separate cells by semicolons write decimal commas.
     if delimiter == ";":
         values = {field: _with_points(values[field], name, lines[1:], problems) for field, name in names.items()}
     table = _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
@@ -473,6 +474,7 @@ def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
     """Return the column as floats; what is no finite number is reported and becomes NaN."""
     values, name = table.values[field], table.names[field]
     expected_types: tuple[type, ...] = (int, float) if table.is_json else (str,)
+    # A whole column is converted at once; cells are only tried one by one if that fails, to report their lines.
     if set(map(type, values)).issubset(expected_types):
         try:
             numbers = np.array(list(map(float, values)))
@@ -523,6 +525,7 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
         times, per_s = _numbers(table, "arrival", problems), table.per_s
         began_s = float(times[0]) / per_s if times[0] / per_s > EARLIEST_S else None
         exact = began_s is not None and not np.isnan(times).any()
+        # Nanoseconds since 1970 exceed the 53 bits of a float's mantissa, so the first one is subtracted in integers.
         if exact and all(type(value) is int for value in table.values["arrival"]):
             first = table.values["arrival"][0]
             times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)
@@ -585,7 +588,8 @@ def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | N
                 times[i] = at[0] - np.timedelta64(at[1], "m")
             except ValueError:
                 if len(problems) > MAX_SHOWN:
-                    break  # a log of a million lines in a form that is not read
+                    # A log of a million lines in an unknown form needs no further reports.
+                    break
                 problems.add(
                     f"must be a time such as {clocks.FORMS}, not {text!r}", table.lines[i], table.names["arrival"]
                 )

@@ -140,6 +140,7 @@ class _Expanded:
         if isinstance(node, yaml.ScalarNode):
             return 1, 0
         if id(node) not in self._known:
+            # None while the node is measured: meeting it again inside itself is an alias that contains itself.
             self._known[id(node)] = None
             pairs = isinstance(node, yaml.MappingNode)
             inner = [self.measure(x) for x in ([x for pair in node.value for x in pair] if pairs else node.value)]
@@ -182,7 +183,8 @@ def _too_deep(text: str) -> yaml.Mark | None:
                 mark: yaml.Mark = token.start_mark
                 return mark
     except yaml.YAMLError:
-        pass  # not nested too deeply up to the syntax error, which the caller reports
+        # The text up to the syntax error is not nested too deeply; the caller reports that error.
+        pass
     return None
 
 
@@ -246,7 +248,8 @@ def _represent_float(dumper: _Dumper, value: float) -> yaml.ScalarNode:
 
 
 def _represent_str(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    quoted = '"' if _BREAKS.search(value) else None  # only double quotes keep Unicode's line breaks
+    # Only double quotes keep Unicode's line breaks.
+    quoted = '"' if _BREAKS.search(value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=quoted)
 
 

@@ -142,7 +142,8 @@ def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: La
     if method not in _METHODS:
         raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
     format_ = _METHODS[method](block) or dtype
-    if method == "mxfp4":  # only ever experts
+    # Checkpoints have only experts in mxfp4.
+    if method == "mxfp4":
         return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(attention))
     by_kind = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
     if _fp8_cache(block):
@@ -161,7 +162,8 @@ def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_
         for kind, layers in names.items()
         if kind != "attention" and any(layers)
     }
-    if any(projections):  # the format of most layers is the model's, those of other layers are theirs
+    # The model gets the format of most layers; other layers state their own.
+    if any(projections):
         of["attention"] = max(filter(None, projections), key=projections.count)
     settings = _settings(of, format_)
     return Formats(settings, [None if p == of.get("attention") else p for p in projections])
@@ -213,7 +215,8 @@ def _refuse_unknown(patterns: Sequence[str], names: dict[str, list[list[str]]], 
     module_names = [name for layers in names.values() for layer in layers for name in layer]
     for pattern in patterns:
         layer = re.search(r"layers\.(\d+)", pattern)
-        further = layer is not None and int(layer[1]) >= num_layers  # it predicts further tokens
+        # Layers beyond the last one predict further tokens (MTP).
+        further = layer is not None and int(layer[1]) >= num_layers
         if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in module_names)):
             raise _Unread(f"it names {pattern}, which is no module that is known here")
 
@@ -283,7 +286,8 @@ def _modelopt(block: dict[str, Any]) -> str | None:
     algorithm = block.get("quant_algo")
     if algorithm is None and "config_groups" in block:
         return _compressed(block)
-    if algorithm is None and "quant_algo" in block:  # weights as they are; the KV cache may be quantised all the same
+    # Weights are unquantised; the KV cache may be quantised nevertheless.
+    if algorithm is None and "quant_algo" in block:
         return None
     if algorithm not in _MODELOPT:
         raise _Unread(f"modelopt with quant_algo {algorithm} is not modelled; modelled: {', '.join(_MODELOPT)}")
