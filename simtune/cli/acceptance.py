@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Acceptance spec to write.")
-@click.option("--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, where the file does not tell.")
-@click.option("--model", help="Which model of a table with several.")
+@click.option(
+    "--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, if the file does not contain them."
+)
+@click.option("--model", help="The model to use of a table with several.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a file that is already there.")
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
 def acceptance(
     files: tuple[Path, ...], out: Path, draft_tokens: int | None, model: str | None, as_json: bool, force: bool
 ) -> None:

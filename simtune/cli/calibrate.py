@@ -28,14 +28,16 @@ operator."""
     "--measured",
     required=True,
     type=click.Path(path_type=Path),
-    help="Steps an engine took: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
+    help="Steps of an engine: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
 )
-@click.option("--model", type=MODEL, default=None, help="Model the engine ran; the plan's own if not given.")
-@click.option("--tp", type=GPUS, default=None, help="Ranks it ran on; the plan's, or 1.")
-@click.option("--plan", "plan_file", default=None, help="plan.yaml of what ran, where model and tp do not tell it all.")
+@click.option("--model", type=MODEL, default=None, help="Model that the engine ran; the plan's own if not given.")
+@click.option("--tp", type=GPUS, default=None, help="Ranks that it ran on; the plan's, or 1.")
+@click.option(
+    "--plan", "plan_file", default=None, help="plan.yaml of the engine's run, if model and tp do not define it."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that is there; without --out the one in DIR.")
+@click.option("--force", is_flag=True, help="Replace a profile that exists; without --out the one in DIR.")
 def calibrate(
     profile: str,
     measured: Path,

@@ -21,9 +21,7 @@ OUTSIDE = 4
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "--study", "study_file", default=None, help="The study, where it lies elsewhere than it was searched from."
-)
+@click.option("--study", "study_file", default=None, help="The study, if it is not where the search read it.")
 @json_option
 def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     """Check the certificate of a RUN of `optimize`: enumerate the space again, and compute every bound, the chosen

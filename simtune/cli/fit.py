@@ -25,13 +25,13 @@ operator."""
     "--facts",
     required=True,
     type=click.Path(path_type=Path),
-    help="YAML file with the facts of the device that tables do not tell (schema simtune/device@1).",
+    help="YAML file with the facts of the device that tables lack (schema simtune/device@1).",
 )
 @click.option(
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder to write profile.yaml and arrays.npz into; made if absent.",
+    help="Folder to write profile.yaml and arrays.npz into; created if absent.",
 )
 @click.option(
     "--transfer-from",
@@ -43,7 +43,7 @@ operator."""
 @click.option(
     "--engine",
     metavar="vllm|trtllm|sglang",
-    help="Whose kernels to fit, where the tables are of several engines; NCCL's belong to all.",
+    help="Engine whose kernels to fit, if the tables are of several engines; NCCL's belong to all.",
 )
 @click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
 @click.option("--allow-launches", is_flag=True, help="Use tables that time launches by a host rather than kernels.")
@@ -57,7 +57,7 @@ operator."""
     "products out of order.",
 )
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that is already there.")
+@click.option("--force", is_flag=True, help="Replace a profile that exists.")
 @quiet_option
 def fit(  # noqa: PLR0913 - one for each option
     sources: tuple[Path, ...],

@@ -20,16 +20,25 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of all stages; goes on in it.")
-@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
-@click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
 @click.option(
-    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Of the profile, seconds."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder of all stages; a loop that it contains is continued.",
 )
-@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Of each mean.")
-@click.option("--rounds", type=TRIALS, default=3, show_default=True, help="At most.")
-@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Replayed each time.")
-@click.option("--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Of replays.")
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
+@click.option(
+    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
+)
+@click.option(
+    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Time for the profile, in seconds."
+)
+@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Largest error of each mean.")
+@click.option("--rounds", type=TRIALS, default=3, show_default=True, help="Most rounds.")
+@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
+@click.option(
+    "--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Clock of the replays."
+)
 @json_option
 def loop(  # noqa: PLR0913 - one for each option
     study_file: str,

@@ -21,17 +21,21 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
 @click.option("--model", type=MODEL, help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
-@click.option("--hardware", type=HARDWARE, help="Name of a profile; found by nvidia-smi where there is a known card.")
-@click.option("--devices", type=GPUS, help="How many of them.")
+@click.option(
+    "--hardware",
+    type=HARDWARE,
+    help="Name of a profile; by default that of this machine's card if nvidia-smi reports a known one.",
+)
+@click.option("--devices", type=GPUS, help="Number of devices.")
 @click.option("--engine", type=ENGINE, help="Preset of the engine's release (`vllm --version`); vllm-0.24 by default.")
-@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
+@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log of a load generator or gateway.")
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
-@click.option("--objective", help="What to look for, e.g. gpus: how many GPUs are needed; goodput_per_gpu by default.")
+@click.option("--objective", help="What to optimize, e.g. gpus: the number of GPUs needed; goodput_per_gpu by default.")
 @click.option(
     "--confidence",
     type=click.FloatRange(0.5, 0.99),
-    help="Share of worlds, in which the profile is off, that have to keep the limits; as predicted unless given.",
+    help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
 @force_option
 def new(  # noqa: PLR0913 - one for each option

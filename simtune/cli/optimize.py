@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     "--jobs",
     type=JOBS,
     default=None,
-    help="Processes; one per core by default. The answer does not depend on it.",
+    help="Processes; one per core by default. The result does not depend on it.",
 )
 @click.option(
     "--cluster",
     metavar="ADDRESS|local:N",
     default=None,
-    help="Work on a Dask cluster, or on N Dask workers here, in place of --jobs processes. The answer is the same.",
+    help="Work on a Dask cluster, or on N Dask workers here, in place of --jobs processes. The result is the same.",
 )
-@click.option("--cluster-fallback", is_flag=True, help="Go on without the cluster where it does not answer.")
+@click.option("--cluster-fallback", is_flag=True, help="Continue without the cluster if it does not answer.")
 @click.option(
     "--worlds",
     type=Whole(2, WORLDS),
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
 )
-@click.option("--resume", is_flag=True, help="Go on with a search that was killed or interrupted.")
-@click.option("--dry-run", is_flag=True, help="Only say how many candidates there are.")
+@click.option("--resume", is_flag=True, help="Continue a search that was killed or interrupted.")
+@click.option("--dry-run", is_flag=True, help="Only print the number of candidates.")
 @seed_option
 @set_option
 @force_option

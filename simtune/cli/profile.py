@@ -61,10 +61,17 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 @click.command()
 @click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
 @click.option(
-    "--model", "references", type=MODEL, multiple=True, required=True, help="Whose shapes to measure; may be repeated."
+    "--model",
+    "references",
+    type=MODEL,
+    multiple=True,
+    required=True,
+    help="Model whose shapes to measure; may be repeated.",
 )
-@click.option("--budget", callback=_duration, default="3m", show_default=True, help="Time for all of it, with fits.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of measurements and profile.")
+@click.option(
+    "--budget", callback=_duration, default="3m", show_default=True, help="Time for everything, fits included."
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for measurements and profile.")
 @click.option(
     "--tp", "tps", callback=_numbers, default="1", show_default=True, help="Tensor-parallel sizes, e.g. 1,2,4."
 )
@@ -73,21 +80,50 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     "dtypes",
     multiple=True,
     type=click.Choice(["fp32", "bf16", "fp16", "fp8", "int8"]),
-    help="Instead of the models' own; may be repeated. fp8 and int8 are of weights and their inputs.",
+    help="Dtypes in place of the models' own; may be repeated. fp8 and int8 apply to weights and their inputs.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["torch", "transformers", "vllm"]),
     default=None,
-    help="Whole steps of it, not operators.",
+    help="Engine whose whole steps are measured, in place of operators.",
 )
-@click.option("--kernels", default=None, metavar="PROFILE", help="With --engine: measured here, to split its steps by.")
-@click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
-@click.option("--max-num-seqs", type=Whole(2, 2**20), default=16, show_default=True, help="With --engine.")
-@click.option("--max-num-batched-tokens", type=Whole(16, 2**24), default=256, show_default=True, help="The same.")
-@click.option("--max-model-len", type=Whole(64, 2**27), default=1024, show_default=True, help="The same.")
-@click.option("--transfers", is_flag=True, help="With --engine vllm: how long KV caches go from one to another, too.")
-@click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
+@click.option(
+    "--kernels",
+    default=None,
+    metavar="PROFILE",
+    help="With --engine: a profile measured here, which splits its steps into kernels and host.",
+)
+@click.option(
+    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
+)
+@click.option(
+    "--max-num-seqs",
+    type=Whole(2, 2**20),
+    default=16,
+    show_default=True,
+    help="With --engine: most sequences of a step.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=Whole(16, 2**24),
+    default=256,
+    show_default=True,
+    help="With --engine: most tokens of a step.",
+)
+@click.option(
+    "--max-model-len",
+    type=Whole(64, 2**27),
+    default=1024,
+    show_default=True,
+    help="With --engine: longest prompt and output.",
+)
+@click.option(
+    "--transfers",
+    is_flag=True,
+    help="With --engine vllm: also measure how long KV caches take from one engine to another.",
+)
+@click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within this, e.g. 5%.")
 @json_option
 @quiet_option
 def profile(  # noqa: PLR0913 - one for each option

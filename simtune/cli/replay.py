@@ -18,7 +18,7 @@ SHOWN = 12
 
 @click.command()
 @click.argument("steplogs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="STEPLOG...")
-@click.option("--policy", default=None, help="A scheduling policy, instead of the one the log's engine ran.")
+@click.option("--policy", default=None, help="Scheduling policy in place of that of the log's engine.")
 @json_option
 def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int:
     """Drive the scheduler through each STEPLOG of a real engine, and compare every step.

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("systems", nargs=-1, type=PUBLISHED, metavar="[FAMILY|SYSTEM|FILE]...")
 @click.option(
-    "--hardware", type=HARDWARE, default=None, help="Run all of them on this profile instead; nothing is judged then."
+    "--hardware",
+    type=HARDWARE,
+    default=None,
+    help="Run all systems on this profile instead; the results are not judged.",
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
-@click.option("--jobs", type=JOBS, default=None, help="Processes, a family each; one per core.")
+@click.option("--jobs", type=JOBS, default=None, help="Processes, one family in each; one per core by default.")
 @click.option(
     "--journal",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Keep findings in FILE as they come; the same command goes on from there.",
+    help="Write findings to FILE as they are made; the same command continues from there.",
 )
-@click.option("--list", "only_list", is_flag=True, help="Show what there is and run nothing.")
+@click.option("--list", "only_list", is_flag=True, help="List the systems and run nothing.")
 @json_option
 @force_option
 @quiet_option

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "--html",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Of a hardware profile: write one page with plots of its fits.",
+    help="For a hardware profile: write one page with plots of its fits.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:

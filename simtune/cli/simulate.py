@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--hardware", type=HARDWARE, default=None, help="Name of a profile, or its folder; the plan's own if not given."
 )
-@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a trace file as it was published.")
+@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a published trace file.")
 @click.option(
     "--plan",
     "plan_file",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     "--engine",
     type=ENGINE,
     default=None,
-    help="Preset whose settings hold where there is no plan: `simtune list engines`.",
+    help="Preset whose settings apply without a plan: `simtune list engines`.",
 )
 @click.option(
     "--costs",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     "--rate",
     type=RATE,
     default=None,
-    help="Mean requests per second, exactly, instead of the workload's own.",
+    help="Exact mean of requests per second, instead of the workload's own.",
 )
 @click.option(
     "--requests",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     type=Whole(20, WORLDS),
     default=None,
     metavar="N",
-    help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
+    help="Also simulate N worlds in which operator times are off, and print 90 % intervals.",
 )
 @click.option("--jobs", type=JOBS, default=None, help="Processes for --uncertainty; one per core.")
 @click.option(
@@ -118,13 +118,13 @@ if TYPE_CHECKING:
     "--stream",
     "streamed",
     is_flag=True,
-    help="Keep no request once it is answered: memory does not grow, percentiles are within 0.1 %.",
+    help="Keep no finished request: memory does not grow, percentiles are within 0.1 %.",
 )
 @click.option(
     "--leave-out",
     multiple=True,
     type=click.Choice(["requests", "trace", "swimlanes"]),
-    help="Of --out: write no such file; of a week they are hundreds of megabytes.",
+    help="Leave this file out of --out; for a load of a week such files are hundreds of megabytes.",
 )
 @seed_option
 @set_option

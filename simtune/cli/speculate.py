@@ -30,11 +30,9 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
     "--drafter",
     "drafter_text",
     required=True,
-    help="A kind or method (eagle3, mtp, suffix), or all of it as in a study: '{kind: medusa, heads: 4}'.",
+    help="A kind or method (eagle3, mtp, suffix), or a block as in a study: '{kind: medusa, heads: 4}'.",
 )
-@click.option(
-    "--acceptance", type=ACCEPTANCE, required=True, help="How often drafts are kept: a spec, by name or file."
-)
+@click.option("--acceptance", type=ACCEPTANCE, required=True, help="Acceptance of the drafts: a spec, by name or file.")
 @click.option("--tp", type=GPUS, default=1, show_default=True, help="GPUs of one instance.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
 @json_option

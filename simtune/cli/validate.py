@@ -158,43 +158,58 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     default=None,
     help="http://HOST:PORT of an OpenAI server, or one to start: vllm, torch, transformers.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; gone on with if begun.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder to write; runs that it contains are kept."
+)
 @click.option(
     "--from",
     "measured_files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Judge what was measured: a run of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
+    help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
 )
-@click.option("--model", type=MODEL, default=None, help="Another model than the plan's.")
-@click.option("--hardware", type=HARDWARE, default=None, help="Another hardware profile than the plan's.")
-@click.option("--requests", type=REQUESTS, default=None, help="How many, instead of the workload's own.")
+@click.option("--model", type=MODEL, default=None, help="Model in place of the plan's.")
+@click.option("--hardware", type=HARDWARE, default=None, help="Hardware profile in place of the plan's.")
+@click.option("--requests", type=REQUESTS, default=None, help="Number of requests, instead of the workload's own.")
 @click.option("--repeat", type=TRIALS, default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
-@click.option("--plans", type=Whole(2, 10_000), default=None, help="Run K plans around PLAN, or what optimize chose.")
+@click.option(
+    "--plans",
+    type=Whole(2, 10_000),
+    default=None,
+    help="Run K plans around PLAN, or around the plan that optimize chose.",
+)
 @click.option("--tolerance", type=Real(above=0, most=1e6), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
     type=Real(most=1e6),
     default=0.01,
     show_default=True,
-    help="Of the mean TPOT: a later client is not judged by.",
+    help="Share of the mean TPOT: a client that sends later than this is not judged by.",
 )
-@click.option("--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Redrawn worlds.")
-@click.option("--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte.")
-@click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="Of the server.")
+@click.option(
+    "--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Number of redrawn worlds."
+)
+@click.option(
+    "--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte after which a request fails."
+)
+@click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
-@click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
+@click.option("--vllm-python", default=None, help="Python interpreter of the environment with vLLM.")
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
-@click.option("--device", default=None, help="Of an engine in this process: cpu unless given, or e.g. cuda.")
+@click.option("--device", default=None, help="Device of an engine in this process: cpu unless given, or e.g. cuda.")
 @click.option(
     "--clock",
     type=click.Choice(["cpu", "wall"]),
     default=None,
-    help="That times an engine in this process; cpu: vllm without a server, too.",
+    help="Clock of an engine in this process; cpu: vllm without a server, too.",
 )
-@click.option("--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Write runs for other tools too.")
-@click.option("--record", type=click.Path(path_type=Path), default=None, help="Hardware profile to note the result in.")
+@click.option(
+    "--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Also write runs in the format of this tool."
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path), default=None, help="Hardware profile in which to note the result."
+)
 @seed_option
 @set_option
 @force_option

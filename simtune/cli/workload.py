@@ -22,39 +22,42 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option(
-    "--from", "begin", metavar="TIME", help="Only from this time of day on (09:00), or so long after the start."
+    "--from", "begin", metavar="TIME", help="Begin at this time of day (09:00), or this long after the start."
 )
-@click.option("--to", "end", metavar="TIME", help="Only until this time of day (18:00), or so long after the start.")
+@click.option("--to", "end", metavar="TIME", help="End at this time of day (18:00), or this long after the start.")
 @click.option(
-    "--utc-offset", default="+00:00", show_default=True, help="Of the clock that --from and --to are told by."
+    "--utc-offset", default="+00:00", show_default=True, help="Offset of the clock in which --from and --to are given."
 )
-@click.option("--peak", metavar="TIME", help="Only the busiest window of this length: 30m.")
-@click.option("--scale", metavar="FACTOR", help="As many times the rate: 2x.")
+@click.option("--peak", metavar="TIME", help="Take only the busiest window of this length: 30m.")
+@click.option("--scale", metavar="FACTOR", help="Multiply the rate by this factor: 2x.")
 @click.option(
     "--zero-output",
     type=click.Choice(["refuse", "drop", "one"]),
     default="refuse",
     show_default=True,
-    help="What becomes of requests of no output token.",
+    help="Treatment of requests without output tokens.",
 )
 @click.option(
     "--characters-per-token",
     type=Real(above=0, most=1e6),
     default=4.0,
     show_default=True,
-    help="Where a file holds texts and no token counts.",
+    help="Characters of a token, for files that contain texts and no token counts.",
 )
 @click.option(
     "--columns",
     metavar="FIELD=NAME,...",
-    help="What the file calls its columns: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, arrival_ms and "
-    "arrival_ns are numbers since some start.",
+    help="Names of the columns in the file: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, "
+    "arrival_ms and arrival_ns are numbers since some start.",
 )
-@click.option("--part", type=Whole(1, 10**6), help="Which of several runs in one file.")
+@click.option("--part", type=Whole(1, 10**6), help="Number of the run in a file with several.")
 @click.option("--rate", type=RATE, help="Requests per second of lengths without times.")
-@click.option("--span", metavar="TIME", help="From the first to the last scrape, or until the only one: 30m.")
+@click.option("--span", metavar="TIME", help="Time from the first to the last scrape, or until the only one: 30m.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="A spec (.yaml), or the trace (.csv, .jsonl)."
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File to write: a spec (.yaml), or the trace (.csv, .jsonl).",
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with figures.")
 @force_option

@@ -18,10 +18,12 @@ class Pressure(Part):
     instance.
     """
 
-    watch: Watched = Field("waiting", description="waiting: for a seat; under_way: those too that have one")
-    low: NonNegative = Field(0.0, description="it can spare an instance while no more than this")
-    high: Positive = Field(description="it wants one more from this on; above low")
-    least: Gpus = Field(1, description="instances that it keeps")
+    watch: Watched = Field(
+        "waiting", description="waiting: requests that wait for a seat; under_way: also those that have one"
+    )
+    low: NonNegative = Field(0.0, description="the pool can give an instance away at this pressure or less")
+    high: Positive = Field(description="the pool takes another instance at this pressure or more; above low")
+    least: Gpus = Field(1, description="instances that the pool always keeps")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -40,9 +42,11 @@ class RoleControl(Part):
     new, finishes what it has, and is there in its new role `switch_s` later.
     """
 
-    every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] = Field(description="how often the queues are looked at")
-    patience: Annotated[int, Field(ge=1, le=10**6)] = Field(1, description="looks in a row that must agree")
-    switch_s: Seconds = Field(0.0, description="from the end of its last request to the first in its new role")
+    every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] = Field(description="interval at which the queues are read")
+    patience: Annotated[int, Field(ge=1, le=10**6)] = Field(1, description="successive readings that must agree")
+    switch_s: Seconds = Field(
+        0.0, description="from the end of an instance's last request to the first in its new role"
+    )
     prefill: Pressure
     decode: Pressure
 

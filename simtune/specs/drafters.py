@@ -175,12 +175,14 @@ class Eagle(Drafter):
 
     kind: Literal["eagle"] = "eagle"
     method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
-    checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
-    draft_vocab_size: Width | None = Field(None, description="of a reduced head of its own; the target's unless given")
+    checkpoint: str | None = Field(None, description="checkpoint that an engine loads; part of the target for mtp")
+    draft_vocab_size: Width | None = Field(
+        None, description="vocabulary of a reduced head of its own; the target's unless given"
+    )
     intermediate_size: Width | None = Field(
         None,
-        description="of its dense feed-forward; unless given the target's, or that of all experts a token visits; not "
-        "for mtp",
+        description="width of its dense feed-forward; unless given the target's, or that of all experts a token "
+        "visits; not for mtp",
     )
 
     on_gpu: ClassVar[bool] = True
@@ -241,7 +243,7 @@ class Ngram(Drafter):
     kind: Literal["ngram"] = "ngram"
     lookup_min: Drafts = 1
     lookup_max: Drafts
-    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; unknown unless measured")
 
     awaited: ClassVar[bool] = True
 
@@ -256,7 +258,7 @@ class Suffix(Drafter):
     """Copies from suffix trees over earlier outputs: no weights, no GPU."""
 
     kind: Literal["suffix"] = "suffix"
-    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; unknown unless measured")
 
     awaited: ClassVar[bool] = True
 

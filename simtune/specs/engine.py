@@ -28,9 +28,11 @@ EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 class Case(Part):
     """Settings that depend on the model and the hardware: they replace the preset's own if all conditions hold."""
 
-    memory_gib_from: NonNegative = Field(0.0, description="devices of so much memory and more")
-    not_devices: Seq[str] = Field((), description="but none whose name has one of these words")
-    weights: Seq[Dtype] = Field((), description="checkpoints whose weights are one of these; any unless given")
+    memory_gib_from: NonNegative = Field(0.0, description="least memory of a device, in GiB")
+    not_devices: Seq[str] = Field((), description="words that a device's name must not contain")
+    weights: Seq[Dtype] = Field(
+        (), description="dtypes of a checkpoint's weights, of which it must have one; any unless given"
+    )
     pp_from: int = Field(1, ge=1, description="least number of pipeline stages")
     pool: dict[str, Any]
 
@@ -49,11 +51,13 @@ class EnginePreset(Spec):
     """Settings of one release of an engine."""
 
     KIND: ClassVar[str] = "engine"
-    family: EngineFamily = Field(description="whose kernels of a device are meant, where it has several engines' own")
-    release: str = Field(description="the release that the settings are of")
+    family: EngineFamily = Field(
+        description="engine whose kernels are used, if a device has profiles of several engines"
+    )
+    release: str = Field(description="the release whose settings these are")
     pool: dict[str, Any] = Field(description="keys of a plan's pool, as the release sets them")
     cases: Seq[Case] = ()
-    sources: dict[str, str] = Field(description="where each setting is found: keys joined by dots")
+    sources: dict[str, str] = Field(description="source of each setting, by its keys joined with dots")
 
     @model_validator(mode="after")
     def _every_setting_has_a_source(self) -> Self:

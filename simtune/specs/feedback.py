@@ -20,10 +20,14 @@ class StepRule(Part):
     """
 
     kind: Literal["steps"] = "steps"
-    up: _Change = Field(0, description="tokens that are added when all were kept")
-    up_times: Annotated[float, Field(ge=1, le=1024)] = Field(1.0, description="times as many, before they are added")
-    down: _Change = Field(0, description="tokens that are taken off when one was rejected")
-    down_times: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="times as many, before they are taken off")
+    up: _Change = Field(0, description="tokens that are added if all drafts were kept")
+    up_times: Annotated[float, Field(ge=1, le=1024)] = Field(
+        1.0, description="factor of the length, before tokens are added"
+    )
+    down: _Change = Field(0, description="tokens that are taken off if a draft was rejected")
+    down_times: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="factor of the length, before tokens are taken off"
+    )
 
     @model_validator(mode="after")
     def _moves(self) -> Self:

@@ -62,11 +62,11 @@ class Provenance(Part):
     kind: Literal["measured", "published-tables", "transferred", "data-sheet", "assumed"] = Field(
         description="transferred: fitted on another device and moved to this one by the data sheets of the two"
     )
-    source: str = Field(description="who measured, with what; table names and versions")
+    source: str = Field(description="measurer and method; table names and versions")
     licence: str | None = None
     device: str | None = None
     software: str | None = None
-    points: int | None = Field(None, ge=0, description="rows the fit could see")
+    points: int | None = Field(None, ge=0, description="rows that the fit used")
     note: str | None = None
 
 
@@ -74,7 +74,7 @@ class DevicePower(Part):
     """Power of a device, in watts."""
 
     tdp_w: Positive = Field(description="rated maximum of the board")
-    idle_w: NonNegative = Field(description="while no step runs and the model is loaded")
+    idle_w: NonNegative = Field(description="power while no step runs and the model is loaded")
     source: str
 
     @model_validator(mode="after")
@@ -89,14 +89,16 @@ class Device(Part):
 
     name: str
     vendor: str
-    memory_bytes: Positive = Field(description="memory an engine can see")
+    memory_bytes: Positive = Field(description="memory that an engine can see")
     memory_bytes_per_s: Positive
-    architecture: str | None = Field(None, description="whose kernels it runs, as compilers name it: sm_90, gfx942")
+    architecture: str | None = Field(
+        None, description="architecture of its kernels, as compilers name it: sm_90, gfx942"
+    )
     processors: Gpus = Field(description="streaming multiprocessors, or 1 for a CPU")
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
-    flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
+    flops_per_s: dict[Dtype, Positive] = Field(description="dense peak in FLOP/s, by dtype")
     devices_per_node: Gpus = 8
-    power: DevicePower | None = Field(None, description="asked for where energy is; left out where it is not known")
+    power: DevicePower | None = Field(None, description="needed for energy; left out if it is not known")
     price_per_hour_usd: Positive | None = None
     price_source: str | None = None
     source: str
@@ -110,8 +112,8 @@ class Link(Part):
     source: str
     stated: Seq[Literal["bytes_per_s", "latency_s"]] | None = Field(
         None,
-        description="values that outrank measured tables of collectives: large messages then move at bytes_per_s; "
-        "`--set` of a link states what it sets",
+        description="values that outrank measured tables of collectives: large messages then take bytes_per_s; `--set` "
+        "of a link marks what it sets",
     )
 
 
@@ -127,7 +129,7 @@ class BaseFit(Part):
     block_s: Positive
     overlap_p: Annotated[float, Field(ge=1, le=1000)]
     ahead_s: NonNegative = Field(
-        0.0, description="seconds per value that a kernel ahead of it goes through, as one that quantises its inputs"
+        0.0, description="seconds per value for a kernel before the product, such as one that quantises its inputs"
     )
 
 
@@ -154,7 +156,7 @@ class Residual(Part):
     features: Annotated[Seq[str], Field(min_length=1)]
     centre: Seq[float]
     spread: Seq[Positive]
-    length: Seq[Positive] = Field(description="in standardised units: the farther from data, the more the base rules")
+    length: Seq[Positive] = Field(description="in standardised units: the farther from data, the more the base counts")
     signal: Positive = Field(description="standard deviation of the log residual far from data")
     noise: Positive = Field(description="standard deviation of the log time of one point")
     clamp: Range = Field(description="smallest and largest correction, as a logarithm")
@@ -174,7 +176,7 @@ class Curve(Part):
     Beyond the last knot the time is linear, with the slope of the last two; before the first it is constant.
     """
 
-    at: dict[str, float] = Field(default_factory=dict, description="the shape parameters the whole curve shares")
+    at: dict[str, float] = Field(default_factory=dict, description="shape parameters that are the same along the curve")
     x: Annotated[Seq[Positive], Field(min_length=2)] = Field(description="bytes moved, or rows of a matrix product")
     seconds: Annotated[Seq[Positive], Field(min_length=2)]
 
@@ -194,17 +196,18 @@ class Interval(Part):
     """
 
     method: Literal["cross-validation", "leave-one-out", "split"] = Field(
-        description="what calibrated it: parts of the points, or each, as predicted from the others, or rows kept back"
+        description="source of the calibration: parts of the points, or each point, predicted from the others; or rows "
+        "held back"
     )
     quantile: Positive = Field(description="90 % quantile of |log(measured / predicted)| / sd")
     log_sd: Positive = Field(description="standard deviation of the log error, typical inside the measured box")
     outside: dict[str, Positive] = Field(
         default_factory=dict,
-        description="by shape parameter, the quantile where it is above what was measured, of the log error over "
-        "sd * (1 + octaves beyond)^0.75; from fits that its largest values were left out of",
+        description="quantile of the log error over sd * (1 + octaves beyond)^0.75, by shape parameter, for shapes "
+        "above the measured range; from fits without its largest values",
     )
     carried_log_sd: NonNegative = Field(
-        0.0, description="of an operator from another device: log error of moving it, besides that of its fit"
+        0.0, description="log error of moving an operator from another device, besides that of its fit"
     )
     coverage: Share | None = Field(None, description="share of held-back rows inside their 90 % interval")
 
@@ -224,8 +227,8 @@ class Operator(Part):
     interval: Interval | None = None
     uneven_s: Positive | None = Field(
         None,
-        description="of decode attention that is not split along the context: seconds more for each token by which the "
-        "longest context of a batch exceeds the mean",
+        description="for decode attention that is not split along the context: additional seconds for each token by "
+        "which the longest context of a batch exceeds the mean",
     )
     box: dict[str, Range] = Field(description="smallest and largest measured value of each shape parameter")
     joint_box: dict[str, Range] = Field(
@@ -233,12 +236,13 @@ class Operator(Part):
         description="the same of each feature of a residual, the product or ratio of several parameters",
     )
     families: Seq[dict[str, float]] = Field(
-        (), description="where few combinations of these parameters were measured, all of them; others extrapolate"
+        (), description="combinations of these parameters that were measured, if they are few; others are extrapolated"
     )
     hold_out: Seq[HoldOut]
     scales: Literal["known"] | None = Field(
         None,
-        description="of products timed with the quantising of their inputs: by scales known before; found unless said",
+        description="for products timed with the quantising of their inputs: by known scales; by computed scales "
+        "unless given",
     )
     other_engine: str | None = Field(
         None, description="software whose kernels were timed, if they are not those of the engine that runs them here"
@@ -268,7 +272,7 @@ class Correction(Part):
 
     scale: Positive
     offset_s: NonNegative
-    steps: Count = Field(description="measured steps it was fitted on")
+    steps: Count = Field(description="number of measured steps that were fitted")
     median_before: NonNegative
     p90_before: NonNegative
     median_after: NonNegative
@@ -283,9 +287,11 @@ class Calibration(Part):
     model: str
     tp: Gpus
     pp: Gpus
-    source: str = Field(description="the log")
-    decode: Correction | None = Field(None, description="of steps with decodes only")
-    prefill: Correction | None = Field(None, description="of steps with prompt tokens, decodes beside them or not")
+    source: str = Field(description="source of the steps: the log")
+    decode: Correction | None = Field(None, description="correction of steps with decodes only")
+    prefill: Correction | None = Field(
+        None, description="correction of steps with prompt tokens, with or without decodes"
+    )
 
     @model_validator(mode="after")
     def _corrects(self) -> Self:
@@ -314,7 +320,7 @@ class ValidationNote(Part):
     model: str
     plan: str
     clock: str = Field(description="wall, or cpu: the engine's own processor time")
-    within: bool = Field(description="of the tolerance, or of twice the repeats' noise")
+    within: bool = Field(description="share of the tolerance, or of twice the repeats' noise")
     tolerance: Positive
     loads: Annotated[Seq[ValidatedLoad], Field(min_length=1)]
 
@@ -440,7 +446,7 @@ class Facts(Spec):
     engine: str = Field(description="engine and version whose kernels the tables describe")
     device: Device
     links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
-    host_note: str | None = Field(None, description="what to know about the host's table, such as another machine")
+    host_note: str | None = Field(None, description="note on the host's table, such as another machine")
 
 
 class Hardware(Spec):
@@ -454,7 +460,7 @@ class Hardware(Spec):
     calibration: Calibration | None = None
     operators: dict[str, Operator]
     arrays_sha256: str | None = Field(None, description=f"of the {ARRAYS} that belongs to it")
-    validations: Seq[ValidationNote] | None = Field(None, description="what real engines said of its predictions")
+    validations: Seq[ValidationNote] | None = Field(None, description="results of validations on real engines")
 
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 

@@ -243,7 +243,7 @@ class MoeFeedForward(Part):
     gated: bool = True
     bias: bool = Field(False, description="experts and router have biases")
     routing_skew: Annotated[NonNegative, Field(le=10)] = Field(
-        0.0, description="Zipf exponent of how often experts are chosen; 0: all alike"
+        0.0, description="Zipf exponent of how often experts are chosen; 0: all equally often"
     )
 
     @model_validator(mode="after")
@@ -297,7 +297,8 @@ class LayerGroup(Part):
     attention: Attention
     feed_forward: FeedForward
     attention_dtype: Dtype | None = Field(
-        None, description="of attention's projections in these layers, if it differs from that of the model's others"
+        None,
+        description="dtype of attention's projections in these layers, if it differs from that of the model's others",
     )
 
     def to_data(self) -> dict[str, Any]:
@@ -338,33 +339,33 @@ class Model(Spec):
     """A decoder-only language model. Sizes are per layer and unsharded."""
 
     KIND: ClassVar[str] = "model"
-    hf: str | None = Field(None, description="what an engine is told to load, e.g. meta-llama/Llama-3.1-8B")
-    source: str | None = Field(None, description="where these sizes come from")
-    notes: Seq[str] = Field((), description="what was assumed where a checkpoint's files do not say it")
+    hf: str | None = Field(None, description="checkpoint that an engine loads, e.g. meta-llama/Llama-3.1-8B")
+    source: str | None = Field(None, description="source of these sizes")
+    notes: Seq[str] = Field((), description="assumptions on what a checkpoint's files leave open")
     hidden_size: Width
     vocab_size: Width
     max_position: Context = Field(description="longest context in tokens")
     tie_embeddings: bool = False
     learned_positions: Annotated[int, Field(ge=0, le=2**28)] = Field(
-        0, description="rows of a table of position embeddings; 0 where positions are computed"
+        0, description="rows of a table of position embeddings; 0 if positions are computed"
     )
     norms_per_sublayer: Annotated[int, Field(ge=1, le=2)] = Field(
-        1, description="2 where sublayers are normed behind as well as before, as in Gemma"
+        1, description="2 if sublayers are normed after as well as before, as in Gemma"
     )
     norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
     mtp_layers: Annotated[int, Field(ge=0, le=1000)] = Field(
-        0, description="layers of the checkpoint that predict further tokens; not counted, and loaded to draft only"
+        0, description="layers of the checkpoint that predict further tokens; not counted, and loaded only to draft"
     )
     dtype: FloatDtype = Field("bf16", description="dtype of activations, and of the KV cache unless a plan differs")
     weight_dtype: Dtype = Field(
         "bf16", description="dtype of the matrices inside the layers; fp8 and int8 quantise activations too, int4 not"
     )
     attention_dtype: Dtype | None = Field(
-        None, description="of attention's projections; weight_dtype unless it differs"
+        None, description="dtype of attention's projections; weight_dtype unless given"
     )
-    expert_dtype: Dtype | None = Field(None, description="of routed experts; weight_dtype unless it differs")
-    head_dtype: Dtype | None = Field(None, description="of the language-model head; dtype unless it differs")
-    kv_dtype: Dtype | None = Field(None, description="of the KV cache, where the checkpoint asks for one")
+    expert_dtype: Dtype | None = Field(None, description="dtype of routed experts; weight_dtype unless given")
+    head_dtype: Dtype | None = Field(None, description="dtype of the language-model head; dtype unless given")
+    kv_dtype: Dtype | None = Field(None, description="dtype of the KV cache, if the checkpoint states one")
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
     def to_data(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ MOST_GPUS = 1_000_000
 class Afd(Part):
     """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
 
-    ffn_devices: Gpus = Field(description="that share the feed-forward blocks: whole experts on each")
+    ffn_devices: Gpus = Field(description="GPUs that share the feed-forward blocks: whole experts on each")
     batches: Annotated[int, Field(ge=1, le=16)] = Field(
         3, description="parts of the batch that are under way at a time, so that neither side waits"
     )
@@ -86,7 +86,7 @@ class Parallelism(Part):
         "tokens of a step and of the KV cache",
     )
     cp_ring: Literal["one_way", "both_ways"] | None = Field(
-        None, description="how keys and values go round the groups of cp; one way unless given"
+        None, description="how keys and values are passed around the groups of cp; in one direction unless given"
     )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: Gpus = Field(
@@ -96,10 +96,10 @@ class Parallelism(Part):
         None, description="whole experts placed by their load as EPLB does; number of replicas over all ranks"
     )
     afd: Afd | None = Field(
-        None, description="feed-forward blocks on GPUs of their own; where attention is unless given"
+        None, description="feed-forward blocks on GPUs of their own; on those of attention unless given"
     )
     expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="share of what ranks would exchange for their experts that placing these well spares"
+        None, description="share of the exchange between ranks for their experts that good placement saves"
     )
 
     @model_validator(mode="after")
@@ -144,24 +144,25 @@ class Batching(Part):
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="transformers policies: share of free blocks below which no request is admitted; default theirs",
+        description="transformers policies: share of free blocks below which no request is admitted; the policy's own "
+        "unless given",
     )
     long_prefill_token_threshold: TokenBudget | None = Field(
         None,
-        description="vLLM policies: most tokens of one prompt in a step, so that several may be under way; not of one "
-        "that is alone",
+        description="vLLM policies: most tokens of one prompt in a step, so that several prompts can progress; a "
+        "prompt that is alone is not limited",
     )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
-        description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
-        "else (as by default) only if all its known tokens do",
+        description="vLLM policies: false: a request is admitted if the tokens of its first step fit the KV cache; "
+        "true (default): only if all its known tokens do",
     )
     prediction_sigma: LogSigma = Field(
-        0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
+        0.5, description="error of predicted output lengths, for policies that use them: log standard deviation"
     )
     options: Options | None = Field(
         None,
-        description="of a policy: what its constructor takes beside the settings of every policy "
+        description="options of a policy: arguments of its constructor beside the settings of every policy "
         "(tensorrt-llm: capacity_scheduler_policy, ...; sglang: schedule_conservativeness, ...)",
     )
 
@@ -201,27 +202,30 @@ class KvCache(Part):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     memory_utilization_of: Literal["device", "free"] | None = Field(
         None,
-        description="what memory_utilization is a share of: the whole device, weights and all else included (vLLM, "
-        "SGLang), as unless given, or what is free beside them (TensorRT-LLM)",
+        description="memory of which memory_utilization is a share: the whole device, weights and all else included "
+        "(vLLM, SGLang; the default), or the memory that is free beside them (TensorRT-LLM)",
     )
     state_memory_ratio: Annotated[NonNegative, Field(le=1000)] | None = Field(
         None,
-        description="memory for the states of linear attention over that for keys and values; seats are then as many "
-        "as the states have room for, at most max_num_seqs. Unless given, states are kept for max_num_seqs sequences",
+        description="memory for the states of linear attention over that for keys and values; the seats are then "
+        "limited by the states, at most max_num_seqs. Unless given, states are kept for max_num_seqs "
+        "sequences",
     )
     states_per_seat: Annotated[int, Field(ge=1, le=100)] | None = Field(
         None, description="states that a running sequence may need, with state_memory_ratio; 1 unless given"
     )
     other_memory_gib: NonNegative | None = Field(
         None,
-        description="what all but weights and KV cache takes on each device, from the engine's log (vLLM: activation "
+        description="memory of all but weights and KV cache on each device, from the engine's log (vLLM: activation "
         "peak, memory outside torch, CUDA graphs if it counts them); estimated unless given",
     )
     num_blocks: Annotated[Count, Field(le=2**40)] | None = None
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
-    policy: KvPolicy | None = Field(None, description="what of it is kept and read; all unless given")
+    policy: KvPolicy | None = Field(
+        None, description="part of the keys and values that is kept and read; all unless given"
+    )
 
 
 class HostTimes(Part):
@@ -237,15 +241,17 @@ class FrontEndTimes(Part):
     """
 
     request_s: Annotated[float, Field(ge=0, le=3600)]
-    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="besides, for each token of its prompt")
+    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="additional seconds for each token of its prompt")
 
 
 class Runtime(Part):
     """Kernels that an engine other than vLLM launches: more and smaller ones than the operators of the cost model."""
 
     kernels_per_layer: Count
-    kernel_floor_s: Seconds = Field(description="GPU seconds of each beyond what its operator takes, graphs or not")
-    launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
+    kernel_floor_s: Seconds = Field(
+        description="GPU seconds of each kernel beyond the time of its operator, with or without graphs"
+    )
+    launch_s: Seconds = Field(description="host seconds to launch each kernel without CUDA graphs")
 
 
 class Offload(Part):
@@ -255,17 +261,15 @@ class Offload(Part):
         0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
     )
     computed: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of these weights that the processor multiplies where they stand"
+        0.0, description="share of these weights that the processor multiplies in host memory"
     )
     kv_cache: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of the keys and values; the processor attends to them beside the devices"
     )
     bytes_per_s: Positive | None = Field(
-        None, description="rate at which the processor reads the host's memory; needed where it computes or attends"
+        None, description="rate at which the processor reads the host's memory; needed if it computes or attends"
     )
-    memory_gib: Positive | None = Field(
-        None, description="of the host for keys and values; needed where some stand there"
-    )
+    memory_gib: Positive | None = Field(None, description="host memory for keys and values; needed if some are there")
 
     @model_validator(mode="after")
     def _says_what_the_host_has(self) -> Self:
@@ -298,28 +302,28 @@ class Pool(Part):
     role: Role = "mixed"
     hardware: str
     engine: str | None = Field(
-        None, description="an engine preset, by name or file: what is left out here stands as that release sets it"
+        None, description="an engine preset, by name or file: settings that are left out here are those of that release"
     )
     instances: Gpus
     parallelism: Parallelism = Parallelism()
     weight_dtype: Dtype | None = Field(
         None,
-        description="what the engine quantises the matrices inside the layers to as it loads them; as in the model's "
-        "checkpoint unless given; drafters keep theirs",
+        description="dtype to which the engine quantises the matrices inside the layers as it loads them; as in the "
+        "model's checkpoint unless given; drafters keep theirs",
     )
     batching: Batching
     kv_cache: KvCache = KvCache()
-    host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
+    host: HostTimes | None = Field(None, description="those of the hardware profile unless given")
     front_end: FrontEndTimes | None = Field(
         None,
-        description="what requests pass before an engine sees them, and times to first token hold; none unless given. "
-        "Decode pools get theirs from prefill pools, past their own",
+        description="time of requests before an engine sees them, which times to first token include; none unless "
+        "given. Decode pools get their requests from prefill pools, without passing it",
     )
     async_scheduling: bool = True
     exposed_host: HostTimes | Literal["all"] | None = Field(
         None,
-        description="of the host's part of a step what asynchronous scheduling does not hide; all: sampling makes the "
-        "host wait for the devices, and they wait for its other work; nothing unless given",
+        description="part of the host's time of a step that asynchronous scheduling does not hide; all: sampling makes "
+        "the host wait for the devices, and they wait for its other work; nothing unless given",
     )
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     fused: Seq[FusedKernel] = Field(
@@ -340,16 +344,20 @@ class Pool(Part):
     )
     expert_flops_per_s: Positive | None = Field(
         None,
-        description="what kernels of routed experts reach at most on a device, where the engine is told to take others "
-        "than the profile has; they read weights as fast as those",
+        description="highest rate of the kernels of routed experts on a device, if the engine is set to use others "
+        "than those of the profile; they read weights as fast as those",
     )
     prompt_launch_s: Seconds | None = Field(
         None,
         description="host seconds per layer of launching the kernels of a step with prompt tokens, of an engine whose "
         "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
     )
-    runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
-    offload: Offload | None = Field(None, description="what stands in host memory; nothing unless given")
+    runtime: Runtime | None = Field(
+        None, description="kernels of an engine other than vLLM; vLLM's kernels unless given"
+    )
+    offload: Offload | None = Field(
+        None, description="parts of weights and KV cache in host memory; nothing unless given"
+    )
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: the exchange with experts of one half "
@@ -358,8 +366,10 @@ class Pool(Part):
         "beside those of the next; without communication it changes nothing",
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
-    speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
-    share: DeviceShare | None = Field(None, description="of its GPUs; it has them to itself unless given")
+    speculation: Speculation | None = Field(
+        None, description="how the pool drafts; every token is decoded singly unless given"
+    )
+    share: DeviceShare | None = Field(None, description="share of its GPUs; the pool has them to itself unless given")
     costs: str | None = Field(
         None,
         description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
@@ -452,7 +462,7 @@ class RoundRobinRouting(Part):
 
 
 class _StaleRouting(Part):
-    stale_s: Seconds = Field(0.0, description="how old the router's knowledge of the instances is")
+    stale_s: Seconds = Field(0.0, description="age in seconds of the router's knowledge of the instances")
 
 
 class LeastOutstandingRouting(_StaleRouting):
@@ -472,7 +482,7 @@ class ByLengthRouting(_StaleRouting):
 
     kind: Literal["by_length"] = "by_length"
     longest: dict[str, Count] = Field(
-        {}, description="up to how many tokens the prompts of a pool have, by name; a pool left out takes the longest"
+        {}, description="most prompt tokens of a pool's requests, by name; a pool that is left out takes the longest"
     )
 
 
@@ -495,9 +505,9 @@ class PrefixAwareRouting(_StaleRouting):
     """
 
     kind: Literal["prefix_aware"] = "prefix_aware"
-    load_weight: NonNegative = Field(1.0, description="how much a token under way counts against one to compute")
+    load_weight: NonNegative = Field(1.0, description="weight of a token under way over one that is to be computed")
     memory_tokens: Annotated[Count, Field(le=10**12)] = Field(
-        1_000_000, description="prompt tokens per instance the router remembers"
+        1_000_000, description="prompt tokens per instance that the router remembers"
     )
 
 
@@ -506,7 +516,7 @@ class OwnRouting(Part):
 
     TAG: ClassVar[str] = plugins.EXAMPLE
     kind: Annotated[str, PartName(ROUTER_GROUP)]
-    options: Options = Field({}, description="what its constructor takes")
+    options: Options = Field({}, description="arguments of its constructor")
 
 
 def _routing_tag(value: Any) -> str | None:
@@ -531,9 +541,9 @@ Routing = Annotated[
 
 
 class _Event(Part):
-    at_s: Seconds = Field(description="seconds after the first arrival could come")
+    at_s: Seconds = Field(description="seconds after the earliest possible arrival")
     pool: str
-    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="which instance of the pool, from 0")
+    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="number of the instance in the pool, from 0")
 
 
 class Start(_Event):
@@ -587,25 +597,27 @@ class KvLink(Part):
     """
 
     path: str = "inter_node"
-    bytes_per_s: Positive | None = Field(None, description="of one prefill instance, all its GPUs together")
-    setup_s: NonNegative | None = Field(None, description="before the first byte of a transfer")
-    descriptor_s: NonNegative | None = Field(None, description="for each piece of memory; blocks x layers x 2 of them")
-    packed: bool = Field(False, description="one descriptor per block instead")
+    bytes_per_s: Positive | None = Field(None, description="rate of one prefill instance, all its GPUs together")
+    setup_s: NonNegative | None = Field(None, description="seconds before the first byte of a transfer")
+    descriptor_s: NonNegative | None = Field(
+        None, description="seconds for each piece of memory; there are blocks x layers x 2 of them"
+    )
+    packed: bool = Field(False, description="one piece per block instead")
     layerwise: bool = Field(False, description="each layer is sent while the next is computed")
     costs: str | None = Field(
         None, description="measured transfers in place of the link's rates: a log of `simtune profile --transfers`"
     )
     first_token: FirstToken | None = Field(
         None,
-        description="where the client's first token comes from: the prefill instance, as its prompt is done; the "
-        "decode instance as the KV cache has come (transfer: the token is sent along); or its first step, which "
-        "samples the token again (decode). As the router that is emitted answers unless given: transfer with SGLang "
-        "and TensorRT-LLM, otherwise decode",
+        description="source of the client's first token: the prefill instance, as its prompt is done; the decode "
+        "instance as the KV cache has arrived (transfer: the token is sent along); or its first step, which "
+        "samples the token again (decode). Unless given, that of the router that is emitted: transfer with "
+        "SGLang and TensorRT-LLM, otherwise decode",
     )
     merged: bool | None = Field(
         None,
-        description="neighbouring blocks go as one piece, so that pieces are counted per request, not per block; true "
-        "with SGLang unless given",
+        description="neighbouring blocks are sent as one piece, so that pieces are counted per request, not per block; "
+        "true with SGLang unless given",
     )
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
@@ -624,8 +636,8 @@ class KvLink(Part):
 class PairLink(KvLink):
     """The way from one prefill pool to one decode pool, in place of the one between all."""
 
-    source: str = Field(alias="from", description="the prefill pool, by name")
-    to: str = Field(description="the decode pool")
+    source: str = Field(alias="from", description="name of the prefill pool")
+    to: str = Field(description="name of the decode pool")
 
 
 class Plan(Spec):
@@ -635,17 +647,20 @@ class Plan(Spec):
     model: str
     pools: Annotated[Seq[Pool], Field(min_length=1, strict=False)]
     router: Routing = RoundRobinRouting()
-    decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
-    link: KvLink | None = Field(None, description="between prefill and decode instances")
+    decode_router: Routing | None = Field(
+        None, description="router that chooses the decode instance; least_tokens unless given"
+    )
+    link: KvLink | None = Field(None, description="link between prefill and decode instances")
     links: Annotated[Seq[PairLink], Field(strict=False)] | None = Field(
-        None, description="links of their own between pools, by pair; the others have the one above"
+        None, description="links between single pairs of pools; other pairs have the link above"
     )
     events: Annotated[Seq[Event], Field(strict=False)] = ()
     stages: Annotated[Seq[Stage], Field(strict=False)] | None = Field(
         None, description="services that requests go through before a pool, or beside it"
     )
     control: RoleControl | None = Field(
-        None, description="lets instances of the prefill and the decode pool take the other role; none do unless given"
+        None,
+        description="lets instances of the prefill and the decode pool take the other role; none does unless given",
     )
 
     @property

@@ -191,7 +191,7 @@ class ByBatch(Scheme):
     """A chain whose length depends on the running batch: vLLM's num_speculative_tokens_per_batch_size."""
 
     kind: Literal["by_batch"] = "by_batch"
-    max_tokens: Drafts = Field(description="the longest draft buffers are made for; longer ones are cut to it")
+    max_tokens: Drafts = Field(description="longest draft that buffers are made for; longer ones are cut")
     ranges: Annotated[Seq[BatchRange], Field(min_length=1)]
 
     counts_ahead: ClassVar[bool] = True
@@ -391,7 +391,7 @@ class TokenBudget(Scheme):
 
     kind: Literal["budget"] = "budget"
     tokens: Drafts
-    max_tokens: Drafts = Field(description="of one request")
+    max_tokens: Drafts = Field(description="most draft tokens of one request")
 
     words: ClassVar[str] = "{tokens} tokens for the batch, {max_tokens} for each at most"
 
@@ -424,7 +424,7 @@ class Pearl(BesideScheme):
     """
 
     kind: Literal["pearl"] = "pearl"
-    tokens: Annotated[int, Field(ge=2, le=1024, description="in turn, beside each step of the target")]
+    tokens: Annotated[int, Field(ge=2, le=1024, description="draft tokens in turn, beside each step of the target")]
 
     words: ClassVar[str] = "chain of {tokens} beside every step (PEARL)"
 
@@ -449,8 +449,8 @@ class Dsi(BesideScheme):
     kind: Literal["dsi"] = "dsi"
     tokens: Drafts = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
     replicas: Drafts = Field(
-        description="of the target, each on GPUs of its own with the whole KV cache; a verification no longer than "
-        "replicas x tokens drafts keeps up with the drafter"
+        description="replicas of the target, each on GPUs of its own with the whole KV cache; a verification no longer "
+        "than replicas x tokens drafts keeps up with the drafter"
     )
 
     words: ClassVar[str] = "chain of {tokens} in every tick of {replicas} replicas (DSI)"
@@ -476,8 +476,8 @@ class Frontier(Scheme):
     kind: Literal["frontier"] = "frontier"
     tokens: Drafts
     chunks: Annotated[int, Field(ge=2, le=1024)]
-    draft_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the target verifies")]
-    verify_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the drafter drafts")]
+    draft_share: Annotated[float, Field(gt=0, le=1, description="share of the processors while the target verifies")]
+    verify_share: Annotated[float, Field(gt=0, le=1, description="share of the processors while the drafter drafts")]
 
     words: ClassVar[str] = "chain of {tokens} in {chunks} chunks"
     needs: ClassVar[tuple[type[Drafter], ...]] = (DraftModel, Eagle)

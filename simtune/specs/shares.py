@@ -22,7 +22,7 @@ class DeviceShare(Part):
     processors: PositiveShare = Field(description="share of the processors")
     bandwidth: PositiveShare = Field(description="share of the memory bandwidth")
     beside: str | None = Field(
-        None, description="the pool whose instances are on the same GPUs; given by the other one of the two"
+        None, description="the pool whose instances are on the same GPUs; set in only one of the two pools"
     )
 
 

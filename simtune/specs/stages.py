@@ -24,10 +24,10 @@ class Stage(Part):
         1, description="servers; each has one part of a request at a time, first come first served"
     )
     devices: Annotated[int, Field(ge=0, le=100_000)] = Field(0, description="GPUs of each")
-    seconds: Seconds = Field(0.0, description="for each request")
-    seconds_per_token: NonNegative = Field(0.0, description="besides, for each token of its prompt")
+    seconds: Seconds = Field(0.0, description="seconds for each request")
+    seconds_per_token: NonNegative = Field(0.0, description="additional seconds for each token of its prompt")
     parts: Annotated[int, Field(ge=1, le=4096)] = Field(
-        1, description="equal parts of a request; the stage that goes on has each as soon as it is done"
+        1, description="equal parts of a request; a stage that continues this one gets each part as soon as it is done"
     )
 
 

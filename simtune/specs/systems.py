@@ -46,7 +46,9 @@ class UnderLoad(Part):
         "output_tokens_per_s",
         description="group: from the arrival of a group's first branch to the end of its last, mean over groups",
     )
-    statistic: Annotated[str, Field(pattern=r"^(mean|p[0-9]+(\.[0-9]+)?)$")] = Field("mean", description="of latencies")
+    statistic: Annotated[str, Field(pattern=r"^(mean|p[0-9]+(\.[0-9]+)?)$")] = Field(
+        "mean", description="statistic of latencies"
+    )
     request_class: str | None = None
     per_gpu: bool = False
 
@@ -58,9 +60,11 @@ class HighestRate(Part):
     ttft_s: Positive | None = None
     tpot_s: Positive | None = None
     e2el_s: Positive | None = None
-    share: Share = Field(0.9, description="of the requests, each held to all limits; each class to its own slo if any")
-    from_rps: Positive = Field(description="a rate that is surely low enough")
-    to_rps: Positive = Field(description="a rate that is surely too high")
+    share: Share = Field(
+        0.9, description="share of the requests that must keep all limits; each class its own slo if any"
+    )
+    from_rps: Positive = Field(description="a rate at which the limits are certainly kept")
+    to_rps: Positive = Field(description="a rate at which the limits are certainly missed")
     tolerance: Positive = 0.05
     per_gpu: bool = False
 
@@ -120,7 +124,7 @@ class Setup(Part):
     lists, and null removes a key.
     """
 
-    model: str | None = Field(None, description="by name, or one of `models` of the file")
+    model: str | None = Field(None, description="name of a model, or of one of `models` of the file")
     hardware: str | None = None
     workload: dict[str, Any] = Field({}, description="fields of a workload; a number of tokens is a fixed length")
     pool: dict[str, Any] = Field({}, description="fields of the one pool of a plan, or of all of `pools`")
@@ -133,17 +137,17 @@ class Setup(Part):
     prediction_sigma: NonNegative = 0.35
     branches: Count | None = Field(None, description="requests of a group, in a row; they arrive together")
     finish_first: Count | None = Field(
-        None, description="branches of a group go no further than the so-many-th shortest"
+        None, description="branches of a group stop at the length of the n-th shortest, with n this number"
     )
-    best_of: Seq[dict[str, Any]] = Field((), description="fields of the pool that are tried; the best result counts")
+    best_of: Seq[dict[str, Any]] = Field((), description="alternatives of fields of the pool; the best result counts")
     phases: Seq[Phase] = Field((), description="in place of one setup: several, whose seconds are added up")
-    beside: bool = Field(False, description="phases run beside one another: the longest counts")
+    beside: bool = Field(False, description="phases run in parallel: the longest counts")
 
 
 class Phase(Part):
     """A setup of several that follow one another, each unloaded by the others."""
 
-    times: NonNegative = Field(1.0, description="how often, or with which share, it counts")
+    times: NonNegative = Field(1.0, description="weight of the phase: how often, or with which share, it counts")
     setup: Setup
 
 
@@ -158,7 +162,7 @@ class Claim(Part):
 
     says: str
     gain: Positive | None = Field(
-        None, description="of the variant over the base; left out where no figure is published"
+        None, description="gain of the variant over the base; left out if no figure is published"
     )
     value: Positive | None = Field(None, description="in place of a gain: the variant's own number")
     formula: Formula | None = Field(
@@ -169,8 +173,8 @@ class Claim(Part):
     )
     band: Annotated[Seq[Positive], Field(min_length=2, max_length=2)] | None = Field(
         None,
-        description="of the gain, of the variant's number over `value`, or of the gain over what the formula makes of "
-        "it; needed where a variant is run",
+        description="band of the gain, of the variant's number over `value`, or of the gain over that of the formula; "
+        "needed if a variant is run",
     )
 
     @field_validator("band")
@@ -208,7 +212,7 @@ class Probe(Otherwise):
     """A variation of one thing, which shows where a difference comes from."""
 
     what: str
-    measure: Measure | None = Field(None, description="in place of the entry's own")
+    measure: Measure | None = Field(None, description="measure in place of the entry's own")
 
 
 class Input(Part):
@@ -219,11 +223,11 @@ class Input(Part):
         description="published: by what makes the claim, or with it; derived: follows from what is published; "
         "substitute: stands for what simtune lacks; assumed: no publication states it"
     )
-    where: str | None = Field(None, description="where it is published, what it follows from, what it stands for")
+    where: str | None = Field(None, description="place where it is published, or what it follows from or stands for")
     otherwise: Seq[Otherwise] = Field(
         (),
-        description="of what is assumed: the ends of what it could be instead; it decides nothing where the band holds "
-        "at all of them",
+        description="for an assumed input: the ends of the range that it could have instead; it decides nothing if the "
+        "band holds at all of them",
     )
 
     @model_validator(mode="after")
@@ -251,16 +255,16 @@ class PublishedSystem(Part):
     setup: Setup = Setup()
     base: Setup = Setup()
     variant: Setup | None = None
-    inputs: Seq[Input] = Field((), description="what the result stands on: all with their sources")
+    inputs: Seq[Input] = Field((), description="inputs of the result: all with their sources")
     assumed: Seq[str] = Field((), description="inputs that decide the result and are not published")
     chosen: str | None = Field(
-        None, description="what was chosen with the claim or a result in sight: being within the band is no evidence"
+        None, description="choices made with the claim or a result in sight: being within the band is then no evidence"
     )
-    not_modelled: Seq[str] = Field((), description="what the variant has besides, and is left out")
+    not_modelled: Seq[str] = Field((), description="features of the variant that are left out")
     needs: Seq[str] = Field((), description="primitives that simtune lacks")
-    not_a_schedule: str | None = Field(None, description="why the headline is nothing a schedule decides")
-    probes: Seq[Probe] = Field((), description="of a difference: what is run besides, to measure where it comes from")
-    because: str | None = Field(None, description="what is known of a difference beside what is measured")
+    not_a_schedule: str | None = Field(None, description="reason why the headline is nothing that a schedule decides")
+    probes: Seq[Probe] = Field((), description="for a difference: further runs that measure where it comes from")
+    because: str | None = Field(None, description="for a difference: what is known beside what is measured")
 
     @field_validator("needs")
     @classmethod
