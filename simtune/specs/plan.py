@@ -105,14 +105,16 @@ class Parallelism(Part):
     @model_validator(mode="after")
     def _places_whole_experts(self) -> Self:
         if self.expert_replicas is not None and not self.expert_parallel:
-            raise ErrorAt("whole experts are placed; set expert_parallel, or leave it out", "expert_replicas")
+            raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
         for key in ("expert_replicas", "expert_locality"):
             if self.afd is not None and getattr(self, key) is not None:
-                raise ErrorAt("devices of afd have equal shares of the experts, placed as they come; leave it out", key)
+                raise ErrorAt(
+                    "cannot be combined with afd, whose devices have equal shares of the experts; remove it", key
+                )
         if self.expert_locality is not None and not (self.expert_parallel and self.attention_dp > 1):
             raise ErrorAt(
-                "only groups with data-parallel attention send tokens to whole experts on other ranks; set "
-                "expert_parallel and an attention_dp above 1, or leave it out",
+                "requires data-parallel attention and whole experts on other ranks; set expert_parallel and an "
+                "attention_dp above 1, or remove it",
                 "expert_locality",
             )
         return self
@@ -274,17 +276,22 @@ class Offload(Part):
     @model_validator(mode="after")
     def _says_what_the_host_has(self) -> Self:
         if (self.computed or self.kv_cache) and self.bytes_per_s is None:
-            raise ErrorAt("the processor computes: say how fast it reads its memory", "bytes_per_s")
+            raise ErrorAt("is required if the processor computes; state how fast it reads its memory", "bytes_per_s")
         if self.kv_cache and self.memory_gib is None:
-            raise ErrorAt("keys and values stand in the host's memory: say how much it has for them", "memory_gib")
+            raise ErrorAt(
+                "is required if keys and values are in the host's memory; state how much it has for them", "memory_gib"
+            )
         if self.computed and not self.weights:
-            raise ErrorAt("no weights stand in the host's memory: give weights a share, or leave it out", "computed")
+            raise ErrorAt("requires weights in the host's memory; give weights a share, or remove it", "computed")
         if self.bytes_per_s is not None and not (self.computed or self.kv_cache):
             raise ErrorAt(
-                "the processor reads nothing: give computed or kv_cache a share, or leave it out", "bytes_per_s"
+                "has no effect if the processor reads nothing; give computed or kv_cache a share, or remove it",
+                "bytes_per_s",
             )
         if self.memory_gib is not None and not self.kv_cache:
-            raise ErrorAt("it is for keys and values: give kv_cache a share, or leave it out", "memory_gib")
+            raise ErrorAt(
+                "has no effect without keys and values there; give kv_cache a share, or remove it", "memory_gib"
+            )
         return self
 
 
@@ -395,15 +402,18 @@ class Pool(Part):
         if self.parallelism.afd is not None:
             for key in ("overlap", "offload"):
                 if getattr(self, key) is not None:
-                    raise ErrorAt("afd overlaps its own parts, and both its sides stand on GPUs; leave it out", key)
+                    raise ErrorAt(
+                        "cannot be combined with afd, which overlaps its own parts and has both sides on GPUs; "
+                        "remove it",
+                        key,
+                    )
         return self
 
     @model_validator(mode="after")
     def _exchanges_what_is_spared(self) -> Self:
         if self.parallelism.expert_locality is not None and self.expert_exchange == "all_gather":
             raise ErrorAt(
-                "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or "
-                "leave it out",
+                "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
                 "parallelism",
                 "expert_locality",
             )
@@ -625,7 +635,11 @@ class KvLink(Part):
     def _measured_or_rated(self) -> Self:
         if self.costs is not None:
             if self.path != KvLink.model_fields["path"].default:
-                raise ErrorAt("measured transfers stand in place of the link's rates; leave out costs or this", "path")
+                raise ErrorAt(
+                    "cannot be combined with costs, whose measured transfers replace the link's rates; remove one "
+                    "of the two",
+                    "path",
+                )
             if self.packed and self.descriptor_s is None:
                 raise ErrorAt(
                     "a measured transfer has its pieces in it; give descriptor_s, or leave this out", "packed"
@@ -741,8 +755,7 @@ class Plan(Spec):
         for key in ("link", "links", "decode_router"):
             if all(pool.role == "mixed" for pool in self.pools) and getattr(self, key) is not None:
                 raise ErrorAt(
-                    "all pools are mixed, so no request goes on from one to another; leave it out, or give pools the "
-                    "roles prefill and decode",
+                    "has no effect if all pools are mixed; remove it, or give pools the roles prefill and decode",
                     key,
                 )
         return self
@@ -767,7 +780,7 @@ class Plan(Spec):
         without = [pair for pair in product(*names_by_role) if pair not in pairs]
         if self.links is not None and self.link is None and without:
             source, to = without[0]
-            raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
+            raise ErrorAt(f"no link leads from {source} to {to}; add a link, or one for all (`link`)", "links")
         if self.link is not None and pairs and not without:
             raise ErrorAt(
                 "every pair of pools has a link of its own in `links`, so `link` is not used; remove it", "link"

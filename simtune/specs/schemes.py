@@ -319,7 +319,7 @@ class StaticTree(TreeScheme):
     def _rooted(cls, nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         distinct = set(nodes)
         if len(distinct) < len(nodes):
-            raise ValueError("a node stands there twice")
+            raise ValueError("a node is listed twice; keep one")
         for node in nodes:
             if len(node) > 1 and node[:-1] not in distinct:
                 raise ValueError(f"node {list(node)} has no parent {list(node[:-1])} in the tree")

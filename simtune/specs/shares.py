@@ -63,7 +63,7 @@ def check_shares(pools: Sequence[_SharingPool]) -> None:
         if share is None:
             continue
         if pool.costs is not None:
-            raise ErrorAt("measured whole steps are those of a whole GPU; leave `share` out", *at)
+            raise ErrorAt("measured whole steps are those of a whole GPU; remove `share`", *at)
         if share.beside is not None:
             _check_beside(i, pool, share, by_name[share.beside])
         elif sum(peer.share is not None and peer.share.beside == pool.name for peer in pools) != 1:

@@ -45,11 +45,11 @@ def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> N
             raise ErrorAt(f"stage {stage.name} serves no pool: there is no {stage.pool!r}{hint}", "stages", i, "pool")
         for name in stage.after:
             if name not in by_name:
-                raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no stage before it", "stages", i, "after")
+                raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no earlier stage", "stages", i, "after")
             if by_name[name].parts != stage.parts:
                 raise ErrorAt(
                     f"{name} has {by_name[name].parts} parts; give {stage.name} as many", "stages", i, "parts"
                 )
         by_name[stage.name] = stage
     if stages and len(taking) > 1:
-        raise ErrorAt(f"stages go before one pool that takes requests, and there are {len(taking)}", "stages")
+        raise ErrorAt(f"stages require exactly one pool that takes requests; there are {len(taking)}", "stages")

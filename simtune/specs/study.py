@@ -301,7 +301,7 @@ class Study(Spec):
     @classmethod
     def _one_pool(cls, router: Routing | None) -> Routing | None:
         if isinstance(router, RoundRobinRouting) and router.weights:
-            raise ValueError("the plans of a study have one pool that requests come to; leave weights out")
+            raise ValueError("has no effect: the plans of a study have one pool that takes requests; remove weights")
         return router
 
     @field_validator("speculation")
@@ -343,7 +343,7 @@ class Study(Spec):
                 "needs two kinds of hardware or more, layouts with mixed, and no fixed pool", "search", "mixed_kinds"
             )
         if self.day is not None:
-            raise ErrorAt("a day is followed by pools of one kind of hardware; leave mixed_kinds out", "day")
+            raise ErrorAt("a day requires pools of one kind of hardware; remove mixed_kinds", "day")
         return self
 
     @model_validator(mode="after")
@@ -373,8 +373,8 @@ class Study(Spec):
         for key in ("link", "decode_router"):
             if getattr(self, key) is not None and "prefill-decode" not in self.search.layouts:
                 raise ErrorAt(
-                    "all plans have mixed pools alone, so no request goes on from one to another; write layouts: "
-                    "[prefill-decode] (or both) under search, or leave it out",
+                    "has no effect if all plans have only mixed pools; write layouts: [prefill-decode] (or both) "
+                    "under search, or remove it",
                     key,
                 )
         return self

@@ -147,11 +147,9 @@ class _Expanded:
             self._known[id(node)] = 1 + sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
         size = self._known[id(node)]
         if size is None:
-            raise self._refusal(node, "an alias stands for what it is in itself")
+            raise self._refusal(node, "an alias contains itself")
         if size[0] > self._most:
-            raise self._refusal(
-                node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write out the needed"
-            )
+            raise self._refusal(node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write them out")
         if size[1] > DEEPEST:
             raise self._refusal(node, f"nested deeper than {DEEPEST} levels")
         return size
