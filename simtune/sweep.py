@@ -78,7 +78,9 @@ def _range(text: str, values: str) -> tuple[str, ...]:
 
 
 def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
-    """All combinations, the last axis fastest, or the values side by side. Raises UsageError."""
+    """Return all combinations of values, the last axis fastest, or with `zipped` the values side by side. Raises
+    UsageError.
+    """
     if not axes:
         raise UsageError("name at least one field to sweep: --over rate=2:10:2")
     keys = [a.key for a in axes]

@@ -24,27 +24,27 @@ VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",
-    "explain": "Say in words what a plan does.",
+    "explain": "Explain a plan in words.",
     "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
     "reproduce": "Simulate published systems beside what they claim.",
-    "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
+    "workload": "Describe a trace, cut or scale it, and fit a spec to it.",
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",
     "profile": "Measure this machine and fit a hardware profile.",
-    "fit": "Fit a hardware profile from tables others measured.",
+    "fit": "Fit a hardware profile from published tables.",
     "calibrate": "Correct a hardware profile by an engine's own log.",
     "validate": "Run a plan on a real engine, and compare.",
     "loop": "Profile an engine, find its best plan, run it, compare, refit.",
     "replay": "Compare a scheduler step by step with an engine's log.",
     "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
-    "list": "List what is built in.",
+    "list": "List built-in models, profiles, loads, presets and parts.",
     "show": "Print a spec, with what follows from it.",
     "check": "Check spec and trace files.",
     "schema": "Print the JSON schema of a kind of spec.",
     "doctor": "Check this installation.",
 }
-"""In the order of `--help`: plans, loads and drafts, hardware, real engines, and what is built in."""
+"""Verbs in the order of `--help`: plans, loads and drafts, hardware, real engines, and built-in specs."""
 
 
 INTERNAL = (

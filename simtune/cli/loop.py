@@ -52,8 +52,8 @@ def loop(  # noqa: PLR0913 - one for each option
     clock: str,
     as_json: bool,
 ) -> int:
-    """Close the loop for a STUDY: profile the engine, optimize, start it with the plan's settings, replay the load,
-    and compare; where it is off by more than the tolerance, fit again with the replay's steps.
+    """Close the loop for a STUDY: profile the engine, optimize, start it with the plan's settings, replay the load, and
+    compare; if the error exceeds the tolerance, fit again with the replay's steps.
 
     Give the same command again to go on after an interruption, in the stage it was in. Exit code 4: outside tolerance
     after the last round.

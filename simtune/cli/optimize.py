@@ -388,7 +388,7 @@ def _print_front(ladder: Ladder) -> None:
 
 
 def _cells(row: Trial) -> tuple[str, ...]:
-    """In the order of COLUMNS."""
+    """Return the cells of a candidate, in the order of COLUMNS."""
     num_gpus = row.candidate.num_gpus
     return (
         row.candidate.name,

@@ -255,7 +255,7 @@ class _Targets:
             raise UsageError(f"--stream keeps no requests, which {' and '.join(set_options)} would need; leave one out")
 
     def write(self, experiment: Experiment, result: Result, drawn: Uncertainty | None) -> None:
-        """Each whole or not at all."""
+        """Write the files, each completely or not at all."""
         from simtune.runs.contents import of_simulation
         from simtune.runs.files import write_file
         from simtune.runs.requests import requests_file

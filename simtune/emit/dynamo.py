@@ -34,8 +34,9 @@ def deployment_file(
     settings: Callable[[Pool], Mapping[str, Any]],
     left_open: Callable[[Pool], Iterable[str]] = lambda pool: (),
 ) -> Files:
-    """`engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's own
-    `settings` of each pool; `written` says by whose names, `left_open` which settings of a pool the engine decides.
+    """Return `engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's
+    own `settings` of each pool; `written` states whose names these are, `left_open` lists the settings of a pool that
+    the engine decides.
 
     The user fills in the image: a plan names none. Settings that the deployment lacks are listed at its top.
     """

@@ -59,7 +59,7 @@ class Emitter(ABC):
     """
 
     name: ClassVar[str]
-    """In the names of files, and in reports."""
+    """Name of the engine in the names of files, and in reports."""
     title: ClassVar[str]
     """Name of the engine in sentences."""
     version: str

@@ -19,7 +19,9 @@ from simtune.specs.schemes import Scheme
 
 
 class LlamaCpp(ServingEmitter):
-    """Options of `llama-server`. It schedules as the preset `llamacpp` says, so only plans that name it are its own."""
+    """Options of `llama-server`. It schedules by the preset `llamacpp`, so only plans that name the preset are written
+    for it.
+    """
 
     name = "llamacpp"
     title = "llama.cpp"
@@ -107,5 +109,5 @@ class LlamaCpp(ServingEmitter):
             )
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
-        """None: it has no prefill and decode pools."""
+        """Return no files: the engine has no prefill and decode pools."""
         return {}

@@ -78,5 +78,5 @@ class Transformers(ServingEmitter):
             yield "async_scheduling: it chooses by the device"
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
-        """None: it has no prefill and decode pools."""
+        """Return no files: the engine has no prefill and decode pools."""
         return {}

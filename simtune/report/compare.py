@@ -361,6 +361,6 @@ def _numbers_of(s: Summary) -> dict[str, Any]:
 
 
 def _seconds_or_more(number: Number, s: Summary) -> float | None:
-    """In the unit of its row."""
+    """Return the value of a number in the unit of its row."""
     value = number.value(s)
     return value * 1e3 if value is not None and number.unit == "ms" else value

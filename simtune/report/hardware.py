@@ -112,7 +112,7 @@ class Rate(NamedTuple):
 
 
 def fits(hardware: Hardware) -> list[Fit]:
-    """Every operator: lines to draw, the row of the table, and what became of its tables."""
+    """Return for every operator the lines to draw, the row of the table, and a note on its tables."""
     return [_fit(hardware, key, operator) for key, operator in hardware.operators.items()]
 
 
@@ -222,7 +222,7 @@ def _link(link: Link) -> str:
 
 
 def _tera(rate: float) -> str:
-    """In units of 1e12, two digits at least."""
+    """Return a rate in units of 1e12, with two digits at least."""
     return f"{rate / 1e12:,.0f}" if rate >= 1e13 else f"{rate / 1e12:.2g}"
 
 

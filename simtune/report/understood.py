@@ -24,7 +24,7 @@ _DRAWN = 10_000
 
 
 def understood(spec: Spec, trace: Trace | None = None) -> str:
-    """In words, without a line break. Raises SpecError if the arrays of a profile are not those it needs."""
+    """Return a spec in words, without a line break. Raises SpecError if the arrays of a profile do not fit it."""
     return _words(spec) if not isinstance(spec, Workload) else _load(spec, trace)
 
 

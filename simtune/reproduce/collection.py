@@ -29,12 +29,12 @@ def folder() -> Path:
 
 
 def read(path: Path) -> Systems:
-    """A family from its file. Raises SpecError for all that is wrong in it, its plans and workloads included."""
+    """Read a family from its file. Raises SpecError for all that is wrong in it, its plans and workloads included."""
     return Systems.from_document(yamlfile.parse(read_text(path), str(path)), problems)
 
 
 def collection() -> list[Systems]:
-    """All families, by name."""
+    """Return all families, by name."""
     return [read(path) for path in sorted(folder().glob("*.yaml"))]
 
 

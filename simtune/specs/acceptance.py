@@ -41,7 +41,7 @@ class PerPosition(Part):
         return self.conditional[:length]
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
-        """At each depth of a tree, the probability that the target takes the candidate of each rank."""
+        """Return, for each depth of a tree, the probability that the target takes the candidate of each rank."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:

@@ -110,7 +110,7 @@ ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp
 
 
 class Part(BaseModel):
-    """Any block inside a spec: immutable, no unknown keys, no silent conversions."""
+    """A block inside a spec: immutable, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 

@@ -270,8 +270,9 @@ def load_study(reference: str, settings: Sequence[str] = (), check: Check | None
 
 
 def load(reference: str, check: Check | None = None, settings: Sequence[str] = ()) -> Spec:
-    """Any spec, by path or by built-in name; what a file is, is found in its `schema`. `check` looks at what plans and
-    studies name."""
+    """Load any spec, by path or by built-in name; its kind is found in its `schema`. `check` checks the names in plans
+    and studies.
+    """
     return load_with_trace(reference, check, settings)[0]
 
 

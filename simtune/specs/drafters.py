@@ -197,7 +197,7 @@ class Eagle(Drafter):
 
     @property
     def weights(self) -> str | None:
-        """None of an MTP head."""
+        """Checkpoint of the drafter; None for an MTP head."""
         return self.checkpoint if self.loads_checkpoint else None
 
     @property
@@ -233,7 +233,7 @@ class Medusa(Drafter):
 
     @property
     def parallel_heads(self) -> int:
-        """All of them."""
+        """Number of heads, all of which run in parallel."""
         return self.heads
 
 

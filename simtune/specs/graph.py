@@ -92,6 +92,6 @@ def ancestors(nodes: Sequence[Node]) -> dict[str, set[str]]:
 
 
 def in_order(nodes: Sequence[Node]) -> list[int]:
-    """Numbers of the nodes, each behind all that it waits for."""
+    """Return the numbers of the nodes, each after all nodes that it waits for."""
     before = ancestors(nodes)
     return sorted(range(len(nodes)), key=lambda i: len(before[nodes[i].name]))

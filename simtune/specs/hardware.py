@@ -330,7 +330,7 @@ class ValidationNote(Part):
         return self.engine, self.model, self.plan, self.clock
 
     def __str__(self) -> str:
-        """On one line: with what, when, and the worst error of each mean."""
+        """Return a line: model, engine, date, the worst error of each mean, and the verdict."""
         errors = []
         for metric in ("ttft", "tpot", "e2el"):
             values = [value for load in self.loads if (value := getattr(load, metric)) is not None]

@@ -126,7 +126,7 @@ class MlaAttention(Part):
 
     @property
     def shared_heads(self) -> int:
-        """All heads share the latent, and every rank has it whole."""
+        """Return 1: all heads share the latent, and every rank stores all of it."""
         return 1
 
 
@@ -186,7 +186,7 @@ class NoAttention(Part):
 
     @property
     def heads(self) -> int:
-        """None."""
+        """Return 0: there are no heads."""
         return 0
 
     @property
@@ -195,11 +195,11 @@ class NoAttention(Part):
         return 1
 
     def matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def vectors(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no vectors."""
         return 0
 
 
@@ -275,15 +275,15 @@ class NoFeedForward(Part):
     kind: Literal["none"] = "none"
 
     def matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def active_matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def vectors(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no vectors."""
         return 0
 
 

@@ -1,4 +1,6 @@
-"""Schemes: how many tokens are drafted, in which shape and when. Each class states all that others ask of it."""
+"""Schemes: how many tokens are drafted, in which shape and when. Each class states all that other modules need to know
+of it.
+"""
 
 from __future__ import annotations
 
@@ -127,11 +129,13 @@ class Scheme(Part):
         return repeat(self.shape.depth)
 
     def in_words(self) -> str:
-        """For a cell of a table."""
+        """Return the scheme in words, for a cell of a table."""
         return self.words.format(**dict(self))
 
     def in_short(self) -> str:
-        """For a cell of a map: the draft tokens, with a T before those of a tree and ≤ before what may be fewer."""
+        """Return the scheme for a cell of a map: the draft tokens, with a T before those of a tree and ≤ before a
+        number that may be smaller.
+        """
         shape = self.shape
         if shape.tree and self.as_chain() is None:
             return f"T{shape.drafts}"
@@ -367,7 +371,7 @@ class DynamicTree(TreeScheme):
 
     @property
     def shape(self) -> RoundShape:
-        """At most `topk` nodes are expanded at each depth."""
+        """Shape of the tree, in which at most `topk` nodes are expanded at each depth."""
         return RoundShape(self.steps, self.topk, self.tokens, tree=True)
 
     def tree(self, ranks: Ranks) -> Sequence[Node]:

@@ -124,7 +124,7 @@ class _ScrapeReader:
         self._time: float | None = None
 
     def read(self, text: str, raw: bytes) -> Scrape:
-        """All of it."""
+        """Read all lines of a scrape."""
         per_s = 1.0 if text.rstrip().endswith("# EOF") else 1e3
         for number, line in numbered_lines(text):
             if line.startswith("#"):

@@ -430,7 +430,9 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
 def _placed(
     systems: Systems, system: PublishedSystem, i: int
 ) -> Iterator[tuple[dict[tuple[Any, ...], Setup], dict[str, Any]]]:
-    """Each setup that is run of a system, and by their keys the settings that it is made of, its own first."""
+    """Yield the settings of each setup of a system that is run, by their keys, the setup's own first; and the merged
+    setup.
+    """
     shared: dict[tuple[Any, ...], Setup] = {("systems", i, "setup"): system.setup, ("setup",): systems.setup}
     for side, merged_side in systems.sides(system).items():
         yield {("systems", i, side): getattr(system, side), **shared}, merged_side

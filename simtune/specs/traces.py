@@ -398,7 +398,7 @@ def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _P
 
 
 def _named_columns(header: Sequence[str], asked: Mapping[str, str], problems: _Problems, line: int) -> dict[str, str]:
-    """Return field -> column name as written. Stops if a length column is missing or a name stands twice."""
+    """Return field -> column name as written. Stops if a length column is missing or a name occurs twice."""
     if all(_is_number(cell) for cell in header):
         problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
     names = _named_by_hand(asked, header, problems, line)

@@ -85,7 +85,7 @@ class Config:
         self.problems.append(Problem(self.document.file, message, ".".join([*part, key]), line, column))
 
     def raise_if_any(self) -> None:
-        """Raise SpecError with all that was noted."""
+        """Raise SpecError with all problems, if any were noted."""
         if self.problems:
             raise SpecError(sorted(dict.fromkeys(self.problems), key=lambda p: (p.line or 0, p.column or 0)))
 
