@@ -88,23 +88,23 @@ def simulate(  # noqa: PLR0913 - one for each option
 
 @dataclass(frozen=True)
 class Specs:
-    """What a simulation is of, loaded."""
+    """Specs of a simulation, loaded."""
 
     model: Model
     hardware: Sequence[Hardware]
-    """Of every pool of the plan; without a plan, of the one there will be, or none."""
+    """Hardware of every pool of the plan; without a plan, that of the plan that will be made, or empty."""
     workload: Workload
     trace: Trace | None
     plan: Plan | None
     plan_settings: Sequence[str] = ()
-    """What is to be overridden in the plan that there will be."""
+    """Settings that override fields of the plan that will be made."""
     engine: EnginePreset | None = None
-    """Whose settings the plan that there will be has."""
+    """Engine whose settings the plan that will be made has."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One plan under one load, ready to run."""
+    """A plan under a load, ready to run."""
 
     deployment: Deployment
     workload: Workload
@@ -113,7 +113,7 @@ class Experiment:
     seed: int
 
     def run(self, *, record: bool = False, watch: Watch | None = None) -> Result:
-        """Simulate it; `record` keeps every step for timelines, `watch` is told now and then how far it is."""
+        """Simulate the plan; `record` keeps every step for timelines, `watch` is called now and then with progress."""
         return self.deployment.simulate(self.stream, record=record, seed=self.seed, watch=watch)
 
 
@@ -125,33 +125,33 @@ def load_specs(
     settings: Mapping[str, Sequence[str]] | None = None,
     engine: str | None = None,
 ) -> Specs:
-    """Load what is given by name or path. `settings` override fields, by kind of spec.
+    """Load specs that are given by name or path. `settings` override fields, by kind of spec.
 
     A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
     """
-    given = settings or {}
+    by_spec = settings or {}
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
     if isinstance(plan, str):
-        plan = _tables_beside(load_plan(plan, given.get("plan", ()), plan_parts.problems), Path(plan).parent)
+        plan = _tables_beside(load_plan(plan, by_spec.get("plan", ()), plan_parts.problems), Path(plan).parent)
     if model is None and plan is not None:
         model = plan.model
     if model is None:
         raise UsageError("name a model and a hardware profile, or a plan that does")
-    requests, trace = _load_requests(workload, given.get("workload", ()))
+    requests, trace = _load_requests(workload, by_spec.get("workload", ()))
     return Specs(
-        model if isinstance(model, Model) else load_model(model, given.get("model", ())),
-        _load_profiles(hardware, plan, engine, given.get("hardware", ())),
+        model if isinstance(model, Model) else load_model(model, by_spec.get("model", ())),
+        _load_profiles(hardware, plan, engine, by_spec.get("hardware", ())),
         requests,
         trace,
         plan,
-        given.get("plan", ()),
+        by_spec.get("plan", ()),
         None if engine is None else load_engine(engine),
     )
 
 
 def _tables_beside(plan: Plan, folder: Path) -> Plan:
-    """The plan with its logs and tables where they are: their names are relative to its folder."""
+    """Return the plan with its logs and tables by path: their names in the file are relative to its folder."""
     pools = [p if p.costs is None else p.model_copy(update={"costs": str(folder / p.costs)}) for p in plan.pools]
     link, links = plan.link, plan.links
     if link is not None and link.costs is not None:
@@ -164,12 +164,15 @@ def _tables_beside(plan: Plan, folder: Path) -> Plan:
 def _load_profiles(
     hardware: str | Hardware | None, plan: Plan | None, engine: str | None, settings: Sequence[str]
 ) -> list[Hardware]:
-    """The hardware of every pool of a plan, of the one pool that there will be, or none, with the kernels of its
-    engine."""
-    named = [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+    """Return the hardware of every pool of a plan, of the one pool that there will be, or none, with the kernels of its
+    engine.
+    """
+    references = (
+        [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+    )
     profiles: dict[tuple[str, str | None], Hardware] = {}
     loaded = []
-    for profile, of_engine in named:
+    for profile, of_engine in references:
         if profile is None:
             continue
         if isinstance(profile, Hardware):
@@ -226,16 +229,18 @@ def stream(
 
 
 def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str | Path | None) -> Deployment:
-    """The plan, which names what it is deployed on."""
+    """Deploy the plan with the names of its model and hardware."""
     if isinstance(costs, (str, Path)):
         costs = read_costs(Path(costs))
-    own = None if costs is None else plan_parts.OwnCosts(costs)
-    plan, hardware = _planned(specs, stream, own is not None)
-    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    own_costs = None if costs is None else plan_parts.OwnCosts(costs)
+    plan, hardware = _planned(specs, stream, own_costs is not None)
+    pools = [
+        pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
+    ]
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
-    by_name = {its.name: its for its in hardware}
+    by_name = {profile.name: profile for profile in hardware}
     try:
-        return deploy(plan, specs.model, by_name, own, drafting=load_drafting(plan))
+        return deploy(plan, specs.model, by_name, own_costs, drafting=load_drafting(plan))
     except Infeasible as error:
         if specs.plan is not None or specs.plan_settings:
             # A plan of the user's own that cannot be is wrong input, not an answer.
@@ -244,14 +249,20 @@ def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str
 
 
 def deploy_plan(plan: str | Plan) -> Deployment:
-    """A plan on what it names, ready to run, without a load. Raises SpecError or UsageError where it cannot be."""
+    """Deploy a plan on the hardware that it names, without a load. Raises SpecError or UsageError if it cannot be
+    deployed.
+    """
     if isinstance(plan, str):
         plan = _tables_beside(load_plan(plan, (), plan_parts.problems), Path(plan).parent)
     hardware = _load_profiles(None, plan, None, ())
-    pools = [pool.model_copy(update={"hardware": its.name}) for pool, its in zip(plan.pools, hardware, strict=True)]
+    pools = [
+        pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
+    ]
     plan = plan.model_copy(update={"pools": tuple(pools)})
     try:
-        return deploy(plan, load_model(plan.model), {its.name: its for its in hardware}, drafting=load_drafting(plan))
+        return deploy(
+            plan, load_model(plan.model), {profile.name: profile for profile in hardware}, drafting=load_drafting(plan)
+        )
     except Infeasible as error:
         raise UsageError(f"plan {plan.name}: {error}") from None
 
@@ -290,7 +301,7 @@ def _planned(specs: Specs, stream: RequestStream, own_costs: bool) -> tuple[Plan
 
 
 def load_drafting(plan: Plan) -> dict[str, Drafting]:
-    """What the speculation of each pool names, by the pool's name."""
+    """Load draft models and acceptance of each pool that has speculation, by the pool's name."""
     return _drafting_by_pool(plan.pools, f"plan {plan.name}", str)
 
 
@@ -299,16 +310,16 @@ def _drafting_by_pool(pools: Sequence[Pool], where: str, placed: Callable[[str],
 
     `placed` turns a reference into a name or a path from here. Raises UsageError for what is not found.
     """
-    named = {}
+    drafting = {}
     for pool in pools:
         if pool.speculation is not None:
-            own = pool.speculation.drafter.own_model
+            draft_model = pool.speculation.drafter.own_model
             try:
-                model = None if own is None else load_model(placed(own))
-                named[pool.name] = Drafting(load_acceptance(placed(pool.speculation.acceptance)), model)
+                model = None if draft_model is None else load_model(placed(draft_model))
+                drafting[pool.name] = Drafting(load_acceptance(placed(pool.speculation.acceptance)), model)
             except UsageError as error:
                 raise UsageError(f"{where}, pool {pool.name}, speculation: {error}") from None
-    return named
+    return drafting
 
 
 # --- optimize ---------------------------------------------------------------------------------------------
@@ -352,7 +363,8 @@ def load_question(
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
     engine = None if study.engine is None else beside(folder, study.engine)
-    study = study.model_copy(update={"engine": engine})  # plans name it, and are read from the present folder
+    # By its path from the present folder: plans name it, and are read from there.
+    study = study.model_copy(update={"engine": engine})
     study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
         study = study.model_copy(update={"model": target.name})
@@ -365,8 +377,9 @@ def load_question(
 def _hardware_of(
     study: Study, hardware: str | Hardware | None, folder: Path, engine: str | None
 ) -> tuple[Study, tuple[Hardware, ...]]:
-    """The profiles of a study, with the kernels of its engine where there are some; `hardware` takes the place of its
-    only one. Raises UsageError where it has several."""
+    """Load the profiles of a study, with the kernels of its engine if there are some; `hardware` replaces its only one.
+    Raises UsageError if it has several.
+    """
     if hardware is None:
         names = [beside(folder, entry.profile) for entry in study.hardware]
         return study, tuple(load_kernels(name, engine) for name in names)
@@ -378,16 +391,16 @@ def _hardware_of(
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:
-    """A drafter with what it names; names that are paths are relative to `folder`, where there is one.
+    """Load a drafter's model and acceptance; names that are paths are relative to `folder`, if one is given.
 
-    Raises UsageError where the draft model does not go with the target, or the acceptance not with the scheme.
+    Raises UsageError if the draft model does not go with the target, or the acceptance not with the scheme.
     """
 
     def placed(reference: str) -> str:
         return reference if folder is None else beside(folder, reference)
 
-    own = choice.drafter.own_model
-    model = None if own is None else load_model(placed(own))
+    draft_model = choice.drafter.own_model
+    model = None if draft_model is None else load_model(placed(draft_model))
     acceptance = load_acceptance(placed(choice.acceptance))
     try:
         choice.drafter.network(target, model)
@@ -399,7 +412,7 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
 
 
 def _from_here(setting: str, folder: Path) -> str:
-    """A path given in a setting is relative to where the user is, not to the study."""
+    """Return a path that a setting gives: it is relative to the current folder, not to that of the study."""
     key, equals, value = setting.partition("=")
     if equals and key in ("model", "workload", "hardware.profile") and beside(folder, value) != value:
         return f"{key}={os.path.relpath(value, folder)}"

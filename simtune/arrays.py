@@ -1,4 +1,4 @@
-"""The numpy arrays that signatures name. What an array holds and its shape are said where it is used."""
+"""The numpy arrays that signatures name. Contents and shape of an array are documented where it is used."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class PartError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in one file: where it is, which key, which rule, and what to do about it."""
+    """A problem in a file: its place, the key, the rule, and the remedy."""
 
     file: str
     message: str
@@ -51,7 +51,7 @@ class Problem:
 
 
 class SpecError(SimtuneError):
-    """All problems found in a spec, trace or table, at once; `problems` holds them in file order."""
+    """All problems in a spec, trace or table; `problems` contains them in file order."""
 
     exit_code = 2
 
@@ -60,16 +60,16 @@ class SpecError(SimtuneError):
         super().__init__("\n".join(str(p) for p in self.problems))
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[list[Problem]]]:
-        """From one process to another it goes by its problems, not by the text of them."""
+        """Pickle the error by its problems, not by their text."""
         return type(self), (self.problems,)
 
 
 class EngineError(SimtuneError):
-    """A real engine did not start, ended, or was measured so that nothing can be said of it."""
+    """A real engine did not start, ended, or could not be measured well enough for a result."""
 
 
 class Infeasible(SimtuneError):
-    """No plan in the space asked about can do what was asked; the message says what is missing."""
+    """No plan in the space meets the limits; the message states what is missing."""
 
     exit_code = 3
 
@@ -80,14 +80,14 @@ def is_interrupt(error: BaseException) -> bool:
     Ctrl-C may land while a module is being imported, and code there turns it into another exception: until Python 3.12
     one out of `__set_name__` becomes a RuntimeError. The chain of `__cause__` and `__context__` still holds it.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     chain = [error]
     while chain:
         link = chain.pop()
         if isinstance(link, KeyboardInterrupt):
             return True
-        if id(link) not in seen:
-            seen.add(id(link))
+        if id(link) not in visited:
+            visited.add(id(link))
             chain += [further for further in (link.__cause__, link.__context__) if further is not None]
     return False
 

@@ -24,27 +24,27 @@ VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",
-    "explain": "Say in words what a plan does.",
+    "explain": "Explain a plan in words.",
     "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
     "reproduce": "Simulate published systems beside what they claim.",
-    "workload": "Say what a trace is, cut or scale it, and fit a spec to it.",
+    "workload": "Describe a trace, cut or scale it, and fit a spec to it.",
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",
     "profile": "Measure this machine and fit a hardware profile.",
-    "fit": "Fit a hardware profile from tables others measured.",
+    "fit": "Fit a hardware profile from published tables.",
     "calibrate": "Correct a hardware profile by an engine's own log.",
     "validate": "Run a plan on a real engine, and compare.",
     "loop": "Profile an engine, find its best plan, run it, compare, refit.",
     "replay": "Compare a scheduler step by step with an engine's log.",
     "weights": "Write random weights for a model, or a pair whose acceptance is chosen.",
-    "list": "List what is built in.",
+    "list": "List built-in models, profiles, loads, presets and parts.",
     "show": "Print a spec, with what follows from it.",
     "check": "Check spec and trace files.",
     "schema": "Print the JSON schema of a kind of spec.",
     "doctor": "Check this installation.",
 }
-"""In the order of `--help`: plans, loads and drafts, hardware, real engines, and what is built in."""
+"""Verbs in the order of `--help`: plans, loads and drafts, hardware, real engines, and built-in specs."""
 
 
 INTERNAL = (
@@ -57,7 +57,8 @@ class _Verbs(click.Group):
     """Loads a verb's module when it is called, so that --help stays quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*VERBS]  # the verb `list` is a module of this package, and hides the function once it is loaded
+        # Not `list(VERBS)`: the verb `list` is a module of this package, and hides the function once it is loaded.
+        return [*VERBS]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
@@ -88,7 +89,7 @@ class _Verbs(click.Group):
 @click.version_option(__version__, prog_name="simtune")
 @click.option("--log-json", is_flag=True, help="Progress as JSON lines on stderr, for machines.")
 def cli(log_json: bool) -> None:
-    """Which inference schedule should this model run on this hardware under this load?"""
+    """Find the inference schedule for a model on some hardware under some load."""
 
 
 def main(args: list[str] | None = None) -> Any:
@@ -97,7 +98,8 @@ def main(args: list[str] | None = None) -> Any:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without these letters shows what it can
+            # A terminal that lacks a letter shows a replacement instead of failing.
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(args, standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:

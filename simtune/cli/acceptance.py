@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Acceptance spec to write.")
-@click.option("--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, where the file does not tell.")
-@click.option("--model", help="Which model of a table with several.")
+@click.option(
+    "--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, if the file does not contain them."
+)
+@click.option("--model", help="The model to use of a table with several.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a file that is already there.")
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
 def acceptance(
     files: tuple[Path, ...], out: Path, draft_tokens: int | None, model: str | None, as_json: bool, force: bool
 ) -> None:
@@ -38,7 +40,7 @@ def acceptance(
     from simtune.workload.acceptance_logs import read_acceptance
 
     if out.exists() and not force:
-        raise UsageError(f"{out}: is there already; give --force to replace it")
+        raise UsageError(f"{out}: exists already; give --force to replace it")
     reading = read_acceptance(files, draft_tokens, model)
     name = spec_name(out.name.split(".")[0], "acceptance")
     spec = Acceptance(name=name, origin="measured", source=reading.source, target=model, rates=reading.rates)

@@ -28,14 +28,16 @@ operator."""
     "--measured",
     required=True,
     type=click.Path(path_type=Path),
-    help="Steps an engine took: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
+    help="Steps of an engine: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
 )
-@click.option("--model", type=MODEL, default=None, help="Model the engine ran; the plan's own if not given.")
-@click.option("--tp", type=GPUS, default=None, help="Ranks it ran on; the plan's, or 1.")
-@click.option("--plan", "plan_file", default=None, help="plan.yaml of what ran, where model and tp do not tell it all.")
+@click.option("--model", type=MODEL, default=None, help="Model that the engine ran; the plan's own if not given.")
+@click.option("--tp", type=GPUS, default=None, help="Ranks that it ran on; the plan's, or 1.")
+@click.option(
+    "--plan", "plan_file", default=None, help="plan.yaml of the engine's run, if model and tp do not define it."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that is there; without --out the one in DIR.")
+@click.option("--force", is_flag=True, help="Replace a profile that exists; without --out the one in DIR.")
 def calibrate(
     profile: str,
     measured: Path,
@@ -71,7 +73,7 @@ def calibrate(
 
 
 def _folder(profile: str, out: Path | None, force: bool) -> Path:
-    """Where the corrected profile goes. Raises UsageError where one stands there that may not be replaced."""
+    """Return the folder for the corrected profile. Raises UsageError if it has a profile that may not be replaced."""
     if out is None and not (force and Path(profile).is_dir()):
         raise UsageError("give --out FOLDER for the corrected profile, or --force to replace the one in folder DIR")
     folder = out or Path(profile)
@@ -82,7 +84,9 @@ def _folder(profile: str, out: Path | None, force: bool) -> Path:
 
 
 def _deployed(hardware: Hardware, model: str | None, tp: int | None, plan_file: str | None) -> tuple[Model, Pool]:
-    """What ran when the log was written: as the plan says, or a model on `tp` ranks with an engine's usual batching."""
+    """Return the model and the pool that ran when the log was written: those of the plan, or a model on `tp` ranks with
+    an engine's usual batching.
+    """
     from simtune.specs import catalog
     from simtune.specs.pool import Batching, Parallelism, Pool
 

@@ -16,21 +16,19 @@ if TYPE_CHECKING:
 
 PLAN = "plan.yaml"
 OUTSIDE = 4
-"""Exit code where something does not hold."""
+"""Exit code if something does not hold."""
 
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "--study", "study_file", default=None, help="The study, where it lies elsewhere than it was searched from."
-)
+@click.option("--study", "study_file", default=None, help="The study, if it is not where the search read it.")
 @json_option
 def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     """Check the certificate of a RUN of `optimize`: enumerate the space again, and compute every bound, the chosen
     plan's simulation and every simulation that ruled a plan out; the run's plan.yaml has to be the chosen plan. Exits
-    with 4 where anything does not hold.
+    with 4 if anything does not hold.
 
-    The study is read where the run's command named it, relative to the present folder, unless --study says where.
+    The study is read from the path in the run's command, relative to the present folder, unless --study names another.
     """
     from simtune.runs.files import FRONT
     from simtune.runs.run_reader import read_certificate, read_front
@@ -64,7 +62,7 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
 
 
 def _certify_front(audit: FrontAudit, as_json: bool) -> int:
-    """Check a front, and say what is certified of it."""
+    """Check a front, and print what is certified."""
     holds, front = audit.run(), audit.certificate
     facts = {"problems": audit.problems, "bounds": audit.bounds, "simulations": audit.simulations}
     if as_json:
@@ -88,7 +86,7 @@ def _certify_front(audit: FrontAudit, as_json: bool) -> int:
 
 
 def _question(run: Path, study_file: str | None) -> Question:
-    """What was asked, from the command that the run keeps. Raises UsageError."""
+    """Return the question of a search, from the command that its run directory contains. Raises UsageError."""
     from simtune.api import load_question
     from simtune.cli.optimize import optimize
     from simtune.errors import UsageError
@@ -97,9 +95,9 @@ def _question(run: Path, study_file: str | None) -> Question:
     command = read_manifest(run / "manifest.json").command
     if command[1:2] != ("optimize",):
         raise UsageError(f"{run}: was not made by simtune optimize, so there is no search to check")
-    given = optimize.make_context("optimize", list(command[2:])).params
-    settings = given["settings"] if given["seed"] is None else (*given["settings"], f"seed={given['seed']}")
-    study = study_file or given["study_file"]
+    params = optimize.make_context("optimize", list(command[2:])).params
+    settings = params["settings"] if params["seed"] is None else (*params["settings"], f"seed={params['seed']}")
+    study = study_file or params["study_file"]
     if not Path(study).exists():
         raise UsageError(f"{study}: no such file; the run in {run} was made from it: name it with --study")
     return load_question(study, settings)

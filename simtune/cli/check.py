@@ -22,10 +22,10 @@ def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> i
     understood: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
     paths = {file: file if "/" in file else f"./{file}" for file in files}
-    given = settings_of(settings, [*paths.values()])
+    settings_by_file = settings_of(settings, [*paths.values()])
     for file, path in paths.items():
         try:
-            understood[file] = _understood(path, given[path])
+            understood[file] = _understood(path, settings_by_file[path])
         except SimtuneError as error:
             problems[file] = str(error).splitlines()
     if as_json:
@@ -47,5 +47,5 @@ def _understood(path: str, settings: Sequence[str]) -> str:
 
     spec, trace = catalog.load_with_trace(path, plan_parts.problems, settings)
     words = understood(spec, trace)
-    missing = try_out(spec, Path(path).parent) if isinstance(spec, Plan) else ""
-    return f"{words}; not tried on its hardware: {missing}" if missing else words
+    untried_because = try_out(spec, Path(path).parent) if isinstance(spec, Plan) else ""
+    return f"{words}; not tried on its hardware: {untried_because}" if untried_because else words

@@ -10,13 +10,13 @@ from simtune.cli.output import json_option, print_json
 @click.command()
 @json_option
 def doctor(as_json: bool) -> int:
-    """Look at packages, GPU, presets, profiles and disk of this machine. Exits with 1 where something is wrong."""
+    """Look at packages, GPU, presets, profiles and disk of this machine. Exits with 1 if something is wrong."""
     from simtune.profiling.installation import diagnoses
 
-    seen = diagnoses()
+    findings = diagnoses()
     if as_json:
-        print_json([finding._asdict() for finding in seen])
+        print_json([finding._asdict() for finding in findings])
     else:
-        for finding in seen:
+        for finding in findings:
             click.echo(f"{finding.state:8} {finding.what:18} {finding.says}")
-    return 1 if any(finding.state == "problem" for finding in seen) else 0
+    return 1 if any(finding.state == "problem" for finding in findings) else 0

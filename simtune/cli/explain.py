@@ -13,9 +13,9 @@ from simtune.cli.output import json_option, print_json
 @click.argument("plan", metavar="PLAN")
 @json_option
 def explain(plan: str, as_json: bool) -> None:
-    """Say what a PLAN does and what each of its settings means for its model and hardware.
+    """Explain a PLAN and each of its settings for its model and hardware.
 
-    Of the run directory of a search it also says what one step of each setting would change.
+    For the run directory of a search, also show what one step of each setting would change.
     """
     from simtune.api import deploy_plan
     from simtune.report.neighbours import neighbours
@@ -27,11 +27,11 @@ def explain(plan: str, as_json: bool) -> None:
     words = in_words(deploy_plan(str(folder / "plan.yaml") if is_run else plan))
     steps = neighbours(read_run(folder)) if is_run else []
     if as_json:
-        document = {"plan": {what: list(sentences) for what, sentences in words}}
+        document = {"plan": {part: list(sentences) for part, sentences in words}}
         print_json({**document, "steps": [step._asdict() for step in steps]})
         return
-    for what, sentences in words:
-        click.echo(what)
+    for part, sentences in words:
+        click.echo(part)
         for sentence in sentences:
             click.echo(f"  {sentence}")
     if steps:

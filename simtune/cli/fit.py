@@ -25,13 +25,13 @@ operator."""
     "--facts",
     required=True,
     type=click.Path(path_type=Path),
-    help="YAML file with the facts of the device that tables do not tell (schema simtune/device@1).",
+    help="YAML file with the facts of the device that tables lack (schema simtune/device@1).",
 )
 @click.option(
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder to write profile.yaml and arrays.npz into; made if absent.",
+    help="Folder to write profile.yaml and arrays.npz into; created if absent.",
 )
 @click.option(
     "--transfer-from",
@@ -43,7 +43,7 @@ operator."""
 @click.option(
     "--engine",
     metavar="vllm|trtllm|sglang",
-    help="Whose kernels to fit, where the tables are of several engines; NCCL's belong to all.",
+    help="Engine whose kernels to fit, if the tables are of several engines; NCCL's belong to all.",
 )
 @click.option("--allow-device", is_flag=True, help="Use tables measured on another device than the facts name.")
 @click.option("--allow-launches", is_flag=True, help="Use tables that time launches by a host rather than kernels.")
@@ -57,7 +57,7 @@ operator."""
     "products out of order.",
 )
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that is already there.")
+@click.option("--force", is_flag=True, help="Replace a profile that exists.")
 @quiet_option
 def fit(  # noqa: PLR0913 - one for each option
     sources: tuple[Path, ...],
@@ -90,17 +90,17 @@ def fit(  # noqa: PLR0913 - one for each option
     target = out / "profile.yaml"
     if target.exists() and not force:
         raise UsageError(f"{target}: there is a profile already; give --force to replace it")
-    known = Facts.from_file(facts)
+    device_facts = Facts.from_file(facts)
     if source_profile:
-        hardware = transfer(catalog.load_hardware(source_profile), known)
+        hardware = transfer(catalog.load_hardware(source_profile), device_facts)
     else:
         tables = read_tables(sources, engine)
         beside = None if sister is None else catalog.load_hardware(sister)
-        tables = usable(tables, known, repair=repair, allow_launches=allow_launches, sister=beside)
+        tables = usable(tables, device_facts, repair=repair, allow_launches=allow_launches, sister=beside)
         for note in tables.notes:
             click.echo(note, err=True)
         with progress("fitting", quiet) as update:
-            hardware = build(tables, known, allow_device=allow_device, repair=repair, progress=update)
+            hardware = build(tables, device_facts, allow_device=allow_device, repair=repair, progress=update)
     write_profile(out, hardware, COMMENT)
     if as_json:
         print_json({"written": str(target), "profile": hardware.to_data()})

@@ -20,16 +20,25 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of all stages; goes on in it.")
-@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
-@click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
 @click.option(
-    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Of the profile, seconds."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder of all stages; a loop that it contains is continued.",
 )
-@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Of each mean.")
-@click.option("--rounds", type=TRIALS, default=3, show_default=True, help="At most.")
-@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Replayed each time.")
-@click.option("--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Of replays.")
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
+@click.option(
+    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
+)
+@click.option(
+    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Time for the profile, in seconds."
+)
+@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Largest error of each mean.")
+@click.option("--rounds", type=TRIALS, default=3, show_default=True, help="Most rounds.")
+@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
+@click.option(
+    "--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Clock of the replays."
+)
 @json_option
 def loop(  # noqa: PLR0913 - one for each option
     study_file: str,
@@ -43,8 +52,8 @@ def loop(  # noqa: PLR0913 - one for each option
     clock: str,
     as_json: bool,
 ) -> int:
-    """Close the loop for a STUDY: profile the engine, optimize, start it with the plan's settings, replay the load,
-    and compare; where it is off by more than the tolerance, fit again with the replay's steps.
+    """Close the loop for a STUDY: profile the engine, optimize, start it with the plan's settings, replay the load, and
+    compare; if the error exceeds the tolerance, fit again with the replay's steps.
 
     Give the same command again to go on after an interruption, in the stage it was in. Exit code 4: outside tolerance
     after the last round.
@@ -73,15 +82,15 @@ def loop(  # noqa: PLR0913 - one for each option
         note=lambda words: click.echo(words, err=True),
     )
     try:
-        done = closed.run()
+        finished_rounds = closed.run()
     except KeyboardInterrupt:
         click.echo(f"interrupted; the same command goes on from where it was, in {out}", err=True)
         return 130
-    within = all(v.within(tolerance) for v in done[-1].verdicts)
+    within = all(v.within(tolerance) for v in finished_rounds[-1].verdicts)
     if as_json:
-        print_json({"within": within, "rounds": [_data(r) for r in done]})
+        print_json({"within": within, "rounds": [_data(r) for r in finished_rounds]})
     else:
-        for number, r in enumerate(done, 1):
+        for number, r in enumerate(finished_rounds, 1):
             _print(number, r, tolerance)
     return 0 if within else 4
 

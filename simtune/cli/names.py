@@ -18,13 +18,13 @@ class SpecName(StringParamType):
         self.kinds = kinds
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Files, and all that can be named, those in SIMTUNE_PATH included. Files come first, for at them bash forgets
-        what it has heard before.
+        """Complete files, and all names that can be loaded, those in SIMTUNE_PATH included. Files come first, because
+        bash forgets earlier completions when it gets them.
         """
         from simtune.specs import catalog
 
-        known = sorted({name for kind in self.kinds for name in catalog.names(kind)})
-        items = [CompletionItem(name) for name in known if name.startswith(incomplete)]
+        candidates = sorted({name for kind in self.kinds for name in catalog.names(kind)})
+        items = [CompletionItem(name) for name in candidates if name.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file"), *items]
 
 
@@ -32,13 +32,13 @@ class SystemName(StringParamType):
     """The name of a published system or a family of them, or a file."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """As for specs. The lists are looked through and not read, which takes a second."""
+        """Complete as for specs. The lists are searched as text and not parsed, which would take a second."""
         from simtune.validation.published.collection import folder
 
         lists = sorted(folder().glob("*.yaml"))
         systems = (SYSTEM.findall(file.read_text("utf-8")) for file in lists)
-        known = sorted({*(file.stem for file in lists), *itertools.chain.from_iterable(systems)})
-        items = [CompletionItem(name) for name in known if name.startswith(incomplete)]
+        candidates = sorted({*(file.stem for file in lists), *itertools.chain.from_iterable(systems)})
+        items = [CompletionItem(name) for name in candidates if name.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file"), *items]
 
 

@@ -21,17 +21,21 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
 @click.option("--model", type=MODEL, help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
-@click.option("--hardware", type=HARDWARE, help="Name of a profile; found by nvidia-smi where there is a known card.")
-@click.option("--devices", type=GPUS, help="How many of them.")
+@click.option(
+    "--hardware",
+    type=HARDWARE,
+    help="Name of a profile; by default that of this machine's card if nvidia-smi reports a known one.",
+)
+@click.option("--devices", type=GPUS, help="Number of devices.")
 @click.option("--engine", type=ENGINE, help="Preset of the engine's release (`vllm --version`); vllm-0.24 by default.")
-@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
+@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log of a load generator or gateway.")
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
-@click.option("--objective", help="What to look for, e.g. gpus: how many GPUs are needed; goodput_per_gpu by default.")
+@click.option("--objective", help="What to optimize, e.g. gpus: the number of GPUs needed; goodput_per_gpu by default.")
 @click.option(
     "--confidence",
     type=click.FloatRange(0.5, 0.99),
-    help="Share of worlds, in which the profile is off, that have to keep the limits; as predicted unless given.",
+    help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
 @force_option
 def new(  # noqa: PLR0913 - one for each option
@@ -47,7 +51,7 @@ def new(  # noqa: PLR0913 - one for each option
     confidence: float | None,
     force: bool,
 ) -> None:
-    """Write a study to FILE. What no option says is asked on a terminal, and takes its default elsewhere."""
+    """Write a study to FILE. Values without an option are asked for on a terminal, else defaults."""
     from simtune.profiling.installation import devices as cards
     from simtune.runs.files import write_file
     from simtune.specs import yamlfile
@@ -58,12 +62,12 @@ def new(  # noqa: PLR0913 - one for each option
     from simtune.specs.study import Study
 
     _check(file, force, objective)
-    here = cards()
-    known = profile_of(here[0]) if here else None
-    _note_stranger(here if known is None and hardware is None else [])
+    local_cards = cards()
+    local_profile = profile_of(local_cards[0]) if local_cards else None
+    _note_stranger(local_cards if local_profile is None and hardware is None else [])
     served = model or _ask("Model (name, id on Hugging Face, or a config.json)", "llama-3.1-8b", _loaded(load_model))
-    card = hardware or _ask("Card", known or "h100-sxm", _loaded(load_hardware))
-    count = here.count(here[0]) if here and card == known else 8
+    card = hardware or _ask("Card", local_profile or "h100-sxm", _loaded(load_hardware))
+    count = local_cards.count(local_cards[0]) if local_cards and card == local_profile else 8
     answers = Answers(
         model=served,
         hardware=card,
@@ -106,7 +110,7 @@ def _objective(text: str) -> str:
 
 
 def _note_stranger(cards: list[str]) -> None:
-    """Say on stderr which card of this machine has no profile."""
+    """Print on stderr which card of this machine has no profile."""
     if cards:
         click.echo(
             f"note: no profile is of {cards[0]}, which is in this machine; `simtune profile` makes one", err=True
@@ -114,7 +118,7 @@ def _note_stranger(cards: list[str]) -> None:
 
 
 def _ask(question: str, default: Any, kind: click.FloatRange | click.IntRange | Callable[[str], str]) -> Any:
-    """The answer typed, asked for again until it is one; the default where nobody can answer."""
+    """Ask on a terminal until the answer is valid; return the default if there is no terminal."""
     if not sys.stdin.isatty():
         return default
     if isinstance(kind, (click.FloatRange, click.IntRange)):

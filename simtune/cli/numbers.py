@@ -40,13 +40,13 @@ class Real(click.FloatRange):
 
 
 SMALLEST = 1e-18
-"""Nothing that is asked for is smaller; its inverse would be no number."""
+"""Smallest number of an option; the inverse of a smaller one would be no number."""
 
 JOBS = Whole(1, 10_000)
 SEED = Whole(0, 2**63 - 1)
 REQUESTS = Whole(1, 10**9)
 WORLDS = 100_000
-"""At most so many redrawn worlds."""
+"""Most redrawn worlds."""
 GPUS = Whole(1, 100_000)
 RATE = Real(above=0, most=LARGEST_RATE)
 TRIALS = Whole(1, 10_000)

@@ -50,20 +50,21 @@ if TYPE_CHECKING:
     "--jobs",
     type=JOBS,
     default=None,
-    help="Processes; one per core by default. The answer does not depend on it.",
+    help="Processes; one per core by default. The result does not depend on it.",
 )
 @click.option(
     "--cluster",
     metavar="ADDRESS|local:N",
     default=None,
-    help="Work on a Dask cluster, or on N Dask workers here, in place of --jobs processes. The answer is the same.",
+    help="Work on a Dask cluster, or on N Dask workers here, in place of --jobs processes. The result is the same.",
 )
-@click.option("--cluster-fallback", is_flag=True, help="Go on without the cluster where it does not answer.")
+@click.option("--cluster-fallback", is_flag=True, help="Continue without the cluster if it does not answer.")
 @click.option(
     "--worlds",
     type=Whole(2, WORLDS),
     default=None,
-    help="Simulate so many worlds in which operators are off: how sure is the choice beside rivals, what to measure?",
+    help="Simulate this many worlds in which operators are off; report how often the plan beats its rivals, and what "
+    "to measure.",
 )
 @click.option(
     "--robust",
@@ -72,8 +73,8 @@ if TYPE_CHECKING:
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
 )
-@click.option("--resume", is_flag=True, help="Go on with a search that was killed or interrupted.")
-@click.option("--dry-run", is_flag=True, help="Only say how many candidates there are.")
+@click.option("--resume", is_flag=True, help="Continue a search that was killed or interrupted.")
+@click.option("--dry-run", is_flag=True, help="Only print the number of candidates.")
 @seed_option
 @set_option
 @force_option
@@ -105,6 +106,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     if seed is not None:
         settings = (*settings, f"seed={seed}")
     question = load_question(study_file, settings)
+    # Drafts that no engine setting can express are refused now: writing the plan would refuse them after the search.
     _check_drafts(question)
     if question.study.objective == "pareto" and (worlds is not None or robust is not None):
         raise UsageError(
@@ -117,6 +119,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     if out is None:
         raise click.UsageError("name the run directory to write: --out runs/NAME")
     with _workers(cluster, cluster_fallback, jobs) as workers:
+        # Before the search, so that its result is not lost to a folder that cannot be written.
         claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
         journal = _journal(question, out / JOURNAL, resume, quiet)
@@ -129,15 +132,18 @@ def optimize(  # noqa: PLR0913 - one for each option
                     ledger=journal,
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
-            drawn = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
+            chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
             with progress("windows of the day", quiet, PATIENCE_S) as update:
-                contents = of_study(tuned, jobs=workers, confidence=sure, uncertainty=drawn, progress=update)
+                contents = of_study(
+                    tuned, jobs=workers, confidence=sure, uncertainty=chosen_uncertainty, progress=update
+                )
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()
             note_estimates(tuned.deployment)
             note_basis(contents.run.summary.cost_basis)
             inputs = (question.study, question.model, *question.hardware, question.workload)
             write_run(out, contents, inputs, question.trace, question.study.seed)
+        # Ctrl-C included: the journal keeps the finished simulations for --resume.
         except BaseException as error:
             _leave(journal, error, out, resume)
             raise
@@ -156,8 +162,9 @@ def optimize(  # noqa: PLR0913 - one for each option
 
 @contextmanager
 def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jobs]:
-    """The cluster if one is asked for, else so many processes. Raises UsageError where it does not answer and there is
-    to be no fallback."""
+    """Yield the cluster at `where` if it is set, else the number of processes. Raises UsageError if the cluster does
+    not answer, unless `fallback`.
+    """
     from simtune.sim.parallel import connected
 
     with ExitStack() as ends:
@@ -173,15 +180,15 @@ def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jo
 
 
 PATIENCE_S = 3.0
-"""What is over sooner draws no bar."""
+"""Seconds; work that ends sooner shows no bar."""
 
 
 def _sure(
     tuned: Tuned, worlds: int | None, level: float | None, jobs: Jobs, quiet: bool
 ) -> tuple[Tuned, Confidence | None]:
-    """The search with its choice judged in redrawn worlds, and chosen anew where the best at a quantile is wanted.
+    """Return the search with its choice judged in redrawn worlds, and chosen again if the best at a quantile is wanted.
 
-    What that costs is said before it starts.
+    The cost of that is printed before it starts.
     """
     from simtune.tuner.doubt.robust import WORLDS as USUAL
     from simtune.tuner.doubt.robust import of_search, robust
@@ -200,21 +207,21 @@ def _sure(
 
 
 def _say_price(tuned: Tuned, worlds: int) -> None:
-    """Say on stderr how much work the worlds are, by the time that one simulation takes here."""
+    """Print on stderr how much work the worlds are, by the time that one simulation takes here."""
     from simtune.tuner.doubt.robust import contenders, simulate_chosen
 
     each_s = seconds_of(lambda: simulate_chosen(tuned))
     plans = len(contenders(tuned))
-    what = "a search for its highest rate, of several simulations" if tuned.question.searches_rate else "a simulation"
+    work = "a search for its highest rate, of several simulations" if tuned.question.searches_rate else "a simulation"
     click.echo(
-        f"worlds: {plural(plans, 'plan')} in {plural(worlds, 'world')} are {plans * worlds:,} times {what}; one "
+        f"worlds: {plural(plans, 'plan')} in {plural(worlds, 'world')} are {plans * worlds:,} times {work}; one "
         f"takes {each_s:.2g} s here: at least {plans * worlds * each_s:,.0f} s of processor time",
         err=True,
     )
 
 
 def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> SearchJournal[SimulationFinding]:
-    """What is simulated, kept as it comes; of an earlier search, to go on with it, and how much there is is said."""
+    """Return the journal of simulations; if an earlier search is resumed, its journal, whose length is printed."""
     from simtune.tuner.certificate.search_certificate import inputs_hash
     from simtune.tuner.search.climb import SimulationFinding
     from simtune.tuner.search.search_journal import SearchJournal
@@ -228,18 +235,20 @@ def _journal(question: Question, path: Path, resume: bool, quiet: bool) -> Searc
 
 
 def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out: Path, resume: bool) -> None:
-    """What was simulated is kept, and said to be, unless there is nothing or the error is the answer to it."""
+    """Keep the journal of a search that ended early and print so, unless it is empty or the error is the result of the
+    search.
+    """
     from simtune.errors import Infeasible, SpecError
 
     if not resume and (not len(journal) or isinstance(error, (Infeasible, SpecError))):
         journal.discard()
     elif len(journal):
-        kept = plural(len(journal), "simulation")
-        click.echo(f"{kept} are kept: --resume goes on with them, in {out}", err=True)
+        count = plural(len(journal), "simulation")
+        click.echo(f"{count} are kept: --resume goes on with them, in {out}", err=True)
 
 
 def _check_drafts(question: Question) -> None:
-    """What the engine cannot be told is refused before the search, not after it. Raises UsageError."""
+    """Raise UsageError before the search, not after it, for drafts that the engine cannot be given."""
     from simtune.emit import engine_for
     from simtune.specs.schemes import Chain
     from simtune.specs.study import StudyBatching
@@ -253,7 +262,7 @@ def _check_drafts(question: Question) -> None:
 
 
 def _course(now: SearchCourse) -> str:
-    """Where a search stands, in a line: the best plan, and how much better another could be."""
+    """Return the state of a search in a line: the best plan, and how much better another could be."""
     if now.best is None or now.value is None:
         return f"no plan yet, {now.simulations} simulations"
     if now.bound is None:
@@ -283,7 +292,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.runs.engine_files import searched_data
     from simtune.runs.schema import SUMMARY_SCHEMA
 
-    basis, sure, drawn = summary.cost_basis, summary.confidence, summary.uncertainty
+    basis, sure, uncertainty = summary.cost_basis, summary.confidence, summary.uncertainty
     print_json(
         {
             "schema": SUMMARY_SCHEMA,
@@ -299,7 +308,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
             "out": str(out),
             "cost_basis": None if basis is None else basis.to_data(),
             **({} if sure is None else {"confidence": sure.to_data()}),
-            **({} if drawn is None else {"uncertainty": drawn.to_data()}),
+            **({} if uncertainty is None else {"uncertainty": uncertainty.to_data()}),
             **({} if summary.odds is None else {"odds": summary.odds.to_data()}),
             **tuned.result.summary().to_data(),
         }
@@ -312,7 +321,7 @@ COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms"
 def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.report.certainty import certainty
 
-    study, sure, said = tuned.question.study, summary.confidence, certainty(summary)
+    study, sure, statement = tuned.question.study, summary.confidence, certainty(summary)
     rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
     counts = Counter(row.status for row in tuned.rows)
@@ -337,7 +346,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
             )
     else:
         _print_front(tuned.ladder)
-    for line in (*(() if said is None else (said,)), *(() if sure is None else sure.lines())):
+    for line in (*(() if statement is None else (statement,)), *(() if sure is None else sure.lines())):
         click.echo(line)
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""
@@ -379,7 +388,7 @@ def _print_front(ladder: Ladder) -> None:
 
 
 def _cells(row: Trial) -> tuple[str, ...]:
-    """In the order of COLUMNS."""
+    """Return the cells of a candidate, in the order of COLUMNS."""
     num_gpus = row.candidate.num_gpus
     return (
         row.candidate.name,

@@ -1,4 +1,4 @@
-"""What verbs share: options, tables, JSON, progress."""
+"""Shared parts of all verbs: options, tables, JSON, progress."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def command_line() -> list[str]:
 
 
 def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trace | None, seed: int) -> None:
-    """Write a run directory with its report, and say on stderr where it has no engine settings. Raises UsageError."""
+    """Write a run directory with its report, and print on stderr why it has no engine settings, if so. Raises
+    UsageError.
+    """
     from simtune.report.page import render
     from simtune.runs.engine_files import NO_ENGINE
     from simtune.runs.files import write
@@ -61,7 +63,7 @@ def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trac
 
 
 def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
-    """Write a hardware profile with its arrays; where the profile is. Raises UsageError."""
+    """Write a hardware profile with its arrays; return its path. Raises UsageError."""
     from simtune.runs.files import write_file
     from simtune.specs.hardware import ARRAYS
 
@@ -75,7 +77,7 @@ def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; never NaN."""
+    """Print a JSON document on stdout; never NaN."""
     click.echo(json.dumps(document, indent=2, sort_keys=True, allow_nan=False))
 
 
@@ -96,15 +98,17 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str, list[str]]:
-    """`workload.arrivals.rate_rps=8` under its spec's name. Raises click.BadParameter for another first word."""
+    """Return the settings by spec name: `workload.arrivals.rate_rps=8` without its first word. Raises
+    click.BadParameter for another first word.
+    """
     by_spec: dict[str, list[str]] = {name: [] for name in allowed}
     for setting in settings:
-        spec, dot, rest = setting.partition(".")
+        spec, dot, field = setting.partition(".")
         if spec not in by_spec or not dot:
             raise click.BadParameter(
                 f"{setting}: begin with one of {', '.join(a + '.' for a in allowed)}", param_hint="--set"
             )
-        by_spec[spec].append(rest)
+        by_spec[spec].append(field)
     return by_spec
 
 
@@ -141,12 +145,12 @@ def progress(total_of: str, quiet: bool, patience_s: float = 0.0) -> Iterator[Ca
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Of a table cell; a dash where there is none."""
+    """Return milliseconds for a table cell; a dash for None."""
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits below a thousand, whole above; a dash where there is none."""
+    """Return a number with `digits` significant digits below a thousand, whole above; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -160,7 +164,7 @@ def note_cut(workload: Workload, trace: Trace | None, requests: int) -> None:
 
 
 def note_estimates(deployment: Deployment) -> None:
-    """Say on stderr what was assumed of the model, and which operators the answer leans on without a table.
+    """Print on stderr what was assumed of the model, and which operators the result depends on without a table.
 
     Sampling has none on any device, norms that an engine compiles have none either, and both are small: the report says
     so, here it would only be noise.
@@ -173,7 +177,7 @@ def note_estimates(deployment: Deployment) -> None:
 
 
 def note_idle(deployment: Deployment) -> None:
-    """Say on stderr which settings of the plan change nothing."""
+    """Print on stderr which settings of the plan change nothing."""
     from simtune.sim.idle import idle_settings
 
     for note in idle_settings(deployment):
@@ -181,7 +185,7 @@ def note_idle(deployment: Deployment) -> None:
 
 
 def print_basis(basis: CostBasis | None) -> None:
-    """One line on stdout: the shares of the step time by what they rest on; nothing where costs were brought."""
+    """Print a line on stdout: the shares of the step time by their basis; nothing if the user's own costs are used."""
     from simtune.costs.predict import Basis
 
     if basis is not None:
@@ -190,7 +194,7 @@ def print_basis(basis: CostBasis | None) -> None:
 
 
 def note_basis(basis: CostBasis | None) -> None:
-    """Say on stderr where more than a tenth of the step time rests on no measurement."""
+    """Print on stderr if more than a tenth of the step time rests on no measurement."""
     from simtune.sim.run_basis import note
 
     text = None if basis is None else note(basis)

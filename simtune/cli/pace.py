@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, lines where nobody looks at one."""
+"""Progress of long work: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY_S = 20.0
-"""Between two lines about work under way, where nobody looks at a terminal."""
+"""Seconds between two lines about running work if there is no terminal."""
 EVERY_JSON_S = 1.0
 
 
@@ -25,27 +25,27 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 class Pace:
-    """Says now and then in a line of its own how far something is: how many of how many, how fast, how much longer."""
+    """Prints from time to time a line with the progress of work: number done, total, rate, remaining time."""
 
     def __init__(self, what: str, as_json: bool) -> None:
         self.what, self.as_json = what, as_json
         self._began = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int, words: str) -> None:
-        """So much is done."""
+        """Report that `done` of `total` is finished."""
         now = time.monotonic()
         if now - self._said < (EVERY_JSON_S if self.as_json else EVERY_S) and not (self.as_json and done == total):
             return
         self._said = now
         passed = now - self._began
         rate = done / passed if passed > 0 and done else None
-        left = None if rate is None else (total - done) / rate
+        left_s = None if rate is None else (total - done) / rate
         if self.as_json:
-            shown = {"what": self.what, "done": done, "total": total, "words": words}
-            paced = {"elapsed_s": passed, "per_s": rate, "left_s": left}
-            line = json.dumps(shown | paced, sort_keys=True, allow_nan=False)
+            state = {"what": self.what, "done": done, "total": total, "words": words}
+            paced = {"elapsed_s": passed, "per_s": rate, "left_s": left_s}
+            line = json.dumps(state | paced, sort_keys=True, allow_nan=False)
         else:
-            pace = "" if rate is None or left is None else f", {rate:,.3g}/s, about {left:,.0f} s left"
+            pace = "" if rate is None or left_s is None else f", {rate:,.3g}/s, about {left_s:,.0f} s left"
             line = f"{self.what}: {done:,} of {total:,} in {passed:,.0f} s{pace}; {words}".rstrip("; ")
         click.echo(line, err=True)
 
@@ -54,7 +54,7 @@ class Bar:
     """A bar on a terminal that is gone when it is closed: how many of how many, how fast, how much longer."""
 
     def __init__(self, what: str, console: Console, patience_s: float = 0.0) -> None:
-        """It is drawn at the first call after `patience_s`; at once where that is 0."""
+        """Shows the bar at the first call after `patience_s`; immediately if that is 0."""
         from rich import progress
 
         self._bar = progress.Progress(
@@ -74,7 +74,7 @@ class Bar:
             self._bar.start()
 
     def __call__(self, done: int, total: int, words: str) -> None:
-        """So much is done."""
+        """Report that `done` of `total` is finished."""
         passed = time.monotonic() - self._began
         rate = f"{done / passed:,.3g}/s" if done and passed > 0 else ""
         self._bar.update(self._task, completed=done, total=total, description=words, rate=rate)

@@ -61,10 +61,17 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 @click.command()
 @click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
 @click.option(
-    "--model", "references", type=MODEL, multiple=True, required=True, help="Whose shapes to measure; may be repeated."
+    "--model",
+    "references",
+    type=MODEL,
+    multiple=True,
+    required=True,
+    help="Model whose shapes to measure; may be repeated.",
 )
-@click.option("--budget", callback=_duration, default="3m", show_default=True, help="Time for all of it, with fits.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of measurements and profile.")
+@click.option(
+    "--budget", callback=_duration, default="3m", show_default=True, help="Time for everything, fits included."
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for measurements and profile.")
 @click.option(
     "--tp", "tps", callback=_numbers, default="1", show_default=True, help="Tensor-parallel sizes, e.g. 1,2,4."
 )
@@ -73,21 +80,50 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     "dtypes",
     multiple=True,
     type=click.Choice(["fp32", "bf16", "fp16", "fp8", "int8"]),
-    help="Instead of the models' own; may be repeated. fp8 and int8 are of weights and their inputs.",
+    help="Dtypes in place of the models' own; may be repeated. fp8 and int8 apply to weights and their inputs.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["torch", "transformers", "vllm"]),
     default=None,
-    help="Whole steps of it, not operators.",
+    help="Engine whose whole steps are measured, in place of operators.",
 )
-@click.option("--kernels", default=None, metavar="PROFILE", help="With --engine: measured here, to split its steps by.")
-@click.option("--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the interpreter that has it.")
-@click.option("--max-num-seqs", type=Whole(2, 2**20), default=16, show_default=True, help="With --engine.")
-@click.option("--max-num-batched-tokens", type=Whole(16, 2**24), default=256, show_default=True, help="The same.")
-@click.option("--max-model-len", type=Whole(64, 2**27), default=1024, show_default=True, help="The same.")
-@click.option("--transfers", is_flag=True, help="With --engine vllm: how long KV caches go from one to another, too.")
-@click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within it, e.g. 5%.")
+@click.option(
+    "--kernels",
+    default=None,
+    metavar="PROFILE",
+    help="With --engine: a profile measured here, which splits its steps into kernels and host.",
+)
+@click.option(
+    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
+)
+@click.option(
+    "--max-num-seqs",
+    type=Whole(2, 2**20),
+    default=16,
+    show_default=True,
+    help="With --engine: most sequences of a step.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=Whole(16, 2**24),
+    default=256,
+    show_default=True,
+    help="With --engine: most tokens of a step.",
+)
+@click.option(
+    "--max-model-len",
+    type=Whole(64, 2**27),
+    default=1024,
+    show_default=True,
+    help="With --engine: longest prompt and output.",
+)
+@click.option(
+    "--transfers",
+    is_flag=True,
+    help="With --engine vllm: also measure how long KV caches take from one engine to another.",
+)
+@click.option("--target", callback=_share, default=None, help="Stop once every hold-out error is within this, e.g. 5%.")
 @json_option
 @quiet_option
 def profile(  # noqa: PLR0913 - one for each option
@@ -180,15 +216,16 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
     as_json: bool,
     then: Callable[[], None] | None,
 ) -> int:
-    """What whole steps of an engine take, and what else is measured of it. Raises UsageError, also for options that are
-    not for engines."""
+    """Measure whole steps of an engine, then call `then` if given. Raises UsageError, also for options that do not
+    apply to engines.
+    """
     from simtune.specs import catalog
     from simtune.validation.servers.driven_engines import EngineSize, driver
     from simtune.validation.servers.engine_profile import STEPS, profile_engine
 
-    given = [name for name, value in wrong.items() if value is not None]
-    if given:
-        raise UsageError(f"{' and '.join(given)} cannot be given with --engine; leave it out")
+    wrong_options = [name for name, value in wrong.items() if value is not None]
+    if wrong_options:
+        raise UsageError(f"{' and '.join(wrong_options)} cannot be given with --engine; leave it out")
     if (engine == "vllm") != ("python" in options):
         raise UsageError("--engine vllm needs --vllm-python, the interpreter that has it (`make vllm`); no other does")
     if then is not None and engine != "vllm":
@@ -218,7 +255,7 @@ def _profile_engine(  # noqa: PLR0913 - one for each option
 
 
 def _check_alone(kernels: str | None, transfers: bool) -> None:
-    """Raises UsageError for what is of engines, where none is named."""
+    """Raise UsageError for options of engines if no engine is named."""
     if kernels is not None:
         raise UsageError("--kernels splits the steps of an engine; give it with --engine")
     if transfers:
@@ -228,7 +265,7 @@ def _check_alone(kernels: str | None, transfers: bool) -> None:
 def _measure_transfers(
     reference: str, dtypes: tuple[str, ...], out: Path, sizes: tuple[int, int, int], options: Mapping[str, str]
 ) -> None:
-    """What it takes until a second engine goes on with a prompt; said on stderr."""
+    """Measure the time until a second engine continues with a prompt; print it on stderr."""
     from simtune.costs.kv_transfer_times import fit_transfers, write_transfers
     from simtune.specs import catalog
     from simtune.validation.servers.driven_engines import EngineSize, driver
@@ -269,7 +306,7 @@ def _show_engine(engine: str, profiled: EngineProfile, added: Sequence[Added], s
 
 
 def _added(profiled: EngineProfile, model: Model, hardware: Hardware, sizes: tuple[int, int, int]) -> list[Added]:
-    """What its steps take beside their kernels."""
+    """Return the time that the steps of an engine take beyond their kernels."""
     from simtune.costs.iteration import StepModel
     from simtune.specs.pool import Batching, Pool
     from simtune.validation.judge.added_by_engine import added
@@ -290,7 +327,9 @@ HELD_OUT_COLUMNS = ("steps", "number", "median %", "p90 %", "all together %")
 
 
 def _in(model: Any, dtypes: tuple[str, ...]) -> list[Any]:
-    """The model in each of these dtypes, named apart where there are several; as it is where there are none."""
+    """Return the model in each of these dtypes, with different names if there are several; the model itself if there
+    are none.
+    """
     models = []
     for dtype in dtypes:
         wide = {"dtype": dtype} if dtype in ("fp32", "bf16", "fp16") else {}
@@ -313,7 +352,7 @@ def _write(out: Path, profiled: Profiled) -> None:
 
 @contextmanager
 def _live(quiet: bool) -> Iterator[tuple[Callable[[LiveStatus], None], Callable[[str], None]]]:
-    """Yields what draws the table on stderr, if that is a terminal, and what says a line there."""
+    """Yield a function that draws the table on stderr, if that is a terminal, and one that prints a line there."""
     from rich.console import Console
     from rich.live import Live
 

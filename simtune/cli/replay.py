@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from simtune.validation.replay.scheduler_replay import Decision, Parting, Replay, State
 
 SHOWN = 12
-"""Names of one list, and rows of one table, that are told in full."""
+"""Most names of a list, and rows of a table, that are printed."""
 
 
 @click.command()
 @click.argument("steplogs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="STEPLOG...")
-@click.option("--policy", default=None, help="A scheduling policy, instead of the one the log's engine ran.")
+@click.option("--policy", default=None, help="Scheduling policy in place of that of the log's engine.")
 @json_option
 def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int:
     """Drive the scheduler through each STEPLOG of a real engine, and compare every step.
 
-    Exits with 4 if a schedule parts from its log, and says where, what each decided, and what was there before.
+    Exits with 4 if a schedule differs from its log, and prints the step, both decisions, and the state before.
     """
     from dataclasses import asdict
 
@@ -59,9 +59,9 @@ def _show(parting: Parting) -> None:
         if name != "scheduled"
     ]
     if "scheduled" in parting.different:
-        both = _places(logged.scheduled), _places(simulated.scheduled)
-        places = [i for i in range(max(map(len, both))) if both[0][i : i + 1] != both[1][i : i + 1]]
-        rows += [(f"place {i + 1}", *("".join(side[i : i + 1]) or "-" for side in both)) for i in places[:SHOWN]]
+        sides = _places(logged.scheduled), _places(simulated.scheduled)
+        places = [i for i in range(max(map(len, sides))) if sides[0][i : i + 1] != sides[1][i : i + 1]]
+        rows += [(f"place {i + 1}", *("".join(side[i : i + 1]) or "-" for side in sides)) for i in places[:SHOWN]]
         if len(places) > SHOWN:
             rows.append((f"and {len(places) - SHOWN} places more", "", ""))
     print_table(f"Step {parting.step}: what differs", ("", "logged", "simulated"), rows)
@@ -88,5 +88,5 @@ def _before(state: State) -> str:
 
 
 def _first(words: list[str]) -> str:
-    rest = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + rest or "-"
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more or "-"

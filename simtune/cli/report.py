@@ -77,7 +77,7 @@ def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(document(compared))
     else:
-        names = [each.name for each in compared.runs]
+        names = [entry.name for entry in compared.runs]
         if names:
             differ = [(key, *values) for key, values in plan_differences(compared.runs)]
             print_table("what differs", ("setting", *names), differ)
@@ -92,7 +92,7 @@ def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
         ):
             if columns:
                 cells = [(row.what, *(cell for cell, _ in row.cells)) for row in table]
-                print_table(title, ("of", *(each.name for each in columns)), cells)
+                print_table(title, ("of", *(entry.name for entry in columns)), cells)
     if out is not None:
         _write(out, render(compared), words_apart=as_json)
 

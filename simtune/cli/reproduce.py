@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("systems", nargs=-1, type=PUBLISHED, metavar="[FAMILY|SYSTEM|FILE]...")
 @click.option(
-    "--hardware", type=HARDWARE, default=None, help="Run all of them on this profile instead; nothing is judged then."
+    "--hardware",
+    type=HARDWARE,
+    default=None,
+    help="Run all systems on this profile instead; the results are not judged.",
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
-@click.option("--jobs", type=JOBS, default=None, help="Processes, a family each; one per core.")
+@click.option("--jobs", type=JOBS, default=None, help="Processes, one family in each; one per core by default.")
 @click.option(
     "--journal",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Keep findings in FILE as they come; the same command goes on from there.",
+    help="Write findings to FILE as they are made; the same command continues from there.",
 )
-@click.option("--list", "only_list", is_flag=True, help="Show what there is and run nothing.")
+@click.option("--list", "only_list", is_flag=True, help="List the systems and run nothing.")
 @json_option
 @force_option
 @quiet_option
@@ -45,7 +48,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     force: bool,
     quiet: bool,
 ) -> int:
-    """Simulate published systems beside what they were compared with, and hold the gain against the claim.
+    """Simulate published systems beside what they were compared with, and compare the gain with the claim.
 
     Without arguments all of them: minutes. A family, a system or a file of your own runs alone. One that cannot be run
     is reported with the reason, beside the others; exit code 2 if that is so on its own hardware.
@@ -54,7 +57,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     from simtune.validation.published import Findings, headline, select
 
     if html is not None and html.exists() and not force:
-        raise UsageError(f"{html}: is there already; give --force to replace it")
+        raise UsageError(f"{html}: exists already; give --force to replace it")
     entries = select(systems)
     if only_list:
         _list(entries)
@@ -83,7 +86,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
 
 
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:
-    """Findings as they are made; those of families that the journal knows, by all that they depend on, are its own."""
+    """Yield findings as they are made; families whose key, a hash of all inputs, is in the journal are read from it."""
     from itertools import groupby, islice
 
     from simtune.runs.files import lock
@@ -95,23 +98,23 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
         yield from run(entries, hardware=hardware, jobs=jobs)
         return
     lock(journal)
-    kept = RowJournal(journal)
-    known = kept.read()
+    store = RowJournal(journal)
+    stored = store.read()
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     keys = [_key(family, hardware) for family in families]
-    left = [entry for key, family in zip(keys, families, strict=True) if key not in known for entry in family]
-    fresh = run(left, hardware=hardware, jobs=jobs)
+    remaining = [entry for key, family in zip(keys, families, strict=True) if key not in stored for entry in family]
+    fresh = run(remaining, hardware=hardware, jobs=jobs)
     for key, family in zip(keys, families, strict=True):
-        if key in known:
-            yield from (Finding.model_validate(row) for row in known[key])
+        if key in stored:
+            yield from (Finding.model_validate(row) for row in stored[key])
             continue
-        made = list(islice(fresh, len(family)))
-        kept.add(key, [finding.model_dump(mode="json") for finding in made])
-        yield from made
+        findings = list(islice(fresh, len(family)))
+        store.add(key, [finding.model_dump(mode="json") for finding in findings])
+        yield from findings
 
 
 def _key(family: list[Entry], hardware: str | None) -> str:
-    """Of all that the findings of some systems of a family depend on."""
+    """Return a hash of all that the findings of some systems of a family depend on."""
     import hashlib
     import json
 
@@ -154,15 +157,15 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_inputs(finding: Finding) -> None:
-    """What it stands on, with the sources, and what is left out."""
-    for one in finding.inputs:
-        where = f" ({one.where})" if one.where else ""
-        ends = f"; otherwise {', '.join(number(gain) for gain in one.gains)}" if one.gains else ""
-        click.echo(f"  {one.source}: {one.what}{where}{ends}")
+    """Print the inputs of a finding, with the sources, and what is not modelled."""
+    for item in finding.inputs:
+        where = f" ({item.where})" if item.where else ""
+        ends = f"; otherwise {', '.join(number(gain) for gain in item.gains)}" if item.gains else ""
+        click.echo(f"  {item.source}: {item.what}{where}{ends}")
     if finding.not_modelled:
         click.echo(f"  not modelled: {', '.join(finding.not_modelled)}")
 
 
 COLUMNS = ("system", "status", "claimed", "band", "simulated", "of")
 MOST_REASONS = 30
-"""Of more systems than these the reasons stand in --json and --html only."""
+"""Number of systems above which the reasons are given in --json and --html only."""

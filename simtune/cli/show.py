@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "--html",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Of a hardware profile: write one page with plots of its fits.",
+    help="For a hardware profile: write one page with plots of its fits.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:
@@ -44,7 +44,7 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
         if not isinstance(spec, Hardware):
             raise UsageError(f"--html: {reference} is no hardware profile")
         if html.exists() and not force:
-            raise UsageError(f"{html}: is there already; give --force to replace it")
+            raise UsageError(f"{html}: exists already; give --force to replace it")
         write_file(html, render(for_engine(spec)))
         click.echo(f"wrote {html}", err=True)
     if as_json:
@@ -52,8 +52,8 @@ def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | 
     elif isinstance(spec, Hardware):
         _show_hardware(spec)
     else:
-        known = _of_model(spec) if isinstance(spec, Model) else []
-        click.echo(spec.to_yaml("\n".join(f"{what}: {how_much}" for what, how_much in known)), nl=False)
+        model_facts = _of_model(spec) if isinstance(spec, Model) else []
+        click.echo(spec.to_yaml("\n".join(f"{fact}: {how_much}" for fact, how_much in model_facts)), nl=False)
 
 
 def _of_model(model: Model) -> list[tuple[str, str]]:

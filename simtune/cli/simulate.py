@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--hardware", type=HARDWARE, default=None, help="Name of a profile, or its folder; the plan's own if not given."
 )
-@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a trace file as it was published.")
+@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a published trace file.")
 @click.option(
     "--plan",
     "plan_file",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     "--engine",
     type=ENGINE,
     default=None,
-    help="Preset whose settings hold where there is no plan: `simtune list engines`.",
+    help="Preset whose settings apply without a plan: `simtune list engines`.",
 )
 @click.option(
     "--costs",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     "--rate",
     type=RATE,
     default=None,
-    help="Mean requests per second, exactly, instead of the workload's own.",
+    help="Exact mean of requests per second, instead of the workload's own.",
 )
 @click.option(
     "--requests",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     type=Whole(20, WORLDS),
     default=None,
     metavar="N",
-    help="Also simulate N worlds in which operator times are off, and give 90 % intervals.",
+    help="Also simulate N worlds in which operator times are off, and print 90 % intervals.",
 )
 @click.option("--jobs", type=JOBS, default=None, help="Processes for --uncertainty; one per core.")
 @click.option(
@@ -118,13 +118,13 @@ if TYPE_CHECKING:
     "--stream",
     "streamed",
     is_flag=True,
-    help="Keep no request once it is answered: memory does not grow, percentiles are within 0.1 %.",
+    help="Keep no finished request: memory does not grow, percentiles are within 0.1 %.",
 )
 @click.option(
     "--leave-out",
     multiple=True,
     type=click.Choice(["requests", "trace", "swimlanes"]),
-    help="Of --out: write no such file; of a week they are hundreds of megabytes.",
+    help="Leave this file out of --out; for a load of a week such files are hundreds of megabytes.",
 )
 @seed_option
 @set_option
@@ -181,12 +181,17 @@ def simulate(  # noqa: PLR0913 - one for each option
     note_idle(experiment.deployment)
     basis = cost_basis(experiment.deployment, result)
     note_basis(basis)
-    drawn = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
-    targets.write(experiment, result, drawn)
+    uncertainty = None if worlds is None else _drawn(experiment, result, worlds, jobs, quiet)
+    targets.write(experiment, result, uncertainty)
     if as_json:
-        _print_json(experiment.deployment.plan, result.summary(), basis, drawn)
+        _print_json(experiment.deployment.plan, result.summary(), basis, uncertainty)
     else:
-        _print(experiment.deployment.plan.name, result.summary(), drawn, price(experiment.deployment, result.summary()))
+        _print(
+            experiment.deployment.plan.name,
+            result.summary(),
+            uncertainty,
+            price(experiment.deployment, result.summary()),
+        )
         print_basis(basis)
         if out is not None:
             click.echo(f"report: {out / 'report.html'}")
@@ -199,7 +204,7 @@ PATIENCE_S = 3.0
 
 @contextmanager
 def _watched(quiet: bool) -> Iterator[Watch]:
-    """What shows how far a simulation is."""
+    """Yield a function that shows the progress of a simulation."""
     from simtune.specs.trace_cut import in_words
 
     with progress("requests", quiet, PATIENCE_S) as update:
@@ -207,7 +212,7 @@ def _watched(quiet: bool) -> Iterator[Watch]:
 
 
 def _drawn(experiment: Experiment, result: Result, worlds: int, jobs: int | None, quiet: bool) -> Uncertainty:
-    """The same requests in so many redrawn worlds."""
+    """Simulate the same requests in `worlds` redrawn worlds."""
     from simtune.sim.uncertainty import uncertainty
 
     with progress("worlds", quiet, PATIENCE_S) as update:
@@ -219,7 +224,7 @@ def _drawn(experiment: Experiment, result: Result, worlds: int, jobs: int | None
 
 @dataclass(frozen=True)
 class _Targets:
-    """The files that were asked for."""
+    """Files to write."""
 
     out: Path | None
     timeline: Path | None
@@ -242,15 +247,15 @@ class _Targets:
             raise UsageError(f"{self.per_request}: end the name in .csv, .jsonl or .parquet")
 
     def need_no_columns(self, worlds: int | None) -> None:
-        """Raises UsageError for what --stream does not keep enough for."""
-        asked = {"--out": self.out, "--timeline": self.timeline, "--per-request": self.per_request,
+        """Raise UsageError for options that need more than --stream keeps."""
+        options = {"--out": self.out, "--timeline": self.timeline, "--per-request": self.per_request,
                  "--uncertainty": worlds}  # fmt: skip
-        given = [name for name, value in asked.items() if value is not None]
-        if given:
-            raise UsageError(f"--stream keeps no requests, which {' and '.join(given)} would need; leave one out")
+        set_options = [name for name, value in options.items() if value is not None]
+        if set_options:
+            raise UsageError(f"--stream keeps no requests, which {' and '.join(set_options)} would need; leave one out")
 
     def write(self, experiment: Experiment, result: Result, drawn: Uncertainty | None) -> None:
-        """Each whole or not at all."""
+        """Write the files, each completely or not at all."""
         from simtune.runs.contents import of_simulation
         from simtune.runs.files import write_file
         from simtune.runs.request_columns import requests_file
@@ -269,7 +274,7 @@ class _Targets:
 
 
 def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
-    """What a streamed simulation says; its exit code."""
+    """Print a streamed simulation; return the exit code."""
     from simtune.runs.price import price
     from simtune.sim.run_basis import cost_basis
 
@@ -316,7 +321,8 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, price: Price | None) -> None:
-    if not summary.saturated:  # of a growing queue latencies tell how long the simulation was
+    # Latencies of a growing queue show only how long the simulation was.
+    if not summary.saturated:
         _print_latencies(name, summary, drawn)
     for key in (
         "requests",
@@ -329,8 +335,8 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
         "num_gpus",
     ):
         value = getattr(summary, key)
-        shown = number(value) if isinstance(value, float) else value
-        click.echo(f"{key.replace('_', ' '):30} {shown}{_between(drawn.of(key) if drawn else None)}")
+        text = number(value) if isinstance(value, float) else value
+        click.echo(f"{key.replace('_', ' '):30} {text}{_between(drawn.of(key) if drawn else None)}")
     if price is not None:
         million = number(price.per_million_output_tokens_usd)
         click.echo(f"{'price':30} {number(price.per_hour_usd)} USD an hour, {million} USD per million output tokens")
@@ -365,18 +371,18 @@ def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty |
             spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
         cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
         rows.append((metric.upper(), *cells))
-    what = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
-    print_table(f"{name}: latencies in ms ({what})", ("metric", *STATISTICS), rows)
+    meaning = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
+    print_table(f"{name}: latencies in ms ({meaning})", ("metric", *STATISTICS), rows)
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:
-    """` ± x` by batch means, or nothing where the run is too short."""
+    """Return ` ± x` by batch means, or nothing if the run is too short."""
     interval = (latencies.ci95 or {}).get(statistic)
     return "" if interval is None else f" ± {number((interval[1] - interval[0]) / 2 * 1e3)}"
 
 
 def _between(bounds: tuple[float | None, float | None] | None, scale: float = 1.0) -> str:
-    """` (low-high)`, or nothing where no worlds were drawn."""
+    """Return ` (low-high)`, or nothing if no worlds were drawn."""
     if bounds is None:
         return ""
     low, high = ("unbounded" if x is None else number(x * scale) for x in bounds)

@@ -30,11 +30,9 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
     "--drafter",
     "drafter_text",
     required=True,
-    help="A kind or method (eagle3, mtp, suffix), or all of it as in a study: '{kind: medusa, heads: 4}'.",
+    help="A kind or method (eagle3, mtp, suffix), or a block as in a study: '{kind: medusa, heads: 4}'.",
 )
-@click.option(
-    "--acceptance", type=ACCEPTANCE, required=True, help="How often drafts are kept: a spec, by name or file."
-)
+@click.option("--acceptance", type=ACCEPTANCE, required=True, help="Acceptance of the drafts: a spec, by name or file.")
 @click.option("--tp", type=GPUS, default=1, show_default=True, help="GPUs of one instance.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
 @json_option
@@ -49,7 +47,7 @@ def speculate(
     as_json: bool,
     force: bool,
 ) -> None:
-    """Choose how to draft for every batch size and context, and say what of it engines can be told.
+    """Choose how to draft for every batch size and context, and print the settings of engines for it.
 
     All chains and trees are tried in every cell by the cost model; nothing is simulated. Cells count alike in the gain
     over all of them.
@@ -64,28 +62,28 @@ def speculate(
     from simtune.tuner.drafting import Contexts, schedule
 
     if html is not None and html.exists() and not force:
-        raise UsageError(f"{html}: is there already; give --force to replace it")
-    target, its = load_model(model), load_hardware(hardware)
+        raise UsageError(f"{html}: exists already; give --force to replace it")
+    target, profile = load_model(model), load_hardware(hardware)
     draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
-    pool = Pool(hardware=its.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(its))
+    pool = Pool(hardware=profile.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(profile))
     contexts = Contexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
-    best = schedule(draft, target, its, pool, contexts, MAX_NODES)
+    best = schedule(draft, target, profile, pool, contexts, MAX_NODES)
     for notice in draft.drafting.acceptance.notices():
         click.echo(f"note: {notice}", err=True)
-    shown = DraftSchedule.model_validate(speculation_facts(draft, best))
+    draft_schedule = DraftSchedule.model_validate(speculation_facts(draft, best))
     if html is not None:
         from simtune.report.speculation_page import render
 
-        write_file(html, render(shown, target.name, its.device.name))
+        write_file(html, render(draft_schedule, target.name, profile.device.name))
         click.echo(f"wrote {html}", err=True)
     if as_json:
-        print_json(shown.to_data())
+        print_json(draft_schedule.to_data())
     else:
-        _print(shown, f"{target.name} on {its.device.name}, tp {tp}")
+        _print(draft_schedule, f"{target.name} on {profile.device.name}, tp {tp}")
 
 
 def _drafter(text: str) -> Drafter:
-    """A drafter as in a study, or by its kind or method alone. Raises SpecError."""
+    """Parse a drafter as in a study, or by its kind or method only. Raises SpecError."""
     from typing import ClassVar
 
     from simtune.specs import yamlfile
@@ -99,8 +97,8 @@ def _drafter(text: str) -> Drafter:
     data = yamlfile.parse(text, "--drafter").data
     if isinstance(data, str):
         data = {"kind": "eagle", "method": data} if data in ("eagle", "eagle3", "mtp") else {"kind": data}
-    whole = {"schema": Asked.schema_id(), "name": "asked", "drafter": data}
-    return Asked.from_document(yamlfile.Document("--drafter", whole, None)).drafter
+    fields = {"schema": Asked.schema_id(), "name": "asked", "drafter": data}
+    return Asked.from_document(yamlfile.Document("--drafter", fields, None)).drafter
 
 
 def _print(shown: DraftSchedule, title: str) -> None:
@@ -110,8 +108,8 @@ def _print(shown: DraftSchedule, title: str) -> None:
     ]
     columns = ("batch", *(f"{context:,} tokens" for context in shown.contexts))
     print_table(f"{shown.drafter} for {title}: best draft and gain, by batch and context", columns, rows)
-    click.echo("a number: chain of so many draft tokens; T: tree of so many; ≤: stops itself before; off: no drafts; "
-               "-: more tokens than the KV cache holds")  # fmt: skip
+    click.echo("a number: chain of this many draft tokens; T: tree of this many; ≤: stops itself before; off: no "
+               "drafts; -: more tokens than the KV cache holds")  # fmt: skip
     fixed = shown.fixed
     click.echo(f"gain, all cells alike: {number(shown.gain)}; best single setting, {fixed.scheme}: "
                f"{number(fixed.gain)}")  # fmt: skip

@@ -14,20 +14,27 @@ from simtune.errors import UsageError
 
 @click.command()
 @click.option(
-    "--over", "texts", multiple=True, required=True, metavar="FIELD=VALUES", help="What to sweep; repeatable."
+    "--over",
+    "texts",
+    multiple=True,
+    required=True,
+    metavar="FIELD=VALUES",
+    help="Field to sweep and its values; repeatable.",
 )
 @click.option("--zip", "zipped", is_flag=True, help="Take the values of all fields side by side, not all combinations.")
 @click.option("--model", type=MODEL, help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
 @click.option("--hardware", type=HARDWARE, help="Name of a profile, or its folder; the plan's own if not given.")
-@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log as a tool wrote it.")
+@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log of a load generator or gateway.")
 @click.option("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
 @click.option("--rate", help="Mean requests per second.")
 @click.option("--requests", help="Requests to simulate.")
 @click.option("--seed", default="0", show_default=True, help="Seed of all random streams.")
 @set_option
-@click.option("--jobs", type=JOBS, help="Processes; one per core.")
+@click.option("--jobs", type=JOBS, help="Processes; one per core by default.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for sweep.csv and sweep.html; goes on where it was."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for sweep.csv and sweep.html; a sweep that it contains is continued.",
 )
 @click.option("--parquet", is_flag=True, help="Also write sweep.parquet.")
 @quiet_option
@@ -73,6 +80,7 @@ def sweep(  # noqa: PLR0913 - one for each option
         for number, row in run(todo, RowJournal(out / "points.jsonl") if out else None, jobs=jobs):
             rows.append(row)
             update(number + 1, len(todo), "")
+    # Every point failed: the first error is reported in place of an empty table.
     if all(row["error"] for row in rows):
         raise UsageError(rows[0]["error"])
     keys = [a.key for a in axes]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What the options say of the engine."""
+    """Options of the engine."""
 
     name: str
     api_key: str | None
@@ -55,7 +55,9 @@ class EngineChoice:
 
     @property
     def hardware(self) -> tuple[str, Clock]:
-        """The device of an engine in process, and the clock that times it: processor time where that is the device."""
+        """Return the device of an engine in process, and the clock that times it: processor time if the device is the
+        processor.
+        """
         device = self.device or "cpu"
         return device, self.clock or ("cpu" if device == "cpu" else "wall")
 
@@ -129,20 +131,20 @@ ENGINES: dict[str, Callable[[EngineChoice, Experiment], Engine]] = {
 """Engines that are started, by name; anything with :// is the address of one that runs."""
 
 IN_PROCESS = ("torch", "transformers")
-"""Those that run in this process, on a device and by a clock of choice."""
+"""Engines that run in this process, on a device and by a clock of choice."""
 
 
 def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
-    """The engine that was asked for. Raises UsageError."""
+    """Make the engine that was chosen. Raises UsageError."""
     stepped = choice.name == "vllm" and choice.device is None
     if choice.name not in IN_PROCESS and (choice.device or choice.clock) and not stepped:
         raise UsageError(f"--device and --clock are of engines in this process: --engine {' or '.join(IN_PROCESS)}")
     if "://" in choice.name:
         return _server(choice, experiment)
     if choice.name not in ENGINES:
-        known = ", ".join(ENGINES)
+        engine_names = ", ".join(ENGINES)
         raise UsageError(
-            f"--engine {choice.name}: is neither an address (http://HOST:PORT) nor one of {known}"
+            f"--engine {choice.name}: is neither an address (http://HOST:PORT) nor one of {engine_names}"
             f"{suggest(choice.name, ENGINES)}"
         )
     return ENGINES[choice.name](choice, experiment)
@@ -156,43 +158,58 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     default=None,
     help="http://HOST:PORT of an OpenAI server, or one to start: vllm, torch, transformers.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; gone on with if begun.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder to write; runs that it contains are kept."
+)
 @click.option(
     "--from",
     "measured_files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Judge what was measured: a run of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
+    help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
 )
-@click.option("--model", type=MODEL, default=None, help="Another model than the plan's.")
-@click.option("--hardware", type=HARDWARE, default=None, help="Another hardware profile than the plan's.")
-@click.option("--requests", type=REQUESTS, default=None, help="How many, instead of the workload's own.")
+@click.option("--model", type=MODEL, default=None, help="Model in place of the plan's.")
+@click.option("--hardware", type=HARDWARE, default=None, help="Hardware profile in place of the plan's.")
+@click.option("--requests", type=REQUESTS, default=None, help="Number of requests, instead of the workload's own.")
 @click.option("--repeat", type=TRIALS, default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
-@click.option("--plans", type=Whole(2, 10_000), default=None, help="Run K plans around PLAN, or what optimize chose.")
+@click.option(
+    "--plans",
+    type=Whole(2, 10_000),
+    default=None,
+    help="Run K plans around PLAN, or around the plan that optimize chose.",
+)
 @click.option("--tolerance", type=Real(above=0, most=1e6), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
     type=Real(most=1e6),
     default=0.01,
     show_default=True,
-    help="Of the mean TPOT: a later client is not judged by.",
+    help="Share of the mean TPOT: a client that sends later than this is not judged by.",
 )
-@click.option("--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Redrawn worlds.")
-@click.option("--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte.")
-@click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="Of the server.")
+@click.option(
+    "--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Number of redrawn worlds."
+)
+@click.option(
+    "--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte after which a request fails."
+)
+@click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
-@click.option("--vllm-python", default=None, help="Python of the environment that vLLM is in.")
+@click.option("--vllm-python", default=None, help="Python interpreter of the environment with vLLM.")
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
-@click.option("--device", default=None, help="Of an engine in this process: cpu unless given, or e.g. cuda.")
+@click.option("--device", default=None, help="Device of an engine in this process: cpu unless given, or e.g. cuda.")
 @click.option(
     "--clock",
     type=click.Choice(["cpu", "wall"]),
     default=None,
-    help="That times an engine in this process; cpu: vllm without a server, too.",
+    help="Clock of an engine in this process; cpu: vllm without a server, too.",
 )
-@click.option("--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Write runs for other tools too.")
-@click.option("--record", type=click.Path(path_type=Path), default=None, help="Hardware profile to note the result in.")
+@click.option(
+    "--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Also write runs in the format of this tool."
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path), default=None, help="Hardware profile in which to note the result."
+)
 @seed_option
 @set_option
 @force_option
@@ -228,10 +245,10 @@ def validate(  # noqa: PLR0913 - one for each option
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Run PLAN on a real engine and compare what was predicted with what was measured.
+    """Run PLAN on a real engine and compare predictions with measurements.
 
-    Exits with 4 where that is outside the tolerance and outside twice the noise of the repeats, with 1 where requests
-    failed or the client was too late to judge by.
+    Exits with 4 if they differ by more than the tolerance and twice the noise of the repeats, with 1 if requests failed
+    or the client was too late to judge by.
     """
     if (engine is None) == (not measured_files):
         raise UsageError(
@@ -242,16 +259,16 @@ def validate(  # noqa: PLR0913 - one for each option
     if record is not None:
         _profile_folder(record)
     choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg, device, clock)
-    asked = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
+    options = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     specs = _Given(plan_file, model, hardware, workload, requests, by_spec, relayed=engine in ENGINES)
     if plans is not None:
-        return _decide(specs, plans, choice, asked, out, as_json)
-    experiment = specs.experiment(asked.seed)
+        return _decide(specs, plans, choice, options, out, as_json)
+    experiment = specs.experiment(options.seed)
     if measured_files:
-        validation = _judge_files(experiment, measured_files, asked, out, given=workload is not None)
+        validation = _judge_files(experiment, measured_files, options, out, given=workload is not None)
     else:
-        validation = _run(experiment, choice, asked, out)
+        validation = _run(experiment, choice, options, out)
     if record is not None:
         _record(record, validation, out)
     if as_json:
@@ -263,7 +280,7 @@ def validate(  # noqa: PLR0913 - one for each option
 
 @dataclass(frozen=True)
 class _Given:
-    """What the specs are loaded from."""
+    """References and settings from which the specs are loaded."""
 
     plan: str
     model: str | None
@@ -272,10 +289,10 @@ class _Given:
     requests: int | None
     settings: dict[str, list[str]]
     relayed: bool
-    """Whether simtune's own client stands before prefill and decode servers; it takes the prefill server's token."""
+    """True if simtune's own client is in front of prefill and decode servers; it takes the prefill server's token."""
 
     def in_run_directory(self) -> _Given:
-        """A run directory stands for its chosen plan."""
+        """Return the paths with the chosen plan of a run directory, if the plan is one."""
         plan = Path(self.plan) / "plan.yaml"
         return replace(self, plan=str(plan)) if plan.is_file() else self
 
@@ -292,18 +309,20 @@ class _Given:
 
 
 def _with_prefill_token(plan: Plan) -> Plan:
-    """The plan with the first token from the prefill instance, unless its links say where it comes from."""
+    """Return the plan with the first token from the prefill instance, unless its links set another source."""
     first = {"first_token": "prefill"}
     link = plan.link
     if link is not None and link.first_token is None:
         link = link.model_copy(update=first)
-    links = plan.links and tuple(one if one.first_token else one.model_copy(update=first) for one in plan.links)
+    links = plan.links and tuple(
+        pool_link if pool_link.first_token else pool_link.model_copy(update=first) for pool_link in plan.links
+    )
     return plan.model_copy(update={"link": link, "links": links})
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """How it is run and judged."""
+    """Options of how a validation is run and judged."""
 
     repeats: int
     rates: tuple[float, ...]
@@ -332,7 +351,7 @@ def _rates(text: str | None) -> tuple[float, ...]:
 
 
 def _identity(choice: EngineChoice) -> list[object]:
-    """What of the engine its times depend on."""
+    """Return the settings of the engine that its times depend on."""
     return [choice.name, str(choice.weights), *choice.arguments, choice.device, choice.clock]
 
 
@@ -353,13 +372,13 @@ def _run(experiment: Experiment, choice: EngineChoice, asked: _Asked, out: Path)
     from simtune.validation.loads import loads
     from simtune.validation.session import Round, run_loads
 
-    wanted = loads(experiment.deployment, experiment.stream, asked.rates, asked.seed)
+    all_loads = loads(experiment.deployment, experiment.stream, asked.rates, asked.seed)
     how = Round(asked.repeats, asked.most_late, asked.seed)
     with closing(make_engine(choice, experiment)) as engine, progress("runs", asked.quiet) as update:
         engine.check(experiment.deployment.plan)
         folder = _folder(experiment, asked, _identity(choice), out)
-        runs = run_loads(engine, experiment.deployment.plan, wanted, how, folder, update)
-    return _judged(experiment, [load for load in wanted if load.label in runs], runs, asked, folder)
+        runs = run_loads(engine, experiment.deployment.plan, all_loads, how, folder, update)
+    return _judged(experiment, [load for load in all_loads if load.label in runs], runs, asked, folder)
 
 
 def _judge_files(
@@ -370,9 +389,9 @@ def _judge_files(
     from simtune.validation.session import as_loads
 
     runs = [read_run(path) for path in files]
-    wanted, by_label = as_loads(runs, experiment.stream if given else None)
+    all_loads, by_label = as_loads(runs, experiment.stream if given else None)
     folder = _folder(experiment, asked, [run.to_text() for run in runs], out)
-    return _judged(experiment, wanted, by_label, asked, folder)
+    return _judged(experiment, all_loads, by_label, asked, folder)
 
 
 def _judged(
@@ -389,19 +408,19 @@ def _judged(
     from simtune.sim.run_basis import cost_basis
     from simtune.validation.judge.prediction import predict, validation_of
 
-    d, drawn, files = experiment.deployment, [], {}
+    d, load_curves, files = experiment.deployment, [], {}
     results = []
     for load in wanted:
         predicted = predict(d, load, asked.worlds, asked.seed)
         results.append((load, runs[load.label], predicted))
-        drawn.append(curves(load.label, predicted.result, runs[load.label], sampled(predicted.result)))
+        load_curves.append(curves(load.label, predicted.result, runs[load.label], sampled(predicted.result)))
         files[f"predicted/{load.label}.csv"] = requests_csv(predicted.result)
         for repeat, run in enumerate(runs[load.label]):
             for tool in asked.export:
                 folder.export(tool, load, repeat, run)
     note_basis(cost_basis(d, results[0][2].result))
     validation = validation_of(d, results, asked.tolerance)
-    page = {"validation.html": render(validation, drawn)}
+    page = {"validation.html": render(validation, load_curves)}
     folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files, **page})
     folder.keep_records("validation.json", validation, _manifest(experiment, asked))
     return validation
@@ -423,7 +442,7 @@ def _record(target: Path, validation: Validation, out: Path) -> None:
 
 
 def _profile_folder(target: Path) -> Path:
-    """Where a profile is that may be noted in. Raises UsageError where there is none."""
+    """Return the folder of a profile in which a note may be written. Raises UsageError if there is none."""
     folder = target if target.is_dir() else target.parent
     if not (folder / "profile.yaml").is_file():
         raise UsageError(f"--record {target}: holds no profile.yaml; copy the profile to a folder of yours first")
@@ -461,28 +480,30 @@ def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out:
 
     if choice.name not in ENGINES:
         raise UsageError("--plans starts an engine for every plan; name one that can be started: --engine vllm")
-    given = given.in_run_directory()
-    chosen = given.experiment(asked.seed)
+    specs = given.in_run_directory()
+    chosen = specs.experiment(asked.seed)
     rates = asked.rates or (0.9 * knee_rps(chosen.deployment, chosen.stream, asked.seed),)
     (load,) = loads(chosen.deployment, chosen.stream, rates[:1], asked.seed)
     how = Round(asked.repeats, asked.most_late, asked.seed)
     with closing(make_engine(choice, chosen)) as engine, progress("runs", asked.quiet) as update:
         engine.check(chosen.deployment.plan)
-        tried = [
-            (given.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
+        trials = [
+            (specs.experiment(asked.seed, plan).deployment, load._replace(label=plan.name))
             for plan in around(chosen.deployment.plan, count, engine.check)
         ]
         # Before any is run: what cannot be simulated is said at once.
-        predicted = [d.simulate(its.stream, seed=asked.seed).statistic("e2el", "mean") for d, its in tried]
+        predicted = [
+            d.simulate(trial_load.stream, seed=asked.seed).statistic("e2el", "mean") for d, trial_load in trials
+        ]
         folder = _folder(chosen, asked, [count, *_identity(choice)], out)
-        runs = run_plans(engine, [(d.plan, its) for d, its in tried], how, folder, update)
+        runs = run_plans(engine, [(d.plan, trial_load) for d, trial_load in trials], how, folder, update)
     outcomes = []
-    for (deployment, its), seconds in zip(tried, predicted, strict=True):
-        measured = [run.statistic("e2el", "mean") for run in runs[its.label]]
+    for (deployment, trial_load), seconds in zip(trials, predicted, strict=True):
+        measured = [run.statistic("e2el", "mean") for run in runs[trial_load.label]]
         outcomes.append(
-            PlanOutcome(plan=its.label, predicted_s=seconds or 0.0, measured_s=tuple(filter(None, measured)))
+            PlanOutcome(plan=trial_load.label, predicted_s=seconds or 0.0, measured_s=tuple(filter(None, measured)))
         )
-        folder.keep({f"plans/{its.label}.yaml": deployment.plan.to_yaml("Run by simtune validate.")})
+        folder.keep({f"plans/{trial_load.label}.yaml": deployment.plan.to_yaml("Run by simtune validate.")})
     decision = decide(outcomes, load.rate_rps, asked.seed)
     folder.keep_records("decision.json", decision, _manifest(chosen, asked))
     if as_json:

@@ -14,7 +14,9 @@ from simtune.errors import UsageError
 @click.command()
 @click.argument("model", metavar="MODEL")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--rigged", "draft", default=None, metavar="DRAFT", help="Also a draft model, both with known answers.")
+@click.option(
+    "--rigged", "draft", default=None, metavar="DRAFT", help="Also write a draft model; the outputs of both are known."
+)
 @click.option("--acceptance", type=Real(most=1), default=None, help="Share of the drafts that is accepted.")
 @seed_option
 @set_option

@@ -22,39 +22,42 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option(
-    "--from", "begin", metavar="TIME", help="Only from this time of day on (09:00), or so long after the start."
+    "--from", "begin", metavar="TIME", help="Begin at this time of day (09:00), or this long after the start."
 )
-@click.option("--to", "end", metavar="TIME", help="Only until this time of day (18:00), or so long after the start.")
+@click.option("--to", "end", metavar="TIME", help="End at this time of day (18:00), or this long after the start.")
 @click.option(
-    "--utc-offset", default="+00:00", show_default=True, help="Of the clock that --from and --to are told by."
+    "--utc-offset", default="+00:00", show_default=True, help="Offset of the clock in which --from and --to are given."
 )
-@click.option("--peak", metavar="TIME", help="Only the busiest window of this length: 30m.")
-@click.option("--scale", metavar="FACTOR", help="As many times the rate: 2x.")
+@click.option("--peak", metavar="TIME", help="Take only the busiest window of this length: 30m.")
+@click.option("--scale", metavar="FACTOR", help="Multiply the rate by this factor: 2x.")
 @click.option(
     "--zero-output",
     type=click.Choice(["refuse", "drop", "one"]),
     default="refuse",
     show_default=True,
-    help="What becomes of requests of no output token.",
+    help="Treatment of requests without output tokens.",
 )
 @click.option(
     "--characters-per-token",
     type=Real(above=0, most=1e6),
     default=4.0,
     show_default=True,
-    help="Where a file holds texts and no token counts.",
+    help="Characters of a token, for files that contain texts and no token counts.",
 )
 @click.option(
     "--columns",
     metavar="FIELD=NAME,...",
-    help="What the file calls its columns: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, arrival_ms and "
-    "arrival_ns are numbers since some start.",
+    help="Names of the columns in the file: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, "
+    "arrival_ms and arrival_ns are numbers since some start.",
 )
-@click.option("--part", type=Whole(1, 10**6), help="Which of several runs in one file.")
+@click.option("--part", type=Whole(1, 10**6), help="Number of the run in a file with several.")
 @click.option("--rate", type=RATE, help="Requests per second of lengths without times.")
-@click.option("--span", metavar="TIME", help="From the first to the last scrape, or until the only one: 30m.")
+@click.option("--span", metavar="TIME", help="Time from the first to the last scrape, or until the only one: 30m.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="A spec (.yaml), or the trace (.csv, .jsonl)."
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File to write: a spec (.yaml), or the trace (.csv, .jsonl).",
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with figures.")
 @force_option
@@ -77,11 +80,11 @@ def workload(  # noqa: PLR0913 - one for each option
     force: bool,
     as_json: bool,
 ) -> None:
-    """Say what the requests in trace FILEs are, cut or scale them, and fit a spec to them.
+    """Describe the requests in trace FILEs, cut or scale them, and fit a spec to them.
 
-    What vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake write is read as it is.
-    Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms.
-    So do ServeGen's tables of rates and of lengths, named together.
+    Files of vllm bench serve, aiperf, guidellm, genai-perf, ShareGPT, gateways, Azure and Mooncake are read unchanged.
+    Scrapes of vLLM's /metrics, one or several of a server, become a spec: rates between them, lengths by histograms. So
+    do ServeGen's tables of rates and of lengths, named together.
     """
     from simtune.report.load_page import render
     from simtune.specs.base import spec_name
@@ -94,20 +97,20 @@ def workload(  # noqa: PLR0913 - one for each option
     from simtune.workload.servegen_fit import is_servegen_file
 
     _check(out, html, force)
-    asked = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
+    cut_options = {"--from": begin, "--to": end, "--peak": peak, "--scale": scale, "--part": part, "--html": html}
     if any(map(is_scrape_file, files)):
-        _need_no_requests(files, asked, out)
+        _need_no_requests(files, cut_options, out)
         _scraped([read_scrape(file) for file in files], span, rate, out, as_json)
         return
     if any(map(is_servegen_file, files)):
-        _need_tables(files, {**asked, "--rate": rate, "--span": span}, out)
+        _need_tables(files, {**cut_options, "--rate": rate, "--span": span}, out)
         _servegen(files, out, as_json)
         return
     if span is not None:
         raise UsageError("--span goes with scrapes of a server's metrics, and these files are traces")
     cut = Cut(begin, end, utc_offset, peak, scale)
-    named = _columns(columns)
-    reading = LogReading(zero_output, characters_per_token, part, named)  # type: ignore[arg-type]  # click has looked
+    column_names = _columns(columns)
+    reading = LogReading(zero_output, characters_per_token, part, column_names)  # type: ignore[arg-type]  # click has looked
     trace = cut.of(merged([read_trace(file, reading) for file in files]))
     name = files[0].name.split(".")[0]
     facts = load_facts(trace)
@@ -140,28 +143,28 @@ def _columns(text: str | None) -> tuple[tuple[str, str], ...]:
                 f"--columns {text}: write FIELD=NAME,... with fields {', '.join(_FIELDS)}, for example "
                 "arrival=ts,prompt=tokens_in,output=tokens_out"
             )
-    named = tuple((field.strip(), name.strip()) for field, _, name in pairs)
-    fields = [field.partition("_")[0] for field, _ in named]
+    stripped = tuple((field.strip(), name.strip()) for field, _, name in pairs)
+    fields = [field.partition("_")[0] for field, _ in stripped]
     if len(set(fields)) < len(fields):
         raise UsageError(f"--columns {text}: names a field twice; keep one")
-    return named
+    return stripped
 
 
 FITTED = "Fitted by simtune workload."
 
 
 def _text(trace: Trace, fitted: FittedLoad | None, name: str) -> str:
-    """Of a file of this name: the spec, or the trace."""
+    """Return the text of a file of this name: the spec, or the trace."""
     from simtune.specs.trace_write import trace_text
 
     return fitted.workload.to_yaml(FITTED) if fitted is not None and name.endswith(".yaml") else trace_text(trace, name)
 
 
 def _note(trace: Trace, fitted: FittedLoad | None) -> None:
-    """What was left out on the way, and what a spec has not."""
+    """Print what was left out of the trace, and what a spec does not contain."""
     lost = fitted.lost if fitted is not None else ()
     ignored = [f"columns not read: {', '.join(trace.ignored)}"] if trace.ignored and trace.rate_rps is not None else []
-    for note in (*trace.notes, *ignored, *(f"not in a spec: {what}" for what in lost)):
+    for note in (*trace.notes, *ignored, *(f"not in a spec: {feature}" for feature in lost)):
         click.echo(f"note: {note}", err=True)
 
 
@@ -183,19 +186,19 @@ def _print(name: str, facts: LoadFacts, fitted: FittedLoad | None) -> None:
 
 
 def _need_no_requests(files: Sequence[Path], asked: Mapping[str, object], out: Path | None) -> None:
-    """Raises UsageError for what scrapes do not hold enough for."""
+    """Raise UsageError for options that need more than scrapes contain."""
     from simtune.specs.scrapes import is_scrape_file
 
     if traces := [str(file) for file in files if not is_scrape_file(file)]:
-        raise UsageError(f"{traces[0]}: is no scrape, and others of these files are; look at them apart")
-    if given := [name for name, value in asked.items() if value is not None]:
-        raise UsageError(f"a scrape counts requests and holds none, which {' and '.join(given)} would need")
+        raise UsageError(f"{traces[0]}: is no scrape, and others of these files are; read them in separate commands")
+    if set_options := [name for name, value in asked.items() if value is not None]:
+        raise UsageError(f"a scrape counts requests and holds none, which {' and '.join(set_options)} would need")
     if out is not None and out.suffix != ".yaml":
         raise UsageError(f"{out}: a scrape becomes a spec; end the name in .yaml")
 
 
 def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, out: Path | None, as_json: bool) -> None:
-    """Say what a server's metrics come to, and write the spec."""
+    """Describe the load behind a server's metrics, and write the spec."""
     from simtune.report.info import number
     from simtune.specs.base import spec_name
     from simtune.specs.trace_cut import duration_s
@@ -208,9 +211,9 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
     for note in load.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
-        seen = {metric: dict(zip((s for s, _ in STATISTICS), of, strict=True)) for metric, of in load.latencies}
+        latencies = {metric: dict(zip((s for s, _ in STATISTICS), of, strict=True)) for metric, of in load.latencies}
         agreement = [a._asdict() for a in load.agreements]
-        document = {"files": [s.file for s in scrapes], "notes": list(load.notes), "latencies_s": seen}
+        document = {"files": [s.file for s in scrapes], "notes": list(load.notes), "latencies_s": latencies}
         print_json({**document, "spec": load.workload.to_data(), "agreement": agreement})
     else:
         title = f"{name}: {load.workload.arrivals.kind} arrivals"
@@ -223,19 +226,21 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
 
 
 def _need_tables(files: Sequence[Path], asked: Mapping[str, object], out: Path | None) -> None:
-    """Raises UsageError for what tables of rates and lengths do not hold enough for."""
+    """Raise UsageError for options that need more than tables of rates and lengths contain."""
     from simtune.workload.servegen_fit import is_servegen_file
 
     if strangers := [str(file) for file in files if not is_servegen_file(file)]:
-        raise UsageError(f"{strangers[0]}: is no table of ServeGen, and others of these files are; look at them apart")
-    if given := [name for name, value in asked.items() if value is not None]:
-        raise UsageError(f"tables of ServeGen hold no requests, which {' and '.join(given)} would need")
+        raise UsageError(
+            f"{strangers[0]}: is no table of ServeGen, and others of these files are; read them in separate commands"
+        )
+    if set_options := [name for name, value in asked.items() if value is not None]:
+        raise UsageError(f"tables of ServeGen hold no requests, which {' and '.join(set_options)} would need")
     if out is not None and out.suffix != ".yaml":
         raise UsageError(f"{out}: tables of ServeGen become a spec; end the name in .yaml")
 
 
 def _servegen(files: Sequence[Path], out: Path | None, as_json: bool) -> None:
-    """Say what tables of ServeGen come to, and write the spec."""
+    """Describe the load behind tables of ServeGen, and write the spec."""
     from simtune.report.info import number
     from simtune.specs.base import spec_name
     from simtune.workload.servegen_fit import fit_servegen

@@ -1,6 +1,6 @@
 """A plan as the settings files and launch script of real engines.
 
-No engine knows everything that can be simulated. `ENGINES` says what each one knows; what it does not is refused.
+No engine has settings for everything that can be simulated. `ENGINES` lists the emitters; other settings are refused.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ ENGINE: PartKind[Emitter] = PartKind(
 
 def engines() -> dict[str, Emitter]:
     """`ENGINES`, then those that installed packages register as `simtune.engines`; the first that can run a plan is
-    written for. Raises PartError where a registered one cannot be used."""
+    written for. Raises PartError if a registered one cannot be used."""
     added = [name for name in registered(ENGINE.group) if name not in ENGINES]
     return ENGINES | {name: ENGINE.find(name)() for name in added}
 
 
 def engine_for(policy: str) -> Emitter | None:
-    """The first engine that has a batching policy; None where none has."""
+    """Return the first engine that has a batching policy; None if none has it."""
     return next((emitter for emitter in engines().values() if policy in emitter.policies), None)
 
 
 def emitter_of(pool: Pool) -> Emitter | None:
-    """The engine that a pool is of: that of its preset, else the first one that has its policy; None where none has."""
-    named = next((emitter for emitter in engines().values() if emitter.meant_by(pool)), None)
-    return named or engine_for(pool.batching.policy)
+    """Return the engine of a pool: that of its preset, else the first one that has its policy; None if none has."""
+    of_preset = next((emitter for emitter in engines().values() if emitter.meant_by(pool)), None)
+    return of_preset or engine_for(pool.batching.policy)
 
 
 def _writer(plan: Plan) -> Emitter | None:
-    """The engine that schedules as a plan does, if one does."""
+    """Return the engine that schedules as a plan does, if one does."""
     every = engines().values()
-    named = [emitter for emitter in every if all(emitter.meant_by(pool) for pool in plan.pools)]
-    return next((e for e in named or every if all(e.schedules(pool) for pool in plan.pools)), None)
+    of_presets = [emitter for emitter in every if all(emitter.meant_by(pool) for pool in plan.pools)]
+    return next((e for e in of_presets or every if all(e.schedules(pool) for pool in plan.pools)), None)
 
 
 def drafting_settings(
@@ -78,10 +78,11 @@ def drafting_settings(
 
 
 def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: Mapping[str, Model]) -> Files:
-    """Settings of the first engine that schedules as the plan does; none where no engine has its policy, or swaps.
+    """Return the settings of the first engine that schedules as the plan does; none if no engine has its policy, or
+    swaps.
 
-    Where that engine cannot be told the drafts, the drafting settings of those that can. Raises UsageError where it
-    refuses the plan for another reason.
+    If that engine has no setting for the drafts, return the drafting settings of the engines that have one. Raises
+    UsageError if the engine refuses the plan for another reason.
     """
     emitter = _writer(plan)
     if emitter is None or plan.stages:
@@ -91,23 +92,25 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
         for pool in plan.pools
         if pool.speculation is not None
     ]
-    if all(drafting_settings(*one)[0] for one in drafting):
+    if all(drafting_settings(*draft)[0] for draft in drafting):
         return emitter.files(plan, model, devices_per_node, draft_models)
     files: Files = {}
-    for other in engines().values():
-        settings, _ = drafting_settings(other, *drafting[0][1:])
-        if settings is not None and other is not emitter:
-            files |= other.drafting_file(settings, f"The drafts of the plan, which {emitter.title} cannot be told.")
+    for candidate in engines().values():
+        settings, _ = drafting_settings(candidate, *drafting[0][1:])
+        if settings is not None and candidate is not emitter:
+            files |= candidate.drafting_file(
+                settings, f"The drafts of the plan, for which {emitter.title} has no setting."
+            )
     return files
 
 
 def why_none(plan: Plan) -> str:
     """Why there are no settings for any engine."""
     if plan.stages:
-        return "no engine is told of the stages that its requests go through"
+        return "no engine has settings for the stages that its requests go through"
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
     if policies:
         return f"no engine has policy {' or '.join(policies)}"
     if _writer(plan) is None:
         return "no engine schedules and preempts as the plan does"
-    return "no engine can be told its drafts"
+    return "no engine has settings for its drafts"

@@ -35,10 +35,11 @@ def deployment_file(
     settings: Callable[[Pool], Mapping[str, Any]],
     left_open: Callable[[Pool], Iterable[str]] = lambda pool: (),
 ) -> Files:
-    """`engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's own
-    `settings` of each pool; `written` says by whose names, `left_open` which settings of a pool the engine decides.
+    """Return `engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's
+    own `settings` of each pool; `written` states whose names these are, `left_open` lists the settings of a pool that
+    the engine decides.
 
-    The image is left to be put in: a plan names none. What a deployment does not say stands at its top.
+    The user fills in the image: a plan names none. Settings that the deployment lacks are listed at its top.
     """
     router = ROUTER_MODES.get(plan.router.kind, _DEFAULT_MODE)
     checkpoint = model.hf or model.name
@@ -75,7 +76,7 @@ def deployment_file(
 
 
 def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
-    """What of the plan Dynamo is not told, and what it does instead."""
+    """Yield the settings of the plan that Dynamo is not given, and what it does instead."""
     if plan.router.kind not in ROUTER_MODES:
         yield f"router: Dynamo has no {plan.router.kind}; requests are dealt out {_DEFAULT_MODE}"
     elif plan.router.model_fields_set - {"kind"}:
@@ -97,7 +98,7 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def service_name(pool: Pool) -> str:
-    """A pool's name as that of a service: words in capitals, letters and digits alone."""
+    """Return a pool's name as that of a service: capitalised words of letters and digits only."""
     return "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", pool.name)) + "Worker"
 
 

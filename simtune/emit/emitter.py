@@ -1,4 +1,4 @@
-"""What an engine can be told: the face of every emitter, and what they have in common."""
+"""Base class of all emitters: the settings that an engine can be given, and the parts that emitters share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def unsupported_settings(pool: Pool) -> Iterator[str]:
-    """What a pool may say to the simulator and no engine is told."""
+    """Yield the settings of a pool that are only simulated: no engine can be given them."""
     settings = (
         ("overlap", pool.overlap),
         ("runtime", pool.runtime),
@@ -35,44 +35,44 @@ def unsupported_settings(pool: Pool) -> Iterator[str]:
         ("parallelism.expert_replicas", pool.parallelism.expert_replicas),
         ("parallelism.expert_locality", pool.parallelism.expert_locality),
     )
-    for key, given in settings:
-        if given is not None:
-            yield f"{key}: is simulated, and no engine is told of it here; leave it out to have settings written"
+    for key, value in settings:
+        if value is not None:
+            yield f"{key}: is simulated only; remove it to have engine settings written"
 
 
 def quantised(pool: Pool, model: Model) -> bool:
-    """Whether a pool has weights in another dtype than their checkpoint."""
+    """True if a pool has weights in another dtype than their checkpoint."""
     return model.with_weights(pool.weight_dtype) is not model
 
 
 def _of_preset(pool: Pool, key: str) -> HostTimes | str | None:
-    """What the shipped preset that a pool names says of its host; None where it says nothing, or none is named."""
-    given = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
-    return HostTimes.model_validate(given) if isinstance(given, dict) else given
+    """Return the host setting of the shipped preset that a pool names; None if it has none, or no preset is named."""
+    setting = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
+    return HostTimes.model_validate(setting) if isinstance(setting, dict) else setting
 
 
 class Emitter(ABC):
-    """Says in an engine's own words what a plan says.
+    """Translates a plan into the settings of one engine.
 
-    A class states what its engine knows. What the engine cannot be told is refused with the reason, never rounded in
-    silence. One that schedules (`policies`) writes whole plans and defines `files`; one that does not writes drafting
-    settings alone.
+    A class states what its engine has settings for. Any other setting is refused with the reason, never rounded in
+    silence. An emitter whose engine schedules (`policies`) writes whole plans and defines `files`; another one writes
+    drafting settings only.
     """
 
     name: ClassVar[str]
-    """In the names of files, and in reports."""
+    """Name of the engine in the names of files, and in reports."""
     title: ClassVar[str]
-    """In sentences."""
+    """Name of the engine in sentences."""
     version: str
-    """Whose names are written."""
+    """Release whose option names are written."""
     options: ClassVar[Mapping[str, type]]
-    """The names by which speculation is set, and the types of their values."""
+    """Names of the options that set speculation, and the types of their values."""
     schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]]
-    """Settings of each scheme that the engine can express; a chain by another name is told as a chain."""
+    """Settings of each scheme that the engine has; a chain by another name is written as a chain."""
     drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]]
-    """Settings of each drafter that the engine has, given what it loads beside the target."""
+    """Settings of each drafter that the engine has, given the checkpoint that it loads beside the target."""
     takes: ClassVar[str]
-    """Which schemes those are, in words that end a refusal."""
+    """Schemes that the engine has, in words that end a refusal."""
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
@@ -87,43 +87,49 @@ class Emitter(ABC):
     """Presets of an engine whose policy another engine has too: their plans are its own."""
 
     def of(self, engine: str | None) -> Self:
-        """The same engine, of the release of a preset, by name or file; of the newest where none is named. Raises
-        UsageError where there is no such preset."""
+        """Return the same engine, of the release of a preset, by name or file; of the newest if none is named. Raises
+        UsageError if there is no such preset.
+        """
         return self
 
     def meant_by(self, pool: Pool) -> bool:
-        """Whether a pool is of this engine rather than of another one that has its policy."""
+        """True if a pool is of this engine rather than of another one that has its policy."""
         return pool.engine in self.presets
 
     def schedules(self, pool: Pool) -> bool:
-        """Whether the engine has the batching policy of a pool, and preempts as it does."""
+        """True if the engine has the batching policy of a pool, and preempts as it does."""
         return False
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
     ) -> Files:
-        """All that the engine is started with, of a plan that it schedules. `draft_models` are those that draft, by the
-        names the plan gives. Raises UsageError, with every reason, where the engine would refuse the plan."""
-        raise UsageError(f"{self.title} is told of drafts alone")
+        """Return all files with which the engine is started for a plan that it schedules. `draft_models` are the models
+        that draft, by the names in the plan. Raises UsageError, with every reason, if the engine would refuse the plan.
+        """
+        raise UsageError(f"{self.title}: only speculative-decoding settings can be emitted")
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """What of a pool the engine would not start with, or is not told here, key by key."""
+        """Yield, key by key, the settings of a pool with which the engine would not start, or that are not written
+        here.
+        """
         yield from unsupported_settings(pool)
         if pool.share is not None:
-            yield f"share: {self.title} is not told of shares of a GPU; leave it out, or split GPUs by CUDA MPS"
+            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
-            has = f"it is told of {' and '.join(self.quantizations)}; " if self.quantizations else ""
+            has = f"it has one for {' and '.join(self.quantizations)}; " if self.quantizations else ""
             yield (
-                f"weight_dtype: {self.title} is not told here to quantise weights to {pool.weight_dtype}; {has}leave "
-                "it out, or name a checkpoint with such weights as model"
+                f"weight_dtype: {self.title} has no setting that quantises weights to {pool.weight_dtype}; {has}remove "
+                "it, or name a checkpoint with such weights as model"
             )
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
-        """The engine's word for what it quantises weights to, None where they stay as the checkpoint has them."""
+        """Return the engine's word for the format to which it quantises weights, None if they stay as in the
+        checkpoint.
+        """
         return self.quantizations[str(pool.weight_dtype)] if quantised(pool, model) else None
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """What the plan sets of a pool and the engine cannot be told, key by key, with what it does instead."""
+        """Yield, key by key, the settings of a pool that the engine cannot be given, with what it does instead."""
         batching, cache = pool.batching, pool.kv_cache
         yield from self.left_open(pool)
         if cache.watermark and "watermark" not in self.knows:
@@ -150,9 +156,9 @@ class Emitter(ABC):
                 yield f"{key}: neither plan nor study sets it, so the engine's default applies; simulated: {words}"
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """Its settings of speculation. `draft` is the model that a draft model names.
+        """Return the engine's settings of speculation. `draft` is the model that a draft model names.
 
-        Raises UsageError where the engine cannot be told.
+        Raises UsageError if the engine cannot be given them.
         """
         drafter, scheme = speculation.drafter, speculation.scheme.as_chain() or speculation.scheme
         of_scheme, of_drafter = _of_class(self.schemes, scheme), _of_class(self.drafters, drafter)
@@ -168,11 +174,13 @@ class Emitter(ABC):
         return settings
 
     def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
-        """Why the engine cannot draft by a scheme with a drafter, of those that it knows; empty where it can."""
+        """Return why the engine cannot draft by a scheme with a drafter that it has; empty if it can."""
         return ""
 
     def problems(self, settings: Settings) -> list[str]:
-        """What is wrong with the names and types of speculation settings: nothing, for all that is written here."""
+        """Return what is wrong with the names and types of speculation settings: nothing for settings that are written
+        here.
+        """
         problems = []
         for option, value in settings.items():
             if option not in self.options:
@@ -184,12 +192,12 @@ class Emitter(ABC):
         return problems
 
     def drafting_file(self, settings: Settings, what: str) -> Files:
-        """Speculation settings as a file that the engine reads; `what` they are stands at its top."""
+        """Return speculation settings as a file that the engine reads, with `what` they are at its top."""
         comment = f"{what}\nWritten by simtune with the names of {self.name} {self.version}."
         return {f"engine/{self.name}-speculation.yaml": yamlfile.dump(settings, comment)}
 
     def _checkpoint(self, drafter: Drafter, draft: Model | None) -> str | None:
-        """What the engine loads beside the target, None where nothing."""
+        """Return the checkpoint that the engine loads beside the target, None if it loads none."""
         if drafter.own_model is not None:
             if draft is None or draft.hf is None:
                 why = f"its spec names no `hf`, which {self.title} would load"
@@ -202,7 +210,7 @@ class Emitter(ABC):
         return drafter.weights
 
     def _refused(self, scheme: Scheme, why: str) -> UsageError:
-        return UsageError(f"{self.title} cannot be told a {scheme.kind} scheme: {why}")
+        return UsageError(f"{self.title} has no setting for a {scheme.kind} scheme: {why}")
 
 
 def _of_class(table: Mapping[type, T], value: object) -> T | None:
@@ -216,11 +224,11 @@ def loaded(key: str, checkpoint: str | None) -> Settings:
 
 
 def written_by(*emitters: Emitter) -> str:
-    """A sentence for a file's comment: whose names stand in it."""
+    """Return a sentence for a file's comment: the release whose option names are written."""
     versions = sorted({emitter.version for emitter in emitters})
     return f"Written by simtune with the option names of {emitters[0].title} {' and '.join(versions)}."
 
 
 def with_unsaid(comment: str, unsaid: Iterable[str]) -> str:
-    """A file's comment that names what of the plan does not stand in the file."""
-    return "\n".join([comment, *(f"Not said here: {what}." for what in unsaid)])
+    """Return a file's comment that lists the settings of the plan that are not in the file."""
+    return "\n".join([comment, *(f"Not said here: {reason}." for reason in unsaid)])

@@ -12,34 +12,34 @@ from simtune.specs.pool import Pool
 
 
 class Server(NamedTuple):
-    """How an engine is started."""
+    """Names, and shell text that starts an engine."""
 
     name: str
-    """In the names of files."""
+    """Name of the engine in the names of files."""
     title: str
-    """In sentences."""
+    """Name of the engine in sentences."""
     command: str
     """Shell text that serves $MODEL by the settings in $here/$1, on the devices $2, as number $3 of the node."""
     ports: str = ""
-    """Shell text that sets what the command counts its ports from."""
+    """Shell text that sets the variable from which the command counts its ports."""
     apart: tuple[str, ...] = ()
-    """What to know of prefill and decode instances apart."""
+    """Notes on prefill and decode instances apart."""
     apart_options: str = ""
-    """Shell text that follows the command where prefill and decode instances are apart."""
+    """Shell text that follows the command if prefill and decode instances are apart."""
     multi_node: str = "see its page on multi-node serving"
 
     def settings_file(self, pool: Pool) -> str:
-        """The name of the settings file of a pool's instances, beside the script."""
+        """Return the name of the settings file of a pool's instances, beside the script."""
         return f"{self.name}-{pool.name}.yaml"
 
 
 class Endpoint(NamedTuple):
-    """Where an instance of a pool listens, as the script starts it."""
+    """Address at which an instance of a pool listens, as the script starts it."""
 
     pool: Pool
     node: int
     number: int
-    """On its node: what is counted from PORT."""
+    """Number of the instance on its node, which is added to PORT."""
     first_device: int
 
     @property
@@ -49,7 +49,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(plan: Plan, devices_per_node: int) -> list[Endpoint]:
-    """Of all instances in plan order, none of them across two nodes."""
+    """Return the endpoints of all instances in plan order, none of them across two nodes."""
     placed: list[Endpoint] = []
     node = device = number = 0
     for pool in plan.pools:
@@ -125,11 +125,14 @@ for pid in $pids; do wait "$pid"; done"""
 
 
 def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str, server: Server) -> str:
-    """Ports count up from PORT on each node; hosts are never guessed. `written` says by whom it was."""
+    """Return a script that starts all instances. Ports count up from PORT on each node; hosts are never guessed.
+    `written` states which release the settings are for.
+    """
     lines = ["#!/bin/sh", f"# Starts plan {plan.name}. {written}"]
     for pool in plan.pools:
         tp, pp = pool.parallelism.tp, pool.parallelism.pp
         lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}) on {pool.hardware!r}.")
+        # Each engine has its own way to start an instance over several nodes, so the script stops with instructions.
         if pool.parallelism.devices > devices_per_node:
             return "\n".join([*lines, *_spans_nodes(pool, devices_per_node, server), ""])
     nodes = _nodes(plan, devices_per_node, server)
@@ -166,7 +169,7 @@ def _spans_nodes(pool: Pool, devices_per_node: int, server: Server) -> list[str]
     need = pool.parallelism.devices
     return [
         f"# An instance of pool {pool.name} needs {need} devices, a node has {devices_per_node}.",
-        f"# {server.title} must then be told its hosts, which a plan does not know: {server.multi_node}.",
+        f"# {server.title} then needs its hosts, which a plan does not name: {server.multi_node}.",
         f'echo "an instance of pool {pool.name} spans nodes: start it with {server.settings_file(pool)} by hand" >&2',
         "exit 1",
     ]

@@ -20,7 +20,9 @@ from simtune.specs.schemes import Scheme
 
 
 class LlamaCpp(ServingEmitter):
-    """Options of `llama-server`. It schedules as the preset `llamacpp` says, so only plans that name it are its own."""
+    """Options of `llama-server`. It schedules by the preset `llamacpp`, so only plans that name the preset are written
+    for it.
+    """
 
     name = "llamacpp"
     title = "llama.cpp"
@@ -75,7 +77,7 @@ class LlamaCpp(ServingEmitter):
 
     @staticmethod
     def _split(pool: Pool) -> str:
-        """How an instance is cut: by layers as a pipeline, or each layer."""
+        """Return how an instance is cut: by layers as a pipeline, or each layer."""
         cut = pool.parallelism
         return "layer" if cut.pp > 1 else "tensor" if cut.tp > 1 else "none"
 
@@ -84,7 +86,7 @@ class LlamaCpp(ServingEmitter):
         return self.kv_dtypes.get(pool.kv_cache.dtype or model.kv_dtype or model.dtype)
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """One pool of instances that each do all, cut in one way."""
+        """Yield the refusals: the engine takes one pool of instances that each prefill and decode, cut in one way."""
         yield from super().refusals(pool, model, draft_models)
         cut = pool.parallelism
         if pool.role != "mixed":
@@ -99,7 +101,7 @@ class LlamaCpp(ServingEmitter):
             yield f"batching.chunked_prefill: {self.title} always cuts prompts to its batch"
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """Its memory is sized by its slots."""
+        """Yield the settings that are not written; the engine's memory is sized by its slots."""
         yield from super().unsaid(pool)
         if pool.kv_cache.num_blocks is None:
             yield (
@@ -108,5 +110,5 @@ class LlamaCpp(ServingEmitter):
             )
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
-        """None: it has no prefill and decode pools."""
+        """Return no files: the engine has no prefill and decode pools."""
         return {}

@@ -1,4 +1,4 @@
-"""Which release of an engine a preset is of."""
+"""Release of an engine that a preset describes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Release = tuple[int, ...]
 
 
 def release_of(engine: str | None, family: str, newest: Release) -> Release:
-    """The numbers of an engine preset's release, by its name or file; the newest where none of the family is named,
-    or its release is no number: what is written says whose names it has.
+    """The numbers of an engine preset's release, by its name or file; the newest if none of the family is named, or its
+    release is no number: files state whose names they have.
 
-    Raises UsageError where there is no such preset.
+    Raises UsageError if there is no such preset.
     """
     if engine is None:
         return newest
@@ -23,5 +23,5 @@ def release_of(engine: str | None, family: str, newest: Release) -> Release:
 
 
 def words(release: Release) -> str:
-    """As it is called."""
+    """Return a release in words: its numbers joined by dots."""
     return ".".join(map(str, release))

@@ -25,7 +25,7 @@ class ServingEmitter(Emitter):
     """The engine's words for dtypes of the KV cache that are not the model's own."""
 
     def schedules(self, pool: Pool) -> bool:
-        """Its own policy, preempting by recompute."""
+        """True for the engine's own policies with preemption by recompute."""
         return pool.batching.policy in self.policies and pool.kv_cache.preemption != "swap"
 
     def files(
@@ -42,10 +42,10 @@ class ServingEmitter(Emitter):
         files = {}
         for pool in plan.pools:
             settings = {**of[pool.name].serving(pool, model), **self.drafting(pool, drafts)}
-            given = {name: value for name, value in settings.items() if value is not None}
-            assert not (wrong := self.misnamed(given)), wrong
+            stated = {name: value for name, value in settings.items() if value is not None}
+            assert not (wrong := self.misnamed(stated)), wrong
             comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written_by(of[pool.name])}", self.unsaid(pool))
-            files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(given, comment)
+            files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(stated, comment)
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
         if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
             files |= self.router_files(plan, devices_per_node, written)
@@ -53,14 +53,16 @@ class ServingEmitter(Emitter):
 
     @abstractmethod
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
-        """What sends prompts to prefill instances, and what comes of them to decode instances."""
+        """Return the files of a router that sends prompts to prefill and their results to decode instances."""
 
     @abstractmethod
     def serving(self, pool: Pool, model: Model) -> Settings:
-        """All but drafts, in the engine's words; None is left out."""
+        """Return all settings but those of drafts, in the engine's words; settings that are None are left out."""
 
     def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
-        """Of its drafts, if it drafts. Raises UsageError where the engine cannot be told."""
+        """Return the settings of a pool's drafts; none if it has none. Raises UsageError if the engine cannot be given
+        them.
+        """
         if pool.speculation is None:
             return {}
         return self.speculation(pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
@@ -71,9 +73,9 @@ class ServingEmitter(Emitter):
         if pool.batching.policy not in self.policies:
             yield f"batching.policy: {self.title} has no {pool.batching.policy}; it has {', '.join(self.policies)}"
         if pool.kv_cache.preemption == "swap":
-            yield f"kv_cache.preemption: {self.title} recomputes what it preempts; it is not told to swap"
+            yield f"kv_cache.preemption: {self.title} recomputes preempted requests; set preemption to recompute"
         if self.kv_dtype(pool, model) is None:
-            yield f"kv_cache.dtype: {self.title} is not told of a {pool.kv_cache.dtype} cache for {model.name}"
+            yield f"kv_cache.dtype: {self.title} has no setting for a {pool.kv_cache.dtype} cache for {model.name}"
         if pool.speculation is not None:
             try:
                 self.speculation(pool.speculation)
@@ -82,18 +84,18 @@ class ServingEmitter(Emitter):
                     yield f"speculation: {error}"
 
     def kv_dtype(self, pool: Pool, model: Model) -> str | None:
-        """The engine's word for the dtype of the KV cache, None where it has none."""
+        """Return the engine's word for the dtype of the KV cache, None if it has none."""
         dtype = pool.kv_cache.dtype
         if dtype is None or dtype == (model.kv_dtype or model.dtype):
             return "auto"
         return self.kv_dtypes.get(dtype)
 
     def misnamed(self, settings: Mapping[str, Any]) -> list[str]:
-        """What is wrong with names and types: nothing, for all that is written here."""
-        known = {**self.serving_options, **self.options}
-        return [name for name, value in settings.items() if not isinstance(value, known.get(name, ()))]
+        """Return the settings whose name or type is wrong: none of those that are written here."""
+        option_types = {**self.serving_options, **self.options}
+        return [name for name, value in settings.items() if not isinstance(value, option_types.get(name, ()))]
 
 
 def own_options(pool: Pool) -> Settings:
-    """What the plan tells the policy beside the settings of all."""
+    """Return the settings that the plan gives only to its policy."""
     return dict(pool.batching.options or {})

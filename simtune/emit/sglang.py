@@ -21,10 +21,10 @@ _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "
 
 NEWEST: Release = (0, 5, 23)
 _ATTENTION_RANKS: Release = (0, 5, 22)
-"""Since then a settings file may not say enable-dp-attention (python/sglang/srt/server_args.py)."""
+"""First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
 _GRAPHS_BY_PHASE: Release = (0, 5, 14)
-"""Since then a settings file may not say disable-cuda-graph."""
+"""First release whose settings files must not contain disable-cuda-graph."""
 _DRAFT_TREES = (DraftModel, Eagle)
 _OF_A_LOOKUP = (
     "speculative-algorithm",
@@ -69,7 +69,7 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
 
 
 def _router(placed: list[Endpoint]) -> str:
-    """Its command with the address of every instance, and the bootstrap port of those that prefill."""
+    """Return the router's command with the address of every instance, and the bootstrap port of those that prefill."""
     lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
     for endpoint in placed:
         pool, number = endpoint.pool, endpoint.number
@@ -161,6 +161,7 @@ class Sglang(ServingEmitter):
             **self._groups(p.attention_dp),
             "ep-size": p.tp * p.attention_dp if p.expert_parallel else None,
             "max-running-requests": batching.max_num_seqs,
+            # -1 turns chunking off; max-prefill-tokens then bounds the prompts of a step.
             "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
             "max-prefill-tokens": None if batching.chunked_prefill else batching.max_num_batched_tokens,
             "context-length": pool.max_model_len,
@@ -184,7 +185,7 @@ class Sglang(ServingEmitter):
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
 
     def _groups(self, attention_dp: int) -> Settings:
-        """Of groups of ranks with attention of their own."""
+        """Return the settings of groups of ranks with attention of their own."""
         if attention_dp == 1:
             return {}
         if self._release >= _ATTENTION_RANKS:
@@ -211,7 +212,7 @@ class Sglang(ServingEmitter):
         return {"engine/router.sh": router_script(plan, devices_per_node, written, _router)}
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """See `Emitter.speculation`; a lookup is told nothing of steps."""
+        """See `Emitter.speculation`; the settings of a lookup have no steps."""
         settings = super().speculation(speculation, draft)
         if settings["speculative-algorithm"] == "NGRAM":
             return {option: settings[option] for option in _OF_A_LOOKUP}

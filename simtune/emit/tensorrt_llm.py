@@ -123,6 +123,7 @@ class TensorrtLlm(ServingEmitter):
             "max_num_tokens": batching.max_num_batched_tokens,
             "max_seq_len": pool.max_model_len,
             "enable_chunked_prefill": pool.stated("batching.chunked_prefill"),
+            # Context servers do not schedule ahead, see `unsaid`.
             "disable_overlap_scheduler": not pool.async_scheduling or pool.role == "prefill",
             "kv_cache_config": {name: value for name, value in kv_cache.items() if value is not None},
             "scheduler_config": {
@@ -134,7 +135,9 @@ class TensorrtLlm(ServingEmitter):
         }
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """Its context servers do not schedule ahead (examples/disaggregated of its sources)."""
+        """Yield the settings that are not written; context servers do not schedule ahead (examples/disaggregated of the
+        sources of TensorRT-LLM).
+        """
         yield from super().unsaid(pool)
         if pool.role == "prefill" and pool.async_scheduling:
             yield "async_scheduling: instances that prefill schedule step by step, so prompts take the host's time too"
@@ -164,7 +167,7 @@ class TensorrtLlm(ServingEmitter):
         return {"speculative_config": settings} if settings else {}
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """Its groups with attention of their own have one rank each."""
+        """Yield the refusals; groups with attention of their own have one rank each."""
         yield from super().refusals(pool, model, draft_models)
         if pool.parallelism.attention_dp > 1 and pool.parallelism.tp > 1:
             yield f"parallelism.attention_dp: with it {self.title} gives every rank attention of its own; set tp to 1"
@@ -183,5 +186,5 @@ class TensorrtLlm(ServingEmitter):
         return ""
 
     def drafting_file(self, settings: Settings, what: str) -> Files:
-        """Settings of speculation stand under a key of their own."""
+        """Return the file with the settings of speculation under a key of their own."""
         return super().drafting_file({"speculative_config": settings}, what)

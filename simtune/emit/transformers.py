@@ -58,7 +58,7 @@ class Transformers(ServingEmitter):
         }
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """One pool of instances of one GPU that cut prompts."""
+        """Yield the refusals: the engine takes one pool of instances of one GPU that cut prompts."""
         yield from super().refusals(pool, model, draft_models)
         if pool.role != "mixed":
             yield f"role: {self.title} hands no KV cache from one server to another; take a mixed pool"
@@ -68,7 +68,7 @@ class Transformers(ServingEmitter):
             yield f"batching.chunked_prefill: {self.title} always cuts prompts to its batch"
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """Its server is told of its batch and blocks alone."""
+        """Yield the settings that are not written; the server is given only its batch and its blocks."""
         yield from super().unsaid(pool)
         yield "batching.max_num_seqs: it takes as many as its memory has room for"
         if pool.kv_cache.num_blocks is None:
@@ -79,5 +79,5 @@ class Transformers(ServingEmitter):
             yield "async_scheduling: it chooses by the device"
 
     def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
-        """None: it has no prefill and decode pools."""
+        """Return no files: the engine has no prefill and decode pools."""
         return {}

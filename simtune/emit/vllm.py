@@ -59,7 +59,7 @@ Named as in the argument parser of the newest release. A bool has a twin `no-<op
 
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix", "dflash", "dspark")
 _NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-"""How prefill and decode instances send KV caches to one another: NIXL, in both roles."""
+"""Setting by which prefill and decode instances send KV caches to one another: NIXL, in both roles."""
 
 
 SERVER = Server(
@@ -76,13 +76,13 @@ SERVER = Server(
 
 
 def _proxy(placed: list[Endpoint]) -> str:
-    """The proxy of vLLM's NIXL example, which deals prompts and answers out in turn."""
+    """Return the command of the proxy of vLLM's NIXL example, which distributes prompts and outputs in turn."""
     proxy = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
     lines = [f'python "${{VLLM_PROXY:?set VLLM_PROXY to {proxy} of the sources of vLLM}}"']
     for role, word in (("prefill", "prefiller"), ("decode", "decoder")):
-        own = [endpoint for endpoint in placed if endpoint.pool.role == role]
-        hosts = " ".join(f'"${endpoint.host}"' for endpoint in own)
-        ports = " ".join(f'"$((PORT + {endpoint.number}))"' for endpoint in own)
+        of_role = [endpoint for endpoint in placed if endpoint.pool.role == role]
+        hosts = " ".join(f'"${endpoint.host}"' for endpoint in of_role)
+        ports = " ".join(f'"$((PORT + {endpoint.number}))"' for endpoint in of_role)
         lines += [f"    --{word}-hosts {hosts}", f"    --{word}-ports {ports}"]
     return " \\\n".join([*lines, '    --host 127.0.0.1 --port "$ROUTER_PORT"'])
 
@@ -157,7 +157,7 @@ class Vllm(Emitter):
         return self if release == self._release else type(self)(release)
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
-        """See `Emitter.speculation`; of what later releases have it says which."""
+        """See `Emitter.speculation`; a setting that only later releases have is refused with the release."""
         settings = super().speculation(speculation, draft)
         for name in (settings["method"], *settings):
             if (since := drafts_since(name)) > self._release:
@@ -175,7 +175,7 @@ class Vllm(Emitter):
         return problems
 
     def schedules(self, pool: Pool) -> bool:
-        """Its own two policies, preempting by recompute."""
+        """True for vLLM's own two policies with preemption by recompute."""
         return pool.batching.policy in self.policies and pool.kv_cache.preemption != "swap"
 
     def files(
@@ -211,7 +211,7 @@ class Vllm(Emitter):
         return files
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
-        """Raises UsageError where vLLM cannot be told."""
+        """Return a pool's speculation as JSON; None if it has none. Raises UsageError if vLLM has no setting for it."""
         if pool.speculation is None:
             return None
         draft = drafts.get(pool.speculation.drafter.own_model or "")
@@ -287,15 +287,16 @@ class Vllm(Emitter):
             "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
-            "async-scheduling": pool.schedules_async,  # vLLM refuses to be told so where it cannot
+            # vLLM refuses the option if it cannot schedule so.
+            "async-scheduling": pool.schedules_async,
             "enforce-eager": not pool.cuda_graphs or None,
             "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
             "speculative-config": self._speculative_config(pool, drafts),
         }
-        given = {option: value for option, value in settings.items() if value is not None}
-        assert all(isinstance(value, OPTIONS[option]) for option, value in given.items())
+        stated = {option: value for option, value in settings.items() if value is not None}
+        assert all(isinstance(value, OPTIONS[option]) for option, value in stated.items())
         # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
-        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in given.items()}
+        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in stated.items()}
 
 
 # --- what vLLM refuses ------------------------------------------------------------------------------------
@@ -319,12 +320,12 @@ def _batching_refusals(pool: Pool, model: Model) -> Iterator[str]:
     batching, longest = pool.batching, _max_model_len(pool, model)
     if batching.max_num_batched_tokens < batching.max_num_seqs:
         yield (
-            f"batching: vLLM wants max_num_batched_tokens ({batching.max_num_batched_tokens}) "
+            f"batching: vLLM requires max_num_batched_tokens ({batching.max_num_batched_tokens}) "
             f"to be at least max_num_seqs ({batching.max_num_seqs})"
         )
     if not batching.chunked_prefill and batching.max_num_batched_tokens < longest:
         yield (
-            f"batching: without chunked_prefill vLLM wants max_num_batched_tokens "
+            f"batching: without chunked_prefill vLLM requires max_num_batched_tokens "
             f"({batching.max_num_batched_tokens}) to be at least max_model_len "
             f"({longest})"
         )
@@ -342,7 +343,7 @@ def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
 
 
 def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
-    """vLLM's word for the dtype of the KV cache, None where it has none."""
+    """Return vLLM's word for the dtype of the KV cache, None if it has none."""
     dtype = pool.kv_cache.dtype
     if dtype is None or dtype == (model.kv_dtype or model.dtype):
         return "auto"

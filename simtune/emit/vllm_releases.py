@@ -1,4 +1,4 @@
-"""Since which release vLLM has what is written for it.
+"""Releases of vLLM in which the settings that are written first appeared.
 
 Facts of each release from 0.10 to 0.32, by file: options in vllm/engine/arg_utils.py, drafts in
 vllm/config/speculative.py, what goes together in vllm/config/vllm.py (before 0.12 in arg_utils.py), words for dtypes in
@@ -13,7 +13,7 @@ from simtune.emit.releases import Release
 
 NEWEST: Release = (0, 32)
 _FIRST: Release = (0, 10)
-"""What is here since then or longer has no entry."""
+"""First release that is covered; an option that this release has is not listed."""
 
 _OPTIONS: Mapping[str, Release] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
 _DRAFTS: Mapping[str, Release] = {
@@ -42,17 +42,17 @@ def drafts_since(name: str) -> Release:
 
 
 def hides_since(method: str) -> Release:
-    """The first release that schedules asynchronously where it drafts by a method."""
+    """Return the first release that schedules asynchronously with a drafting method."""
     return _HIDDEN.get(method, _HIDDEN_HEADS)
 
 
 def hides_pipelines(release: Release) -> bool:
-    """Whether it schedules asynchronously over a pipeline of stages."""
+    """True if a release schedules asynchronously over a pipeline of stages."""
     return release >= _HIDDEN_PIPELINES
 
 
 def takes_whole_prompts(release: Release) -> bool:
-    """Whether it can be told not to cut prompts; earlier ones of V1 always do."""
+    """True if a release can be set not to cut prompts; earlier releases of V1 always cut them."""
     return release >= _WHOLE_PROMPTS
 
 

@@ -1,4 +1,4 @@
-"""How sure a headline is: the probability that the SLO holds and 90 % intervals, or that nothing is known of them."""
+"""Certainty of a headline: the probability that the SLO holds and 90 % intervals, or that nothing is known of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from simtune.tuner.doubt.slo_probability import SloOdds
 
 
 def certainty(s: Summary) -> str | None:
-    """The sentence that belongs to the headline of a run with limits; None where there are none, or nothing is known
-    of how far off step times are."""
+    """Return the sentence that belongs to the headline of a run with limits; None if there are no limits, or the errors
+    of step times are unknown.
+    """
     if not s.slo:
         return None
     if s.uncertainty is not None:
@@ -24,10 +25,14 @@ def certainty(s: Summary) -> str | None:
 
 
 def _drawn(s: Summary, u: Uncertainty) -> str:
-    """What redrawn worlds say of the limits, of the one that is nearest, and of the rate."""
-    said = f"P(SLO holds) is {percent(u.slo_probability)} over {u.worlds:,} redrawn worlds"
-    known = [text for text in (_nearest_limit(s, u), _worth(s)) if text]
-    return f"{said}; in {u.level * 100:.0f} % of them {' and '.join(known)}." if known else f"{said}."
+    """State what redrawn worlds show of the limits, of the nearest limit, and of the rate."""
+    probability = f"P(SLO holds) is {percent(u.slo_probability)} over {u.worlds:,} redrawn worlds"
+    intervals = [text for text in (_nearest_limit(s, u), _worth(s)) if text]
+    return (
+        f"{probability}; in {u.level * 100:.0f} % of them {' and '.join(intervals)}."
+        if intervals
+        else f"{probability}."
+    )
 
 
 def _nearest_limit(s: Summary, u: Uncertainty) -> str | None:
@@ -41,27 +46,27 @@ def _nearest_limit(s: Summary, u: Uncertainty) -> str | None:
 
 def _ends(one: SloLimit, low_s: float | None, high_s: float | None) -> str:
     low, high = ("unbounded" if x is None else ms(x) for x in (low_s, high_s))
-    whose = "" if one.request_class is None else f" of {one.request_class}"
-    return f"{one.statistic} {METRIC_NAMES[one.metric]}{whose} is {low}–{high} ms"
+    of_class = "" if one.request_class is None else f" of {one.request_class}"
+    return f"{one.statistic} {METRIC_NAMES[one.metric]}{of_class} is {low}–{high} ms"
 
 
 def _stated(s: Summary, o: SloOdds) -> str:
-    """What is known of drawn worlds without simulating them all: of every limit, and of the rate."""
-    said = f"P(SLO holds) is {percent(o.slo_probability)} ({percent(o.low)} to {percent(o.high)})"
-    known = [_ends(one, ends.low_s, ends.high_s) for one, ends in zip(s.slo, o.limits, strict=True)]
+    """State what drawn worlds show without simulating them all: of every limit, and of the rate."""
+    sentence = f"P(SLO holds) is {percent(o.slo_probability)} ({percent(o.low)} to {percent(o.high)})"
+    intervals = [_ends(slo_limit, ends.low_s, ends.high_s) for slo_limit, ends in zip(s.slo, o.limits, strict=True)]
     if o.value is not None and s.objective is not None:
         low, high = ("any number of" if x is None else number(x) for x in o.value)
-        known.append(f"{low}–{high} {s.objective.unit} are served inside the limits")
-    *most, last = known
+        intervals.append(f"{low}–{high} {s.objective.unit} are served inside the limits")
+    *most, last = intervals
     listed = f"{', '.join(most)} and {last}" if most else last
-    asked = None if s.study is None else s.study.slo.confidence
-    said += "" if asked is None else f", of {percent(asked)} asked for,"
+    confidence = None if s.study is None else s.study.slo.confidence
+    sentence += "" if confidence is None else f", of {percent(confidence)} asked for,"
     lasting = "" if s.lifetimes is None else f" Runs last {number(s.lifetimes)} lifetimes of a request."
-    return f"{said} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}.{lasting}"
+    return f"{sentence} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}.{lasting}"
 
 
 def _safer(s: Summary, o: SloOdds) -> str | None:
-    """What to ask of the plan to be surer; nothing where it is sure, or the load is given."""
+    """State a rate at which the plan is surer; None if it is sure, or the load is given."""
     if s.objective is None or s.offered_rate_rps is None or o.value is None or o.slo_probability >= o.safe_probability:
         return None
     edge = "The highest rate was looked for, so it lies at the edge of the limits"
@@ -78,7 +83,7 @@ def _used(s: Summary, at: int) -> float:
 
 
 def _worth(s: Summary) -> str | None:
-    """What the chosen plan serves within its limits, where rates were searched and the choice was judged."""
+    """State the interval of the rate within the limits; None unless rates were searched and the choice was judged."""
     if s.confidence is None or s.objective is None or not s.objective.unit.startswith("requests/"):
         return None
     chosen, outside = s.confidence.quantiles[0], (1 - s.confidence.level) / 2
@@ -87,7 +92,9 @@ def _worth(s: Summary) -> str | None:
 
 
 def _not_drawn(basis: CostBasis) -> str:
-    """By how much steps are off in 90 % of cases, to first order: kinds of operator err apart, each by one factor."""
+    """State the error of steps in 90 % of cases, to first order: kinds of operator err independently, each by one
+    factor.
+    """
     log_sd = math.hypot(*(kind.share * kind.log_sd for kind in basis.operators))
     low, high = (math.expm1(sign * Z90 * log_sd) for sign in (-1, 1))
     return (

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their plans, every number beside the first run's, figures overlaid.
+"""Several runs side by side: the differences of their plans, every number beside the first run's, figures overlaid.
 
 A run keeps its colour through the page. The first run is what others are compared with.
 """
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 class NumberRow(NamedTuple):
-    """One number over all runs."""
+    """A number over all runs."""
 
     what: str
     unit: str
@@ -71,7 +71,7 @@ def _field(name: str, what: str, unit: str, shown: Callable[[float | None], str]
 
 
 def _within_limits(name: str, what: str, unit: str, shown: Callable[[float | None], str] = info.number) -> Number:
-    """A number that says nothing where no limit was set."""
+    """Return a number that is absent for runs without limits."""
     plain = _field(name, what, unit, shown)
     return plain._replace(
         value=lambda s: plain.value(s) if s.slo else None, interval=lambda s: plain.interval(s) if s.slo else None
@@ -113,7 +113,7 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "P(SLO holds)",
         "of worlds",
-        lambda s: drawn.slo_probability if (drawn := s.uncertainty or s.odds) and s.slo else None,
+        lambda s: worlds.slo_probability if (worlds := s.uncertainty or s.odds) and s.slo else None,
         lambda s: None,
         info.percent,
     ),
@@ -131,15 +131,15 @@ NUMBERS: tuple[Number, ...] = (
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The names, each with a number where it stands more than once."""
+    """Return the names; a name that occurs several times gets a number."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
     ]
 
 
 def numbers(runs: Sequence[NamedRun]) -> list[NumberRow]:
-    """Every number that some run has."""
-    summaries = [each.run.summary for each in runs]
+    """Return every number that some run has."""
+    summaries = [entry.run.summary for entry in runs]
     rows = []
     for number in NUMBERS:
         values = [number.value(s) for s in summaries]
@@ -166,15 +166,15 @@ def _cell(number: Number, s: Summary, value: float | None, first: float | None, 
 
 
 def _lower(number: Number, s: Summary, first: Summary) -> str:
-    """`P(lower) 97.0 %` where worlds of both runs were drawn; empty elsewhere."""
+    """Return `P(lower) 97.0 %` if worlds of both runs were drawn; else an empty text."""
     sides = [_log_normal(number, summary) for summary in (first, s)]
     if None in sides:
         return ""
     (mean, spread), (own_mean, own_spread) = (side for side in sides if side is not None)
-    both = math.hypot(spread, own_spread)
-    if not both:
+    spread_of_both = math.hypot(spread, own_spread)
+    if not spread_of_both:
         return ""
-    chance = NormalDist().cdf((mean - own_mean) / both)
+    chance = NormalDist().cdf((mean - own_mean) / spread_of_both)
     words = "< 0.1 %" if chance < 5e-4 else "> 99.9 %" if chance > 1 - 5e-4 else info.percent(chance)
     return f"P(lower) {words}"
 
@@ -192,15 +192,15 @@ def _log_normal(number: Number, s: Summary) -> tuple[float, float] | None:
 
 
 def difference(relative: float) -> str:
-    """`+12.3 %`, or `=` where there is none to speak of."""
+    """Return `+12.3 %`, or `=` if the difference is negligible."""
     return "=" if abs(relative) < DECISIVE else f"{relative * 100:+.1f} %".replace("-", "−")
 
 
 def plan_differences(runs: Sequence[NamedRun]) -> list[tuple[str, tuple[str, ...]]]:
-    """(key, value in each run) of every setting of plan, model, hardware or load that is not the same in all."""
+    """Return (key, value in each run) for every setting of plan, model, hardware or load that differs between runs."""
     tables = []
-    for each in runs:
-        s = each.run.summary
+    for entry in runs:
+        s = entry.run.summary
         table = {"model": s.model, "hardware": s.hardware.device, "engine": s.hardware.engine}
         table |= {"load": s.load_source or info.ABSENT, "offered, requests/s": info.number(s.offered_rate_rps)}
         table |= {"seed": str(s.seed)}
@@ -214,21 +214,23 @@ def plan_differences(runs: Sequence[NamedRun]) -> list[tuple[str, tuple[str, ...
 
 
 def overlays(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
-    """Figures by name: what every run has, one colour each."""
-    series = {each.name: i for i, each in enumerate(runs)}
-    drawn: dict[str, figures.Figure] = {}
-    drawn |= {metric: figures.cdf_figure(cdf, series) for metric in METRICS if (cdf := _cdf(runs, metric)) is not None}
-    sweeps = [curve for each in runs if (curve := _chosen_curve(each))]
+    """Return the figures by name: every run that has the data, in its colour."""
+    series = {entry.name: i for i, entry in enumerate(runs)}
+    pictures: dict[str, figures.Figure] = {}
+    pictures |= {
+        metric: figures.cdf_figure(cdf, series) for metric in METRICS if (cdf := _cdf(runs, metric)) is not None
+    }
+    sweeps = [curve for entry in runs if (curve := _chosen_curve(entry))]
     if sweeps:
-        drawn["goodput"] = figures.sweep_figure(sweeps, series)
-    return drawn | _timelines(runs)
+        pictures["goodput"] = figures.sweep_figure(sweeps, series)
+    return pictures | _timelines(runs)
 
 
 def _cdf(runs: Sequence[NamedRun], metric: Metric) -> info.Cdf | None:
-    """Of the runs that are not saturated; None where none has the metric."""
-    settled = [each for each in runs if not each.run.summary.saturated]
-    known = [(each.name, _quantiles(each.run.summary, metric)) for each in settled]
-    curves = tuple((name, tuple(1e3 * x for x in values)) for name, values in known if len(values) > 1)
+    """Return the distribution of the runs that are not saturated; None if no run has the metric."""
+    settled = [entry for entry in runs if not entry.run.summary.saturated]
+    quantiles_by_run = [(entry.name, _quantiles(entry.run.summary, metric)) for entry in settled]
+    curves = tuple((name, tuple(1e3 * x for x in values)) for name, values in quantiles_by_run if len(values) > 1)
     if not curves:
         return None
     wide = any(values[-1] > 20 * values[len(values) // 2] for _, values in curves)
@@ -237,15 +239,15 @@ def _cdf(runs: Sequence[NamedRun], metric: Metric) -> info.Cdf | None:
 
 
 def _timelines(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
-    """Requests running and KV blocks used, over the simulated time of those runs that have it."""
-    known = [(each.name, t, i) for i, each in enumerate(runs) if (t := each.run.summary.timeline)]
-    if not known:
+    """Return figures of requests running and KV blocks used, over the simulated time of the runs that have it."""
+    timelines = [(entry.name, t, i) for i, entry in enumerate(runs) if (t := entry.run.summary.timeline)]
+    if not timelines:
         return {}
-    running = [(name, t.t_s, t.running, i) for name, t, i in known]
-    used = [(name, t.t_s, [100 * x for x in t.kv_used], i) for name, t, i in known]
+    running = [(name, t.t_s, t.running, i) for name, t, i in timelines]
+    kv_used = [(name, t.t_s, [100 * x for x in t.kv_used], i) for name, t, i in timelines]
     return {
         "running": figures.over_time(running, "requests running"),
-        "kv": figures.over_time(used, "KV blocks used, %"),
+        "kv": figures.over_time(kv_used, "KV blocks used, %"),
     }
 
 
@@ -272,7 +274,7 @@ CAPTIONS = {
 
 
 class Compared(NamedTuple):
-    """What one page puts side by side; the colours go through all of it in this order."""
+    """Runs, validations and findings that a page compares; each keeps its colour, in this order."""
 
     runs: tuple[NamedRun, ...] = ()
     validations: tuple[NamedValidation, ...] = ()
@@ -280,13 +282,13 @@ class Compared(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of all of them."""
-        named = ([each.name for each in group] for group in (self.runs, self.validations, self.findings))
-        return [name for names in named for name in names]
+        """Names of all of them, in this order."""
+        names_by_group = ([entry.name for entry in group] for group in (self.runs, self.validations, self.findings))
+        return [name for names in names_by_group for name in names]
 
 
 class RunAccount(NamedTuple):
-    """A line of the first table: what it is called, what it says, and what holds it back."""
+    """A row of the first table: the name of a run, its headline, and its bottleneck."""
 
     name: str
     says: str
@@ -294,14 +296,14 @@ class RunAccount(NamedTuple):
 
 
 def accounts(compared: Compared) -> list[RunAccount]:
-    """What each of them says for itself."""
+    """Return the statement of each run, validation and list of findings about itself."""
     return [
         *(
-            RunAccount(each.name, _headline(each.run), verdict.bottleneck(each.run.summary) or info.ABSENT)
-            for each in compared.runs
+            RunAccount(entry.name, _headline(entry.run), verdict.bottleneck(entry.run.summary) or info.ABSENT)
+            for entry in compared.runs
         ),
-        *(RunAccount(each.name, validated(each.validation), info.ABSENT) for each in compared.validations),
-        *(RunAccount(each.name, published(each.findings.findings), info.ABSENT) for each in compared.findings),
+        *(RunAccount(entry.name, validated(entry.validation), info.ABSENT) for entry in compared.validations),
+        *(RunAccount(entry.name, published(entry.findings.findings), info.ABSENT) for entry in compared.findings),
     ]
 
 
@@ -310,18 +312,18 @@ def _headline(run: Run) -> str:
 
 
 def render(compared: Compared) -> str:
-    """The page; the same bytes for the same runs."""
+    """Return the page; the same bytes for the same runs."""
     from markupsafe import Markup
 
     runs, validations = compared.runs, compared.validations
     # One legend above all figures, for in each it would take more room than the curves.
-    drawn = {
+    pictures = {
         name: figures.fragment(figure | {"layout": figure["layout"] | {"showlegend": False}}, name, 360)
         for name, figure in overlays(runs).items()
     }
     if validations:
         scatter = side_by_side.errors_figure(validations, len(runs))
-        drawn["errors"] = figures.fragment(scatter, "errors", 460)
+        pictures["errors"] = figures.fragment(scatter, "errors", 460)
     return fill(
         "compare.html.j2",
         accounts=accounts(compared),
@@ -335,7 +337,7 @@ def render(compared: Compared) -> str:
         numbers=(rows := numbers(runs)),
         likely=any(cell.lower for row in rows for cell in row.cells),
         plan_differences=plan_differences(runs),
-        figures={name: Markup(html) for name, html in drawn.items()},
+        figures={name: Markup(html) for name, html in pictures.items()},
         captions=CAPTIONS,
         version=__version__,
         numbers_json=Markup(json.dumps(document(compared), sort_keys=True, allow_nan=False).replace("<", "\\u003c")),
@@ -345,20 +347,20 @@ def render(compared: Compared) -> str:
 
 
 def document(compared: Compared) -> dict[str, Any]:
-    """The numbers behind the page: by run, by what they are."""
+    """Return the numbers behind the page: by run, then by name."""
     return {
-        **{each.name: _numbers_of(each.run.summary) for each in compared.runs},
-        **{each.name: each.validation.to_data() for each in compared.validations},
-        **{each.name: each.findings.to_data() for each in compared.findings},
+        **{entry.name: _numbers_of(entry.run.summary) for entry in compared.runs},
+        **{entry.name: entry.validation.to_data() for entry in compared.validations},
+        **{entry.name: entry.findings.to_data() for entry in compared.findings},
     }
 
 
 def _numbers_of(s: Summary) -> dict[str, Any]:
-    named = {f"{n.what}, {n.unit}" if n.unit else n.what: _seconds_or_more(n, s) for n in NUMBERS}
-    return {"plan": s.plan.to_data(), "saturated": s.saturated, **named}
+    values = {f"{n.what}, {n.unit}" if n.unit else n.what: _seconds_or_more(n, s) for n in NUMBERS}
+    return {"plan": s.plan.to_data(), "saturated": s.saturated, **values}
 
 
 def _seconds_or_more(number: Number, s: Summary) -> float | None:
-    """In the unit of its row."""
+    """Return the value of a number in the unit of its row."""
     value = number.value(s)
     return value * 1e3 if value is not None and number.unit == "ms" else value

@@ -42,7 +42,12 @@ RED = "#d64545"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 LOG_TICKS = [digit * 10**power for power in range(7) for digit in (1, 3)]
 FEW_TICKS = 3
-HATCHED = ("transferred", "other-engine", "data-sheet", "assumed")  # provenances that nobody measured on this device
+HATCHED = (
+    "transferred",
+    "other-engine",
+    "data-sheet",
+    "assumed",
+)  # provenances other than a measurement of this device
 
 
 def fragment(figure: Figure, name: str, height_px: int) -> str:
@@ -72,12 +77,12 @@ def plotly_js() -> str:
 
 
 def series_colour(i: int) -> str:
-    """Of the i-th thing of several: no two have the same, however many they are."""
+    """Return the colour of series i; no two series have the same, however many they are."""
     return COLOURS[i] if i < len(COLOURS) else f"hsl({(GOLDEN_ANGLE * i) % 360:.0f}, 45%, {42 + 9 * (i % 3)}%)"
 
 
 def _line(series: int) -> Figure:
-    """The chosen plan, which is series 0, stands out."""
+    """Return the style of a line; that of the chosen plan, which is series 0, is wider."""
     return {"color": series_colour(series), "width": 3 if series == 0 else 1.5}
 
 
@@ -143,20 +148,20 @@ MANY = 500
 
 
 def front_figure(s: Summary) -> Figure:
-    """Simulated points of a front: offered tokens/s/GPU against tokens/s/user, one line for each plan."""
+    """Figure of the simulated points of a front: offered tokens/s/GPU against tokens/s/user, one line for each plan."""
     names = list(dict.fromkeys(point.candidate for point in s.front))
     data = []
     for i, name in enumerate(names):
-        own = [point for point in s.front if point.candidate == name]
+        points = [point for point in s.front if point.candidate == name]
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers",
                 "name": brief(name),
-                "x": [point.output_tokens_per_s_per_user for point in own],
-                "y": [point.output_tokens_per_s_per_gpu for point in own],
+                "x": [point.output_tokens_per_s_per_user for point in points],
+                "y": [point.output_tokens_per_s_per_gpu for point in points],
                 "marker": {"size": 10, "color": series_colour(i)},
-                "hovertext": [f"{escape(name)}<br>{point.rate_rps:.4g} requests/s" for point in own],
+                "hovertext": [f"{escape(name)}<br>{point.rate_rps:.4g} requests/s" for point in points],
                 "hoverinfo": "text",
             }
         )
@@ -165,7 +170,8 @@ def front_figure(s: Summary) -> Figure:
 
 
 FEW = 3
-"""Of fewer points that met the SLO there is no front to see; those that were stopped early are drawn with them then."""
+"""Number of points that met the SLO below which no front is visible; points that were stopped early are then drawn too.
+"""
 
 
 def pareto_figure(info: ParetoInfo) -> Figure:
@@ -195,6 +201,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(_points(info.infeasible, "infeasible", size=8, color=GREY, symbol="x-thin-open"))
     if info.unfinished:
         stopped = _points(info.unfinished, "stopped early", size=6, color=GREY, symbol="line-ew-open")
+        # Shown from the start only if there are too few finished points for a front.
         data.append(stopped if len(feasible) < FEW else stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:
@@ -362,7 +369,7 @@ def _limit_line(limit: LimitLine) -> Figure:
 
 
 def breakdown_figure(info: BreakdownInfo) -> Figure:
-    """One bar per step, stacked by operator; hatched where nobody measured."""
+    """Figure with a bar for each step, stacked by operator; hatched if the operator was not measured on this device."""
     operators = list(dict.fromkeys(layer.operator for layer in info.layers))
     rows = list(range(len(info.labels)))
     data: list[Figure] = [

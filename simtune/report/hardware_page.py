@@ -1,4 +1,4 @@
-"""The page of a hardware profile: what its fits say, beside the data sheet, and how far off they may be.
+"""The page of a hardware profile: its fits, beside the data sheet, and their errors.
 
 As in the report, small tuples are computed first and drawn after. No row of a table is in a profile, so none is here.
 """
@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """One operator as the page shows it."""
+    """An operator as the page shows it."""
 
     key: str
     along: str
@@ -87,7 +87,7 @@ class Section(NamedTuple):
 
 
 def headline(hardware: Hardware) -> str:
-    """What the page is about, in a sentence."""
+    """Return a sentence on the origin of the operators."""
     counts: dict[str, int] = {}
     for operator in hardware.operators.values():
         counts[operator.origin] = counts.get(operator.origin, 0) + 1
@@ -104,7 +104,7 @@ def headline(hardware: Hardware) -> str:
 
 
 class Rate(NamedTuple):
-    """A fitted rate over that of the data sheet; None where the operator has none."""
+    """A fitted rate over that of the data sheet; None if the operator has none."""
 
     key: str
     flops: float | None
@@ -112,7 +112,7 @@ class Rate(NamedTuple):
 
 
 def fits(hardware: Hardware) -> list[Fit]:
-    """Every operator: lines to draw, the row of the table, and what became of its tables."""
+    """Return for every operator the lines to draw, the row of the table, and a note on its tables."""
     return [_fit(hardware, key, operator) for key, operator in hardware.operators.items()]
 
 
@@ -155,8 +155,8 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
             shape[name] = x
             continue
         smallest, largest = _box(operator, name)
-        wanted = fixed.get(name, round(float(np.sqrt(max(smallest, 1e-9) * max(largest, 1e-9)))))
-        value = float(np.clip(wanted, smallest, largest))
+        middle = fixed.get(name, round(float(np.sqrt(max(smallest, 1e-9) * max(largest, 1e-9)))))
+        value = float(np.clip(middle, smallest, largest))
         shape[name] = np.full(len(x), value)
         if smallest < largest:
             label.append(f"{name} {value:,.6g}")
@@ -166,7 +166,7 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
 
 
 def rates(hardware: Hardware) -> list[Rate]:
-    """What the fits found of the data sheet's rates. Collectives are judged by the link inside a node."""
+    """Return the fitted rates as shares of the data sheet's rates. Collectives are judged by the link inside a node."""
     shares = []
     for key, operator in hardware.operators.items():
         terms, device = OPERATORS[operator.kind], hardware.device
@@ -222,7 +222,7 @@ def _link(link: Link) -> str:
 
 
 def _tera(rate: float) -> str:
-    """In units of 1e12, two digits at least."""
+    """Return a rate in units of 1e12, with two digits at least."""
     return f"{rate / 1e12:,.0f}" if rate >= 1e13 else f"{rate / 1e12:.2g}"
 
 
@@ -254,21 +254,21 @@ def _us(seconds: Sequence[float]) -> list[float]:
 
 
 def rate_figure(rates: Sequence[Rate]) -> Figure:
-    """Fitted rates as shares of the data sheet."""
-    shown = list(reversed(rates))
+    """Figure of fitted rates as shares of the data sheet."""
+    from_bottom = list(reversed(rates))
     data = [
         {
             "type": "bar",
             "orientation": "h",
-            "y": [escape(r.key) for r in shown],
+            "y": [escape(r.key) for r in from_bottom],
             "x": [None if value is None else round(100 * value, 1) for value in values],
             "name": name,
             "marker": {"color": colour},
             "hovertemplate": "%{y}: %{x:.0f} %<extra></extra>",
         }
         for name, values, colour in (
-            ("memory or link rate", [r.bytes for r in shown], figures.COLOURS[0]),
-            ("flops", [r.flops for r in shown], figures.COLOURS[1]),
+            ("memory or link rate", [r.bytes for r in from_bottom], figures.COLOURS[0]),
+            ("flops", [r.flops for r in from_bottom], figures.COLOURS[1]),
         )
     ]
     line = {"type": "line", "xref": "x", "yref": "paper", "x0": 100, "x1": 100, "y0": 0, "y1": 1}
@@ -279,7 +279,7 @@ def rate_figure(rates: Sequence[Rate]) -> Figure:
 
 
 SMALL = {"size": 9}
-"""So that names of operators leave room on a phone."""
+"""Font that leaves room on a phone beside the names of operators."""
 ABOVE = 56
 """Characters of such a name above its row."""
 SHOWN = (1, 10, 100)
@@ -287,7 +287,7 @@ SHOWN = (1, 10, 100)
 
 
 def error_figure(hardware: Hardware) -> Figure | None:
-    """Median and p90 of every hold-out; None where no operator has one."""
+    """Figure of median and p90 of every hold-out; None if no operator has one."""
     rows = [(key, h) for key, o in hardware.operators.items() for h in o.hold_out]
     if not rows:
         return None
@@ -326,30 +326,31 @@ def _legend_above() -> Figure:
 
 
 def render(hardware: Hardware, sections: Sequence[Section] = ()) -> str:
-    """One page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
+    """Return a page that opens offline, with the same bytes for the same profile; `sections` come before the fits."""
     from markupsafe import Markup
 
-    shown, errors = fits(hardware), error_figure(hardware)
-    drawn = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(shown)}
-    drawn["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(shown))
+    operator_fits, errors = fits(hardware), error_figure(hardware)
+    pictures = {f"fit-{i}": figures.fragment(line_figure(f), f"fit-{i}", 300) for i, f in enumerate(operator_fits)}
+    pictures["rates"] = figures.fragment(rate_figure(rates(hardware)), "rates", 120 + 30 * len(operator_fits))
     for i, section in enumerate(sections):
         if section.figure is not None:
-            height = 340 + 24 * max(3, len(section.figure["data"]))  # on a phone the legend has a line for each
-            drawn[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
+            # On a phone the legend has a line for each series.
+            height = 340 + 24 * max(3, len(section.figure["data"]))
+            pictures[f"section-{i}"] = figures.fragment(section.figure, f"section-{i}", height)
     if errors is not None:
         splits = sum(len(o.hold_out) for o in hardware.operators.values())
-        drawn["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
+        pictures["errors"] = figures.fragment(errors, "errors", 120 + 30 * splits)
     return fill(
         "hardware.html.j2",
         style=Markup(template("style.j2")),
         hardware=hardware,
         headline=headline(hardware),
         facts=facts(hardware),
-        fits=shown,
+        fits=operator_fits,
         sections=sections,
         kinds=sorted({o.origin for o in hardware.operators.values()}),
         outside=OUTSIDE,
         version=__version__,
-        figures={name: Markup(html) for name, html in drawn.items()},
+        figures={name: Markup(html) for name, html in pictures.items()},
         plotly_js=Markup(figures.plotly_js()),
     )

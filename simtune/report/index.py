@@ -26,7 +26,7 @@ TEXTS = (0, 1, 2, 3, 4, 11)
 
 
 class IndexRow(NamedTuple):
-    """A run: where its report is, what is shown, what it is sorted by, and its thumbnail as SVG."""
+    """A run: the path of its report, the cells shown, the keys it is sorted by, and its thumbnail as SVG."""
 
     link: str
     thumbnail: str
@@ -35,7 +35,7 @@ class IndexRow(NamedTuple):
 
 
 def index_row(each: NamedRun, page: str, span: Span | None = None) -> IndexRow:
-    """Of a run whose report is `page` beside the index; thumbnails share the axis `span`."""
+    """Row of a run whose report is `page` beside the index; thumbnails share the axis `span`."""
     s = each.run.summary
     p99 = {x: None if s.saturated or x not in s.metrics else s.metrics[x].p99 for x in ("ttft", "tpot")}
     usd = s.price.per_million_output_tokens_usd if s.price else None
@@ -46,13 +46,13 @@ def index_row(each: NamedRun, page: str, span: Span | None = None) -> IndexRow:
         each.name, e2el, s.model, s.hardware.name, info.chosen_name(each.run), s.num_gpus, s.offered_rate_rps,
         s.goodput_rps if s.slo else None, p99["ttft"], p99["tpot"], usd, state,
     )  # fmt: skip
-    shown = [*map(_shown, values)]
-    shown[1], shown[8:10] = info.ABSENT, [info.ms(p99["ttft"]), info.ms(p99["tpot"])]
-    return IndexRow(quote(page), of_run(s, span), tuple(shown), _keys(values))
+    cells = [*map(_shown, values)]
+    cells[1], cells[8:10] = info.ABSENT, [info.ms(p99["ttft"]), info.ms(p99["tpot"])]
+    return IndexRow(quote(page), of_run(s, span), tuple(cells), _keys(values))
 
 
 def validated_row(each: NamedValidation, page: str) -> IndexRow:
-    """Of a validation likewise; the latencies are of its loads, so that they stand in its page and not here."""
+    """Row of a validation; its latencies belong to its loads, so they are on its page and not here."""
     v = each.validation
     rates = {load.rate_rps for load in v.loads}
     offered = rates.pop() if len(rates) == 1 else None
@@ -64,7 +64,7 @@ def validated_row(each: NamedValidation, page: str) -> IndexRow:
 
 
 def published_row(each: NamedFindings, page: str) -> IndexRow:
-    """Of a list of published systems likewise."""
+    """Row of a list of published systems."""
     f = each.findings
     state = ", ".join(f"{count} {status}" for status, count in counts(f.findings).items())
     many = plural(len(f.findings), "published system")
@@ -73,7 +73,7 @@ def published_row(each: NamedFindings, page: str) -> IndexRow:
 
 
 def sweep_row(sweep: SweepTable) -> IndexRow:
-    """Of a sweep likewise: what is the same at every point that could be simulated, and how many there are."""
+    """Row of a sweep: the values that are the same at every point that could be simulated, and the number of points."""
     points = [row for row in sweep.rows if not row["error"]]
     first = points[0] if points else {}
     same: dict[str, Any] = {key: first[key] for key in first if all(row[key] == first[key] for row in points)}
@@ -81,21 +81,21 @@ def sweep_row(sweep: SweepTable) -> IndexRow:
         "num_gpus", "offered_rate_rps", "goodput_rps", "ttft_p99_s", "tpot_p99_s", "usd_per_million_output_tokens",
     )  # fmt: skip
     state = f"sweep of {plural(len(sweep.rows), 'point')} over {', '.join(sweep.keys)}"
-    named = (same.get("model"), same.get("hardware"), same.get("plan"))
-    values: tuple[Any, ...] = (sweep.name, None, *named, *(same.get(column) for column in columns), state)
-    shown = [*map(_shown, values)]
-    shown[8:10] = [info.ms(same.get("ttft_p99_s")), info.ms(same.get("tpot_p99_s"))]
-    return IndexRow(f"{quote(sweep.name)}/{PAGE}", _swept(sweep, points), tuple(shown), _keys(values))
+    names = (same.get("model"), same.get("hardware"), same.get("plan"))
+    values: tuple[Any, ...] = (sweep.name, None, *names, *(same.get(column) for column in columns), state)
+    cells = [*map(_shown, values)]
+    cells[8:10] = [info.ms(same.get("ttft_p99_s")), info.ms(same.get("tpot_p99_s"))]
+    return IndexRow(f"{quote(sweep.name)}/{PAGE}", _swept(sweep, points), tuple(cells), _keys(values))
 
 
 def _swept(sweep: SweepTable, points: Sequence[Mapping[str, Any]]) -> str:
-    """The first curve of the page of a sweep."""
-    column, what, scale = DRAWN[0]
+    """Return the first curve of the page of a sweep."""
+    column, title, scale = DRAWN[0]
     lines = curves(sweep.keys, points, column, scale) if points else []
     if not lines or len(lines[0].x) < 2:
         return ""
     line = [(x if isinstance(x, float) else float(i), y) for i, (x, y) in enumerate(zip(*lines[0][1:], strict=True))]
-    return drawn(sorted(line), f"{what} along the sweep")
+    return drawn(sorted(line), f"{title} along the sweep")
 
 
 def _shown(value: str | float | None) -> str:
@@ -107,10 +107,12 @@ def _keys(values: Sequence[Any]) -> tuple[str, ...]:
 
 
 def render(title: str, listed: Compared, sweeps: Sequence[SweepTable], pages: Mapping[str, str]) -> str:
-    """The page; the same bytes for the same runs and sweeps. `pages` are theirs by name, but those of sweeps."""
+    """Return the page; the same bytes for the same runs and sweeps. `pages` maps the names of all but the sweeps to
+    their pages.
+    """
     from markupsafe import Markup
 
-    span = e2el_span(each.run.summary for each in listed.runs)
+    span = e2el_span(entry.run.summary for entry in listed.runs)
     rows = [
         *(index_row(run, pages[run.name], span) for run in listed.runs),
         *(validated_row(validation, pages[validation.name]) for validation in listed.validations),
@@ -126,7 +128,7 @@ def render(title: str, listed: Compared, sweeps: Sequence[SweepTable], pages: Ma
     return fill(
         "index.html.j2",
         title=title,
-        count=", ".join(plural(len(those), word) for word, those in counted.items() if those),
+        count=", ".join(plural(len(entries), word) for word, entries in counted.items() if entries),
         columns=COLUMNS,
         texts=TEXTS,
         rows=sorted(rows, key=lambda row: row.cells[0]),

@@ -1,4 +1,4 @@
-"""What the report shows, computed before anything is drawn: small tuples that tests can look at.
+"""Contents of the report, computed before anything is drawn: small tuples that tests can check.
 
 Seconds come in; milliseconds, percent and words go out.
 """
@@ -26,7 +26,7 @@ NO_BREAK = "\u00a0"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At least `digits` significant digits, in exponents only below a millionth; whole numbers as they are."""
+    """Return at least `digits` significant digits, with an exponent only below a millionth; whole numbers unchanged."""
     if value is None:
         return ABSENT
     if isinstance(value, int) or value == 0:
@@ -43,7 +43,7 @@ def ms(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """One decimal; what is not quite all is never rounded up to 100 %."""
+    """Return a share in percent with one decimal; a share just below 1 is never rounded up to 100 %."""
     if share is None:
         return ABSENT
     text = f"{share * 100:.1f} %"
@@ -58,7 +58,7 @@ def gib(num_bytes: float) -> str:
 # --- words ------------------------------------------------------------------------------------------------
 
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
-"""What E2EL is made up of."""
+"""Parts that add up to E2EL."""
 METRIC_NAMES: dict[Metric, str] = {
     "ttft": "TTFT",
     "tpot": "TPOT",
@@ -70,7 +70,7 @@ METRIC_NAMES: dict[Metric, str] = {
 
 
 def limit(slo: SloLimit) -> str:
-    """`p99 TTFT ≤ 1,000 ms`, with the class where a limit belongs to one; it is not broken across lines."""
+    """Return `p99 TTFT ≤ 1,000 ms`, with the class if a limit belongs to one; it is not broken across lines."""
     metric = METRIC_NAMES[slo.metric]
     text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
     return text if slo.request_class is None else f"{text} for {slo.request_class}"
@@ -86,17 +86,17 @@ def devices(s: Summary) -> str:
 
 
 def profiles(s: Summary) -> tuple[HardwareFacts, ...]:
-    """Of all kinds of GPU of its pools."""
+    """Profiles of all kinds of GPU of the pools."""
     return (s.hardware, *s.other_hardware)
 
 
 def chosen_name(run: Run) -> str:
-    """What the chosen plan is called in tables, sweep and quantiles."""
+    """Name of the chosen plan in tables, sweep and quantiles."""
     return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
 
 
 def _shape(s: Summary) -> str:
-    """`2 prefill and 1 decode instances of M on 3 GPUs`, or, where all are alike, on how many GPUs each."""
+    """Return `2 prefill and 1 decode instances of M on 3 GPUs`, or for a single pool the GPUs of each instance."""
     pools = s.plan.pools
     if len(pools) == 1:
         text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(pools[0].devices, 'GPU')}"
@@ -107,13 +107,15 @@ def _shape(s: Summary) -> str:
 
 
 def headline(run: Run) -> str:
-    """One sentence: which plan, what it achieves, per GPU, under which limits."""
+    """Return a sentence: which plan, what it achieves, per GPU, under which limits."""
     s = run.summary
     plan = f"{chosen_name(run)} ({_shape(s)})"
     if s.saturated:
         offered = "its load" if s.offered_rate_rps is None else f"{number(s.offered_rate_rps)} requests/s"
-        done = "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
-        return f"{plan} cannot keep up with {offered}{done}."
+        finished = (
+            "" if s.request_throughput_rps is None else f": it finishes {number(s.request_throughput_rps)} a second"
+        )
+        return f"{plan} cannot keep up with {offered}{finished}."
     if s.slo and not all(x.met for x in s.slo):
         missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
         rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
@@ -152,7 +154,8 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
 
 def key_figures(s: Summary) -> list[tuple[str, str, str]]:
     """(label, value, unit) of what is known."""
-    latencies: tuple[Metric, ...] = () if s.saturated else ("ttft", "tpot")  # of a growing queue they say nothing
+    # Latencies of a growing queue show only how long the simulation was.
+    latencies: tuple[Metric, ...] = () if s.saturated else ("ttft", "tpot")
     figures = [
         *_objective_figure(s),
         ("offered", number(s.offered_rate_rps), "requests/s"),
@@ -183,7 +186,9 @@ def _lasting(s: Summary) -> str:
 
 
 def _within_limits(s: Summary) -> list[tuple[str, str, str]]:
-    """Without limits every answer is within them, also of a queue that grows: then what is finished is said."""
+    """Return goodput and attainment; without limits the finished requests, since then every request is within them,
+    also if the queue grows.
+    """
     if not s.slo:
         return [("finished", number(s.request_throughput_rps), "requests/s")]
     return [
@@ -206,10 +211,10 @@ def _certainty(s: Summary) -> list[tuple[str, str, str]]:
     sure = []
     if s.confidence is not None and s.confidence.versus:
         sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
-    drawn = s.uncertainty or s.odds
-    if drawn is None or not s.slo:
+    worlds = s.uncertainty or s.odds
+    if worlds is None or not s.slo:
         return sure
-    return [*sure, ("P(SLO holds)", percent(drawn.slo_probability), f"of {number(drawn.worlds)} worlds")]
+    return [*sure, ("P(SLO holds)", percent(worlds.slo_probability), f"of {number(worlds.worlds)} worlds")]
 
 
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:
@@ -244,17 +249,17 @@ E2EL_COLOURS: dict[str, str] = {
 
 
 def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
-    """(part, mean over all requests, share of the mean E2EL); none where nothing finished."""
-    whole = s.metrics.get("e2el")
-    if whole is None or not whole.mean:
+    """Return (part, mean over all requests, share of the mean E2EL); empty if nothing finished."""
+    e2el = s.metrics.get("e2el")
+    if e2el is None or not e2el.mean:
         return []
     parts = []
     for metric, name in PARTS.items():
         m = s.metrics.get(metric)
         if m is not None and m.count:
             # A request that was not sent anywhere took no time for it.
-            seconds = (m.mean or 0.0) * m.count / whole.count
-            parts.append((name, f"{ms(seconds)} ms", seconds / whole.mean))
+            seconds = (m.mean or 0.0) * m.count / e2el.count
+            parts.append((name, f"{ms(seconds)} ms", seconds / e2el.mean))
     return parts
 
 
@@ -276,7 +281,7 @@ def pool_rows(s: Summary) -> list[tuple[str, ...]]:
 
 
 def _interval(s: Summary, metric: str, statistic: str) -> str:
-    """` (low-high)` in milliseconds where worlds were drawn."""
+    """Return ` (low-high)` in milliseconds if worlds were drawn."""
     bounds = s.uncertainty.of("metrics", metric, statistic) if s.uncertainty else None
     if bounds is None:
         return ""
@@ -285,7 +290,7 @@ def _interval(s: Summary, metric: str, statistic: str) -> str:
 
 
 def uncertainty_note(s: Summary) -> str | None:
-    """What the intervals are, and how often the verdict would differ; None where no worlds were drawn."""
+    """Return a note on the intervals and on how often the verdict would differ; None if no worlds were drawn."""
     u = s.uncertainty
     if u is None:
         return None
@@ -298,7 +303,9 @@ def uncertainty_note(s: Summary) -> str | None:
 
 
 def settings(spec: Spec) -> list[tuple[str, str]]:
-    """What a spec says, each by its key in the file (`search.tp`, `1, 2, 4`), in the order of its fields."""
+    """Return the settings of a spec, each with its key in the file (`search.tp`, `1, 2, 4`), in the order of its
+    fields.
+    """
     return [row for key, value in spec.to_data().items() if key != "schema" for row in _flat(value, key)]
 
 
@@ -317,7 +324,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _word(value: Any) -> str:
-    """As a file says it."""
+    """Return a value as a file writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -375,7 +382,7 @@ def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -
 
 
 def numbers_at(s: Summary) -> str | None:
-    """At which load the numbers of candidates were taken, where each has one of its own; None where all share one."""
+    """State at which load the numbers of candidates were taken, if each has one of its own; None if all share one."""
     if s.objective is None or not s.objective.name.startswith("goodput"):
         return None
     return (
@@ -385,7 +392,7 @@ def numbers_at(s: Summary) -> str | None:
 
 
 def same_result(candidate: CandidateRow, chosen: CandidateRow) -> str | None:
-    """Why a candidate is no worse and no better, where every number is equal: the knobs that differ never bind."""
+    """Return why a candidate is no worse and no better, if every number is equal: the knobs that differ never bind."""
     if candidate.ttft_p99_s is None or any(getattr(candidate, x) != getattr(chosen, x) for x in RESULTS):
         return None
     differ = [knob for knob in KNOBS if getattr(candidate, knob) != getattr(chosen, knob)]
@@ -423,7 +430,7 @@ class ParetoInfo(NamedTuple):
 
 
 def _places(candidates: Sequence[CandidateRow]) -> list[ParetoPoint]:
-    """Of candidates that were simulated as far as to have both coordinates."""
+    """Return the points of candidates that were simulated far enough to have both coordinates."""
     return [
         ParetoPoint(c.output_tokens_per_s_per_user, c.output_tokens_per_s_per_gpu, c)
         for c in candidates
@@ -475,7 +482,7 @@ class GoodputCurve(NamedTuple):
 
 
 def sweep_curves(run: Run) -> list[GoodputCurve]:
-    """One curve per candidate of the sweep, in the order of `series`."""
+    """Return a curve for each candidate of the sweep, in the order of `series`."""
     points = run.summary.sweep or ()
     curves = []
     for name in series(run):
@@ -547,7 +554,7 @@ def _level(statistic: str) -> float | None:
 
 
 class Layer(NamedTuple):
-    """One operator across the steps of a breakdown; `ms[i]` belongs to step i."""
+    """An operator across the steps of a breakdown; `ms[i]` belongs to step i."""
 
     operator: str
     provenance: str
@@ -577,14 +584,14 @@ def breakdown(s: Summary) -> BreakdownInfo:
 
 
 class MemoryShares(NamedTuple):
-    """Parts of one device's memory as (name, size, share of all), and what the KV part holds."""
+    """Return parts of one device's memory as (name, size, share of all), and the contents of the KV part."""
 
     parts: tuple[tuple[str, str, float], ...]
     holds: str
 
 
 def memory(s: Summary) -> MemoryShares | None:
-    """Weights, KV cache, the rest, and what is left free; None where the run kept no account of it."""
+    """Return weights, KV cache, other memory and free memory; None if the run has no memory accounting."""
     m = s.memory
     if m is None:
         return None
@@ -604,7 +611,7 @@ def memory(s: Summary) -> MemoryShares | None:
 
 
 class BasisInfo(NamedTuple):
-    """What the step time rests on: (words, share) of all of it, and a row of cells for each operator kind."""
+    """Basis of the step time: (words, share) of all of it, and a row of cells for each operator kind."""
 
     shares: tuple[tuple[str, float], ...]
     rows: tuple[tuple[str, ...], ...]
@@ -612,7 +619,9 @@ class BasisInfo(NamedTuple):
 
 
 def cost_basis(s: Summary) -> BasisInfo | None:
-    """operator, share of the step time, 90 % interval of its time, then its shares; None where costs were brought."""
+    """Return operator, share of the step time, 90 % interval of its time, then its shares; None if the user's own costs
+    are used.
+    """
     if s.cost_basis is None:
         return None
     names = [(kind.words, kind.name.lower()) for kind in Basis]
@@ -629,8 +638,8 @@ def cost_basis(s: Summary) -> BasisInfo | None:
 
 
 def quality_rows(s: Summary, hardware: HardwareFacts, *, used: bool) -> list[tuple[str, ...]]:
-    """operator, median, p90 and largest hold-out error, provenance, source; of operators that took time in this run, or
-    of the others. All count as used where nothing says which are.
+    """Return operator, median, p90 and largest hold-out error, provenance and source, of operators that took time in
+    this run, or of the others. All count as used if the run does not list them.
     """
     timed = None if s.cost_basis is None else {o.operator for o in s.cost_basis.operators}
     return [
@@ -652,10 +661,15 @@ def rivals(s: Summary) -> list[tuple[str, ...]]:
 
 
 def to_measure(s: Summary) -> list[tuple[str, ...]]:
-    """What is in doubt, how often the choice would be right once it was known, and the shapes to measure."""
+    """Return the errors in doubt, how often the choice would be right once each is known, and the shapes to measure."""
     return [
-        (one.error, percent(one.share), percent(one.right_after), "; ".join(map(str, one.points or one.acceptance)))
-        for one in (s.confidence.to_measure if s.confidence else ())
+        (
+            doubt.error,
+            percent(doubt.share),
+            percent(doubt.right_after),
+            "; ".join(map(str, doubt.points or doubt.acceptance)),
+        )
+        for doubt in (s.confidence.to_measure if s.confidence else ())
     ]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 
 LONGEST = 40
-"""Characters of a name in a legend: what has room beside a line on a phone."""
+"""Most characters of a name in a legend: they fit beside a line on a phone."""
 
 
 def escape(text: str) -> str:
-    """A text as a label says it. Quotes stay as they are, for Plotly knows no entity of them."""
+    """Return a text escaped for a label. Quotes are kept, since Plotly has no entity for them."""
     return html.escape(text, quote=False)
 
 

@@ -1,4 +1,4 @@
-"""The page of `simtune workload`: what a trace is, and how well a spec stands for it."""
+"""The page of `simtune workload`: the facts of a trace, and how well a spec reproduces it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simtune.workload.load_fit import FittedLoad
 
 
 def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
-    """What a load is, in words: (what, how much)."""
+    """Return the facts of a load in words: (what, how much)."""
     rows = [("requests", number(load.requests))]
     if load.span_s is not None and load.rate_rps is not None:
         rows.append(("over", in_words(load.span_s)))
@@ -25,8 +25,8 @@ def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
         rows.append(("burstiness", f"gaps vary by {number(load.gap_cv)} of their mean (1 is Poisson)"))
     if load.users is not None:
         rows.append(("closed loop", f"{number(load.users)} users"))
-    for what, lengths in (("prompt tokens", load.prompt_tokens), ("output tokens", load.output_tokens)):
-        rows.append((what, _lengths(lengths)))
+    for title, lengths in (("prompt tokens", load.prompt_tokens), ("output tokens", load.output_tokens)):
+        rows.append((title, _lengths(lengths)))
     if load.shared_prompt_share is not None:
         rows.append(
             ("seen before", f"{percent(load.shared_prompt_share)} of prompt tokens, by an endless prefix cache")
@@ -38,7 +38,7 @@ def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
 
 def _lengths(lengths: LengthFacts) -> str:
     parts = (("mean", lengths.mean), ("p50", lengths.p50), ("p90", lengths.p90), ("p99", lengths.p99))
-    return ", ".join(f"{what} {value:,.0f}" for what, value in (*parts, ("max", lengths.max)))
+    return ", ".join(f"{label} {value:,.0f}" for label, value in (*parts, ("max", lengths.max)))
 
 
 def agreement_rows(fitted: FittedLoad) -> list[tuple[str, str, str]]:
@@ -47,14 +47,14 @@ def agreement_rows(fitted: FittedLoad) -> list[tuple[str, str, str]]:
 
 
 def load_figures(load: LoadFacts) -> dict[str, str]:
-    """HTML by figure name: rates over time, and the two histograms."""
-    drawn = {
+    """Return HTML by figure name: rates over time, and the two histograms."""
+    pictures = {
         "load-prompt": figures.lengths_figure(load.prompt_tokens, "prompt tokens"),
         "load-output": figures.lengths_figure(load.output_tokens, "output tokens", 1),
     }
     if load.rates_rps:
-        drawn = {"load-rates": figures.rates_figure(load), **drawn}
-    return {name: figures.fragment(figure, name, 260) for name, figure in drawn.items()}
+        pictures = {"load-rates": figures.rates_figure(load), **pictures}
+    return {name: figures.fragment(figure, name, 260) for name, figure in pictures.items()}
 
 
 def render(name: str, load: LoadFacts, notes: Sequence[str], fitted: FittedLoad | None) -> str:

@@ -1,7 +1,6 @@
 """The page of a profile that was measured here: its fits beside the points, how noisy these were, and whole steps.
 
-It is the page of a hardware profile (`simtune.report.hardware_page`) with what only the measurer knows put before the
-rest.
+It is the page of a hardware profile (`simtune.report.hardware_page`), preceded by facts that only the measurement has.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MEASURED = "measured, ms"
 
 
 class PredictedTime(NamedTuple):
-    """A measured time and what the profile says of it, for an operator or the steps of a model."""
+    """A measured time and its prediction by the profile, for an operator or the steps of a model."""
 
     name: str
     shape: dict[str, float]
@@ -43,7 +42,7 @@ class Dots(NamedTuple):
 
 
 def fitted(points: Sequence[MeasuredPoint], profile: Hardware) -> list[PredictedTime]:
-    """Every measured point of an operator that the fit was made of, and what the fit says of it."""
+    """Return every measured point of an operator that the fit used, with its prediction."""
     judges: dict[str, Predictor] = {
         key: Predictor(operator, profile.device.processors, profile.arrays, Chip.of(profile.device))
         for key, operator in profile.operators.items()
@@ -69,7 +68,7 @@ def noise(points: Sequence[MeasuredPoint]) -> list[Dots]:
 
 
 def drift(points: Sequence[MeasuredPoint]) -> list[Dots]:
-    """What was measured again and again against its own median, and the clock against its first reading, over time."""
+    """Return repeated measurements against their own median, and the clock against its first reading, over time."""
     rows: list[tuple[str, float, float, dict[str, float]]] = []
     sentinels = [p for p in points if p.role == "sentinel" and p.seconds]
     for kind in sorted({p.kind for p in sentinels}):
@@ -91,7 +90,7 @@ def _dots(rows: Sequence[tuple[str, float, float, dict[str, float]]]) -> list[Do
 
 
 def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, scale: float = 1e3) -> Figure:
-    """One marker a point, by name; x in milliseconds where it is a measured time."""
+    """Figure with a marker for each point, by name; x is in milliseconds if it is a measured time."""
     data = [
         {
             "x": [float(f"{scale * x:.5g}") for x in d.x],
@@ -109,7 +108,7 @@ def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, 
 
 
 def box_rows(profile: Hardware) -> tuple[tuple[str, ...], ...]:
-    """What was measured of every operator; outside of it the fit extrapolates."""
+    """Return the measured range of every operator; outside of it the fit extrapolates."""
     return tuple(
         (key, ", ".join(_range(name, *limits) for name, limits in operator.box.items()))
         for key, operator in profile.operators.items()
@@ -140,9 +139,11 @@ def sections(
     steps: Sequence[PredictedTime],
     summary: dict[str, Any],
 ) -> list[Section]:
-    """What is put before the fits. `checks` are points no fit saw, `steps` whole steps against sums of operators."""
-    checked, stepped, seen = errors(checks), errors(steps), errors(fitted(points, profile))
-    shown = [
+    """Return the sections before the fits. `checks` are points that no fit used, `steps` whole steps against sums of
+    operators.
+    """
+    checked, stepped, of_fits = errors(checks), errors(steps), errors(fitted(points, profile))
+    all_sections = [
         _error_section(
             "Whole steps, never measured as a whole for any fit",
             "A decoder of the model's shapes with random weights, its steps against the sum of their operators.",
@@ -153,9 +154,9 @@ def sections(
             "Fits beside their own points",
             "How far the fits are off the points they were made of: far less than off others where curves go through "
             "them.",
-            _error_figure(seen),
+            _error_figure(of_fits),
             _ERROR_COLUMNS,
-            error_rows(seen),
+            error_rows(of_fits),
         ),
         Section(
             "Noise",
@@ -171,11 +172,11 @@ def sections(
             "What was measured", "Beyond these ranges the fits extrapolate.", None, ("", "range"), box_rows(profile)
         ),
     ]
-    return [section for section in shown if section.figure is not None or section.rows]
+    return [section for section in all_sections if section.figure is not None or section.rows]
 
 
 def _error_section(title: str, words: str, dots: Sequence[Dots]) -> Section:
-    """A figure and a table of errors; both empty where nothing was compared."""
+    """Return a section with a figure and a table of errors; both empty if nothing was compared."""
     return Section(title, words, _error_figure(dots) if dots else None, _ERROR_COLUMNS, error_rows(dots))
 
 
@@ -184,7 +185,7 @@ def _error_figure(dots: Sequence[Dots]) -> Figure:
 
 
 def _conditions(summary: dict[str, Any]) -> str:
-    """How much was measured, by which timers, and how quiet the machine was."""
+    """Return a paragraph: how much was measured, by which timers, and how quiet the machine was."""
     clean, timers = summary["clean_share"], ", ".join(f"{n:,} by {timer}" for timer, n in summary["timers"].items())
     sentences = [
         f"{summary['points']:,} points in {summary['spent_s']:.0f} s, timed {timers}.",
@@ -202,5 +203,5 @@ def render(
     steps: Sequence[PredictedTime],
     summary: dict[str, Any],
 ) -> str:
-    """One page that opens offline."""
+    """Return a page that opens offline."""
     return hardware_page.render(profile, sections(profile, points, checks, steps, summary))

@@ -1,4 +1,4 @@
-"""What follows from a model spec, in words."""
+"""Facts that follow from a model spec, in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def facts(model: Model) -> list[tuple[str, str]]:
 
 
 def weights(model: Model) -> str:
-    """Of the whole model, as they lie in memory."""
+    """Return the size of the whole model's weights in memory, in GiB."""
     return f"{weights_bytes(model, Parallelism(), 0) / 2**30:.1f} GiB"
 
 
@@ -36,7 +36,7 @@ def fits_on(model: Model) -> list[tuple[str, str]]:
 
 
 def _fewest(model: Model, hardware: Hardware) -> str:
-    """With vLLM's batching, on as many GPUs of one node as tensor parallelism needs."""
+    """Return the fewest GPUs of one node on which the model fits by tensor parallelism, with vLLM's batching."""
     tp = 1
     while tp <= hardware.device.devices_per_node:
         pool = Pool(

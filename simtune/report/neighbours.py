@@ -1,4 +1,4 @@
-"""What one step of each knob away from the chosen plan did in the search."""
+"""Results of the search for plans that are one step of a knob away from the chosen plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ NO_EFFECT = "nothing changes"
 ALTERNATIVES = 3
 """Other values of such a knob that are shown, the best by rank."""
 FOLLOWS_FROM = {knob: {"instances"} for knob in ("gpu", "tp", "pp", "attention_dp")}
-"""Of a given number of GPUs instances are as many as there is room for, so they change with their size."""
+"""Knobs that change with another knob: the number of instances that fit on a given number of GPUs depends on their
+size.
+"""
 ALIKE = re.compile(r"(?:at \S+ requests/s )?misses the SLO as (\S+) does")
-"""What the search says of a plan that none of its limits tells from another."""
+"""Pattern of the search's note on a plan that none of its limits tells from another."""
 
 
 class Neighbour(NamedTuple):
@@ -29,8 +31,8 @@ class Neighbour(NamedTuple):
 
 
 def neighbours(run: Run) -> list[Neighbour]:
-    """The nearest smaller and larger value that was tried of each knob, all other knobs alike; of knobs that are not
-    counted, such as drafters, the best of the other values.
+    """Return the nearest smaller and larger value that was tried of each knob, all other knobs alike; of knobs that are
+    not counted, such as drafters, the best of the other values.
     """
     chosen = next((c for c in run.candidates if c.status == "chosen"), None)
     if chosen is None:
@@ -42,9 +44,9 @@ def neighbours(run: Run) -> list[Neighbour]:
             for c in run.candidates
             if c is not chosen and _differ(c, chosen) - FOLLOWS_FROM.get(knob, set()) == {knob}
         ]
-        for other in _nearest(alike, chosen, knob) if knob in COUNTED else _best(alike, knob):
-            here, there = (_words(getattr(x, knob)) for x in (chosen, other))
-            steps.append(Neighbour(knob, here, there, _effect(other, chosen, run)))
+        for neighbour in _nearest(alike, chosen, knob) if knob in COUNTED else _best(alike, knob):
+            chosen_value, other_value = (_words(getattr(x, knob)) for x in (chosen, neighbour))
+            steps.append(Neighbour(knob, chosen_value, other_value, _effect(neighbour, chosen, run)))
     return steps
 
 
@@ -55,7 +57,7 @@ def same_as(candidate: CandidateRow) -> str | None:
 
 
 def _effect(other: CandidateRow, chosen: CandidateRow, run: Run) -> str:
-    """How a candidate fared; of one that does what another one does, how that one fared."""
+    """Return how a candidate fared; if it behaves as another one, how that one fared."""
     name = same_as(other)
     twin = next((c for c in run.candidates if c.candidate == name), None)
     if twin is None:
@@ -85,10 +87,10 @@ def _best(alike: list[CandidateRow], knob: str) -> list[CandidateRow]:
 
 
 def _nearest(alike: list[CandidateRow], chosen: CandidateRow, knob: str) -> list[CandidateRow]:
-    """The next below and the next above the chosen value."""
+    """Return the next value below and the next above the chosen value."""
     value = getattr(chosen, knob)
-    known = [c for c in alike if None not in (value, getattr(c, knob))]
-    below = [c for c in known if getattr(c, knob) < value]
-    above = [c for c in known if getattr(c, knob) > value]
+    comparable = [c for c in alike if None not in (value, getattr(c, knob))]
+    below = [c for c in comparable if getattr(c, knob) < value]
+    above = [c for c in comparable if getattr(c, knob) > value]
     nearest = [max(below, key=lambda c: getattr(c, knob))] if below else []
     return [*nearest, *([min(above, key=lambda c: getattr(c, knob))] if above else [])]

@@ -47,27 +47,27 @@ def _explorer(run: Run) -> str:
 
 
 def _figures(run: Run) -> dict[str, str]:
-    """HTML by figure name, for what the run directory has data for."""
+    """Return HTML by figure name, for the figures that the run directory has data for."""
     s = run.summary
-    drawn, series = {}, info.series(run)
+    pictures, series = {}, info.series(run)
     pareto, curves, steps = info.pareto(run.candidates), info.sweep_curves(run), info.breakdown(s)
     if pareto.front or pareto.infeasible:
-        drawn["pareto"] = (figures.pareto_figure(pareto), 460)
+        pictures["pareto"] = (figures.pareto_figure(pareto), 460)
     if s.front:
-        drawn["front"] = (figures.front_figure(s), 420)
+        pictures["front"] = (figures.front_figure(s), 420)
     if curves:
-        drawn["sweep"] = (figures.sweep_figure(curves, series), 440)
+        pictures["sweep"] = (figures.sweep_figure(curves, series), 440)
     for cdf in info.cdfs(run):
-        drawn[f"cdf-{cdf.title.lower()}"] = (figures.cdf_figure(cdf, series), 420)
+        pictures[f"cdf-{cdf.title.lower()}"] = (figures.cdf_figure(cdf, series), 420)
     if steps.labels:
-        drawn["breakdown"] = (figures.breakdown_figure(steps), 150 + 70 * len(steps.labels))
+        pictures["breakdown"] = (figures.breakdown_figure(steps), 150 + 70 * len(steps.labels))
     if s.pool_timelines and s.pool_timelines[0].t_s:
-        drawn |= {f"timeline-{t.pool}": (figures.timeline_figure(t), 380) for t in s.pool_timelines}
+        pictures |= {f"timeline-{t.pool}": (figures.timeline_figure(t), 380) for t in s.pool_timelines}
     elif s.timeline and s.timeline.t_s:
-        drawn["timeline"] = (figures.timeline_figure(s.timeline), 440)
+        pictures["timeline"] = (figures.timeline_figure(s.timeline), 440)
     if len(s.instances) > 1:
-        drawn["instances"] = (figures.instances_figure(s.instances), 300)
-    fragments = {name: figures.fragment(figure, name, height) for name, (figure, height) in drawn.items()}
+        pictures["instances"] = (figures.instances_figure(s.instances), 300)
+    fragments = {name: figures.fragment(figure, name, height) for name, (figure, height) in pictures.items()}
     return fragments | (load_page.load_figures(s.load) if s.load else {})
 
 
@@ -90,5 +90,5 @@ def candidate_cells(c: CandidateRow) -> list[str]:
 
 
 def _json_in_html(summary: Summary) -> str:
-    """The summary as JSON that cannot end the script element it stands in."""
+    """Return the summary as JSON that cannot end the script element that contains it."""
     return json.dumps(summary.to_data(), sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -19,20 +19,20 @@ POLICIES = {
 
 
 def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
-    """(pool, sentences) for each pool, after one for the whole."""
+    """Return (pool, sentences) for each pool, after a pair for the whole deployment."""
     plan, model = deployment.plan, deployment.model
-    whole = [
+    sentences = [
         f"{model.name} ({model.parameters / 1e9:.1f}B parameters, {model.weight_dtype} weights) "
         f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}"
     ]
     if sum(pool.instances for pool in plan.pools) > 1:
-        whole.append(f"requests are routed by {plan.router.kind}")
+        sentences.append(f"requests are routed by {plan.router.kind}")
     for link in plan.links or ():
-        whole.append(f"links: KV caches go from {link.source} to {link.to} over a link of their own")
+        sentences.append(f"links: KV caches go from {link.source} to {link.to} over a link of their own")
     if plan.control is not None:
-        whole.append(f"control: every {plan.control.every_s:g} s one instance may take the other role")
+        sentences.append(f"control: every {plan.control.every_s:g} s one instance may take the other role")
     pools = [(f"pool {pool.spec.name}", tuple(_sentences(pool))) for pool in deployment.pools]
-    return [(plan.name, tuple(whole)), *pools]
+    return [(plan.name, tuple(sentences)), *pools]
 
 
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
@@ -54,10 +54,12 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
 
 
 def _beside_engine(pool: Pool) -> Iterator[str]:
-    """What stands in front of an engine, on its GPUs, and behind them."""
+    """Yield sentences on what is in front of an engine, on its GPUs, and in host memory."""
     if pool.front_end is not None and pool.role != "decode":
-        each, token = pool.front_end.request_s * 1e3, pool.front_end.token_s * 1e6
-        yield f"front_end: requests pass it one by one, {each:g} ms each and {token:g} us for each prompt token"
+        request_ms, token_us = pool.front_end.request_s * 1e3, pool.front_end.token_s * 1e6
+        yield (
+            f"front_end: requests pass it one by one, {request_ms:g} ms each and {token_us:g} us for each prompt token"
+        )
     if pool.share is not None:
         processors, bandwidth = percent(pool.share.processors), percent(pool.share.bandwidth)
         yield f"share: {processors} of the processors and {bandwidth} of the memory bandwidth of its GPUs"
@@ -80,11 +82,11 @@ def _parallelism(deployed: DeployedPool) -> Iterator[str]:
     if p.tp == p.pp == 1:
         yield f"tp 1, pp 1: {gib(memory.weights_bytes)} of weights fit into {gib(memory.total_bytes)} of one GPU"
         return
-    each = f"{gib(memory.weights_bytes)} of weights stand on each"
+    weights_on_each = f"{gib(memory.weights_bytes)} of weights stand on each"
     if p.tp > 1:
-        yield f"tp {p.tp}: every layer is cut over {p.tp} GPUs, which exchange its results; {each}"
+        yield f"tp {p.tp}: every layer is cut over {p.tp} GPUs, which exchange its results; {weights_on_each}"
     if p.pp > 1:
-        yield f"pp {p.pp}: the layers are cut into {p.pp} stages that work on batches of their own; {each}"
+        yield f"pp {p.pp}: the layers are cut into {p.pp} stages that work on batches of their own; {weights_on_each}"
 
 
 def _memory(deployed: DeployedPool) -> Iterator[str]:
@@ -108,7 +110,7 @@ def _batching(deployed: DeployedPool) -> Iterator[str]:
     seats = deployed.memory.seats
     fit = f", of which {seats:,} find memory for their states" if seats < batching.max_num_seqs else ""
     yield (
-        f"max_num_seqs {batching.max_num_seqs:,}{fit}: so many requests share a step at most; with all seats taken "
+        f"max_num_seqs {batching.max_num_seqs:,}{fit}: most requests that share a step; with all seats taken "
         f"each has {number(tokens / seats)} tokens of KV cache"
     )
     budget = batching.max_num_batched_tokens

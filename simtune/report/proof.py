@@ -19,7 +19,7 @@ CHOSEN, MET, MISSED, TWIN, CANNOT, OPEN = (
 
 
 class FateGroup(NamedTuple):
-    """Plans of the same fate, and what the best of them could reach; None where none of them could do it at all."""
+    """Plans of the same fate, and the most that the best of them could reach; None if none could meet the SLO."""
 
     fate: str
     plans: tuple[PlanFate, ...]
@@ -27,13 +27,13 @@ class FateGroup(NamedTuple):
 
 
 def fate_of(plan: PlanFate, certificate: Certificate) -> str:
-    """What became of a plan, in words."""
+    """Return the fate of a plan, in words."""
     if plan.plan == certificate.incumbent.plan:
         return CHOSEN
     if plan.same_as:
         return TWIN
     if plan.simulated:
-        return MET if any(tried.met for tried in plan.simulated) else MISSED
+        return MET if any(simulation.met for simulation in plan.simulated) else MISSED
     if plan.best is None:
         return CANNOT
     beyond = plan.best - certificate.incumbent.value
@@ -41,19 +41,19 @@ def fate_of(plan: PlanFate, certificate: Certificate) -> str:
 
 
 def groups(certificate: Certificate, more_is_better: bool) -> list[FateGroup]:
-    """All plans of the space by what became of them, the chosen one first, then the most numerous."""
+    """Return all plans of the space by their fate, the chosen one first, then the most numerous."""
     by_fate: dict[str, list[PlanFate]] = {}
     for plan in certificate.plans:
         by_fate.setdefault(fate_of(plan, certificate), []).append(plan)
     fates = []
     for fate, plans in by_fate.items():
-        known = [plan.best for plan in plans if plan.best is not None]
-        fates.append(FateGroup(fate, tuple(plans), (max if more_is_better else min)(known) if known else None))
+        bounds = [plan.best for plan in plans if plan.best is not None]
+        fates.append(FateGroup(fate, tuple(plans), (max if more_is_better else min)(bounds) if bounds else None))
     return sorted(fates, key=lambda group: (group.fate != CHOSEN, -len(group.plans), group.fate))
 
 
 def more_is_better(certificate: Certificate) -> bool:
-    """Whether a bound lies above what is reached, or below it."""
+    """True if higher values are better, so that bounds are above the values that are reached."""
     return certificate.bound >= certificate.incumbent.value
 
 
@@ -85,7 +85,7 @@ def course_figure(course: Sequence[CourseRow], unit: str) -> Figure:
 
 
 def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure:
-    """What each plan could reach at most, best first, coloured by what became of it; the line is the chosen plan."""
+    """Figure of the most that each plan could reach, best first, coloured by its fate; the line is the chosen plan."""
     ranked = _ranked(certificate)
     place = {plan.plan: i for i, plan in enumerate(ranked, 1)}
     data: list[Figure] = []
@@ -131,10 +131,10 @@ def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure
 
 
 def _ranked(certificate: Certificate) -> list[PlanFate]:
-    """Plans that could do what is asked, by what they could reach, best first."""
+    """Return the plans that could meet the SLO, by the value they could reach, best first."""
     sign = -1 if more_is_better(certificate) else 1
-    known = [(sign * plan.best, plan.plan, plan) for plan in certificate.plans if plan.best is not None]
-    return [plan for *_, plan in sorted(known, key=lambda item: item[:2])]
+    bounded = [(sign * plan.best, plan.plan, plan) for plan in certificate.plans if plan.best is not None]
+    return [plan for *_, plan in sorted(bounded, key=lambda item: item[:2])]
 
 
 def rows(fates: Sequence[FateGroup]) -> list[tuple[str, str, str]]:
@@ -143,16 +143,16 @@ def rows(fates: Sequence[FateGroup]) -> list[tuple[str, str, str]]:
 
 
 def section(run: Run) -> str | None:
-    """HTML of the proof; None where nothing was searched."""
+    """Return HTML of the proof; None if nothing was searched."""
     from markupsafe import Markup
 
     certificate = run.certificate
     if certificate is None:
         return None
     fates = groups(certificate, more_is_better(certificate))
-    drawn = {"proof-fates": figures.fragment(fates_figure(certificate, fates), "proof-fates", 420)}
+    pictures = {"proof-fates": figures.fragment(fates_figure(certificate, fates), "proof-fates", 420)}
     if len(run.course) > 1:
-        drawn["proof-course"] = figures.fragment(course_figure(run.course, certificate.unit), "proof-course", 380)
+        pictures["proof-course"] = figures.fragment(course_figure(run.course, certificate.unit), "proof-course", 380)
     return fill(
         "proof.html.j2",
         certificate=certificate,
@@ -160,5 +160,5 @@ def section(run: Run) -> str | None:
         rows=rows(fates),
         number=info.number,
         simulations=run.course[-1].simulations if run.course else None,
-        figures={name: Markup(html) for name, html in drawn.items()},
+        figures={name: Markup(html) for name, html in pictures.items()},
     )

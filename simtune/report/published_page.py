@@ -1,4 +1,4 @@
-"""Draws published systems: of every family the claimed gains and their bands beside what was simulated."""
+"""Figures of published systems: the claimed gains of every family, their bands and the simulated gains."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from simtune.validation.published.findings import WORDS, Status, counts
 LONGEST_LABEL = 18
 ROW_PX = 26
 DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
-"""Of the ticks, coarse to fine."""
+"""Digits of the ticks, coarse to fine."""
 FEWEST_TICKS = 4
 MARGIN = 1.1
-"""By which factor a tick may stand outside of what is drawn."""
+"""Factor by which a tick may be outside of the range that is drawn."""
 
 COLOUR: dict[Status, str] = {
     "reproduced": figures.COLOURS[2],
@@ -29,13 +29,13 @@ COLOUR: dict[Status, str] = {
     "differs": figures.COLOURS[1],
     "elsewhere": figures.COLOURS[4],
 }
-"""Of the dots; what was not run has none."""
+"""Colours of the dots; a system that was not run has none."""
 
 # --- computed ---------------------------------------------------------------------------------------------
 
 
 class ClaimRow(NamedTuple):
-    """One row of a figure."""
+    """A row of a figure."""
 
     label: str
     low: float
@@ -47,7 +47,7 @@ class ClaimRow(NamedTuple):
 
 
 class FamilyFigure(NamedTuple):
-    """One section of the page."""
+    """A section of the page."""
 
     name: str
     title: str
@@ -56,22 +56,22 @@ class FamilyFigure(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One system as a table shows it."""
+    """A system as a table shows it."""
 
     finding: Finding
     anchor: str
     settings: list[tuple[str, str]]
-    """(side, its settings as YAML)."""
+    """Pairs (side, its settings as YAML)."""
 
 
 def families(findings: Findings, entries: Sequence[Entry]) -> list[FamilyFigure]:
-    """The sections in order, each with its comparisons and all of its systems."""
+    """Return the sections in order, each with its comparisons and all of its systems."""
     sections: dict[str, FamilyFigure] = {}
     for finding, entry in zip(findings.findings, entries, strict=True):
         name = entry.family.name
         section = sections.setdefault(name, FamilyFigure(name, entry.family.title, [], []))
         sides = entry.family.sides(entry.system)
-        settings = [(side, yamlfile.dump(whole)) for side, whole in sides.items()]
+        settings = [(side, yamlfile.dump(side_settings)) for side, side_settings in sides.items()]
         anchor = f"system-{finding.system}"
         section.rows.append(Row(finding, anchor, settings))
         if finding.simulated is not None and finding.band is not None:
@@ -161,7 +161,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def drawn(section: FamilyFigure) -> str:
-    """HTML of the figure of a family; nothing where none of it was run."""
+    """Return HTML of the figure of a family; empty if none of it was run."""
     if not section.compared:
         return ""
     return figures.fragment(

@@ -21,36 +21,36 @@ class NamedValidation(NamedTuple):
 
 
 class NamedFindings(NamedTuple):
-    """What published systems came to, under the name it has in the page."""
+    """Findings about published systems, with their name in the page."""
 
     name: str
     findings: Findings
 
 
 class BesideRow(NamedTuple):
-    """What a row is of, and a cell for each run; a cell in doubt is marked."""
+    """Row of a comparison: its title, and a cell for each run; a cell in doubt is marked."""
 
     what: str
     cells: tuple[tuple[str, bool], ...]
 
 
 def errors(validations: Sequence[NamedValidation]) -> list[BesideRow]:
-    """By how much each latency was off, predicted over measured, of every load that some validation ran."""
-    known = [
+    """Return the error of each latency, predicted over measured, for every load that some validation ran."""
+    tables = [
         {
             (load.label, c.name): (c.error, c.within is False)
-            for load in each.validation.loads
+            for load in entry.validation.loads
             for c in load.comparisons
             if c.error is not None
         }
-        for each in validations
+        for entry in validations
     ]
-    keys = dict.fromkeys(key for table in known for key in table)
+    keys = dict.fromkeys(key for table in tables for key in table)
     rows = []
     for key in keys:
-        cells = (table.get(key) for table in known)
-        shown = tuple((info.ABSENT, False) if cell is None else (_signed(cell[0]), cell[1]) for cell in cells)
-        rows.append(BesideRow(": ".join(key), shown))
+        cells = (table.get(key) for table in tables)
+        cells_of_row = tuple((info.ABSENT, False) if cell is None else (_signed(cell[0]), cell[1]) for cell in cells)
+        rows.append(BesideRow(": ".join(key), cells_of_row))
     return rows
 
 
@@ -59,24 +59,26 @@ def _signed(error: float) -> str:
 
 
 def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
-    """Every latency of every load, predicted over measured; one colour a run, of which the first has number `first`."""
+    """Figure of every latency of every load, predicted over measured; one colour a run, of which the first has number
+    `first`.
+    """
     data: list[Figure] = []
-    seen: list[float] = []
-    said: list[float] = []
-    for i, each in enumerate(validations, first):
+    measured_ms: list[float] = []
+    predicted_ms: list[float] = []
+    for i, entry in enumerate(validations, first):
         points = [
             (load.label, c.name, c.measured, c.predicted)
-            for load in each.validation.loads
+            for load in entry.validation.loads
             for c in load.comparisons
             if c.unit == "s" and c.measured and c.predicted
         ]
-        seen += [1e3 * measured for _, _, measured, _ in points]
-        said += [1e3 * predicted for *_, predicted in points]
+        measured_ms += [1e3 * measured for _, _, measured, _ in points]
+        predicted_ms += [1e3 * predicted for *_, predicted in points]
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": brief(each.name),
+                "name": brief(entry.name),
                 "x": [1e3 * measured for _, _, measured, _ in points],
                 "y": [1e3 * predicted for *_, predicted in points],
                 "marker": {"color": figures.series_colour(i), "size": 8},
@@ -84,19 +86,21 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
                 "hovertemplate": "%{hovertext}: measured %{x:,.4~g} ms, predicted %{y:,.4~g} ms<extra></extra>",
             }
         )
-    ends = [min(seen, default=1.0), max(seen, default=1.0)]
+    ends = [min(measured_ms, default=1.0), max(measured_ms, default=1.0)]
     equal = {"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "hoverinfo": "skip"}
     data.append({**equal, "line": {"color": GREY, "width": 1}})
-    x, y = figures.log_axis("measured, ms", seen), figures.log_axis("predicted, ms", said)
+    x, y = figures.log_axis("measured, ms", measured_ms), figures.log_axis("predicted, ms", predicted_ms)
     return {"data": data, "layout": figures.layout(x, y, hovermode="closest")}
 
 
 def gains(lists: Sequence[NamedFindings]) -> list[BesideRow]:
-    """The simulated gain of every system that some list ran, with its status; what differs from its claim is marked."""
-    known = [{finding.title: finding for finding in each.findings.findings} for each in lists]
+    """Return the simulated gain of every system that some list ran, with its status; a gain that differs from its claim
+    is marked.
+    """
+    tables = [{finding.title: finding for finding in entry.findings.findings} for entry in lists]
     rows = []
-    for title in dict.fromkeys(title for table in known for title in table):
-        judged = [table.get(title) for table in known]
+    for title in dict.fromkeys(title for table in tables for title in table):
+        judged = [table.get(title) for table in tables]
         if any(finding is not None and finding.ran for finding in judged):
             cells = (
                 (info.ABSENT, False)

@@ -20,8 +20,8 @@ RUN = "summary.json"
 
 
 def contents_of(folder: Path) -> tuple[Path, ...]:
-    """What `read_all` reads in a folder that is itself none of it, by name: run directories, validations, and the files
-    of `reproduce --json`.
+    """Return the paths that `read_all` reads in a folder that it cannot read itself, by name: run directories,
+    validations, and the files of `reproduce --json`.
     """
     if not folder.is_dir() or (folder / RUN).is_file() or (folder / VALIDATION).is_file():
         return ()
@@ -35,8 +35,8 @@ def _is_one(path: Path) -> bool:
 
 
 def pages(paths: Sequence[Path]) -> dict[str, str]:
-    """The page of each of them by its name, as a path from the folder that holds it; a file of findings is its own page
-    where no HTML of its name stands beside it.
+    """Return the page of each path by its name, as a path from the folder that contains it; a file of findings is its
+    own page unless an HTML file of its name is beside it.
     """
     links = {}
     for path in paths:
@@ -49,7 +49,7 @@ def pages(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def read_all(paths: Sequence[Path]) -> Compared:
-    """Of folders that `simulate`, `optimize` or `validate` wrote, and files that `reproduce --json` did.
+    """Read folders that `simulate`, `optimize` or `validate` wrote, and files that `reproduce --json` wrote.
 
     Raises UsageError for a path that is none of them, SpecError for a file that is damaged.
     """

@@ -1,4 +1,4 @@
-"""What was understood of a spec or a trace, in one line: the way to see that a file says what was meant."""
+"""Summary of a spec or a trace in one line, which shows that a file was understood as it was meant."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from simtune.specs.workload import Workload
 from simtune.workload.requests import build_stream
 
 _DRAWN = 10_000
-"""Requests of a workload from which its lengths are told."""
+"""Requests of a workload from which its lengths are estimated."""
 
 
 def understood(spec: Spec, trace: Trace | None = None) -> str:
-    """In words, without a line break. Raises SpecError where the arrays of a profile are not those it needs."""
+    """Return a spec in words, without a line break. Raises SpecError if the arrays of a profile do not fit it."""
     return _words(spec) if not isinstance(spec, Workload) else _load(spec, trace)
 
 
@@ -37,7 +37,7 @@ def _words(spec: Spec) -> str:
 @_words.register
 def _model(model: Model) -> str:
     notes = [f"note: {note}" for note in model.notes]
-    return f"model {model.name}: " + "; ".join([*(f"{what} {how_much}" for what, how_much in facts(model)), *notes])
+    return f"model {model.name}: " + "; ".join([*(f"{fact} {how_much}" for fact, how_much in facts(model)), *notes])
 
 
 @_words.register

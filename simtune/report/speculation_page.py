@@ -27,13 +27,13 @@ class Edge(NamedTuple):
 
 
 def off_line(schedule: DraftSchedule) -> list[Edge]:
-    """Where speculation should be switched off: all edges between cells with it and cells without."""
+    """Return the line beyond which speculation should be off: all edges between cells with it and cells without."""
     edges = []
     for b, row in enumerate(schedule.cells):
-        for c, here in enumerate(row):
-            if c + 1 < len(row) and _differ(here, row[c + 1]):
+        for c, cell in enumerate(row):
+            if c + 1 < len(row) and _differ(cell, row[c + 1]):
                 edges.append(Edge((c + 0.5, c + 0.5), (b - 0.5, b + 0.5)))
-            if b + 1 < len(schedule.cells) and _differ(here, schedule.cells[b + 1][c]):
+            if b + 1 < len(schedule.cells) and _differ(cell, schedule.cells[b + 1][c]):
                 edges.append(Edge((c - 0.5, c + 0.5), (b + 0.5, b + 0.5)))
     return edges
 
@@ -43,12 +43,12 @@ def _differ(one: ScheduleCell, other: ScheduleCell) -> bool:
 
 
 def _cells(schedule: DraftSchedule) -> list[ScheduleCell]:
-    """Those that occur."""
+    """Return the cells that occur."""
     return [cell for row in schedule.cells for cell in row if cell.occurs]
 
 
 class Drawn(NamedTuple):
-    """A node of the draft: where it stands, its parent's place, and how likely the target takes it."""
+    """A node of the draft: its place, its parent's place, and the probability that the target takes it."""
 
     path: tuple[int, ...]
     x: float
@@ -81,7 +81,7 @@ def _depth_first(
 
 
 def headline(schedule: DraftSchedule) -> str:
-    """One sentence: what it brings, and over what."""
+    """Return a sentence: the gain of drafting, and over what."""
     cells = _cells(schedule)
     most = max(cell.gain for cell in cells)
     if schedule.gain <= 1:
@@ -148,8 +148,9 @@ def gain_figure(schedule: DraftSchedule) -> Figure:
 
 
 def compared_figure(schedule: DraftSchedule) -> Figure:
-    """Gains over no drafts, altogether: of the best setting everywhere, of the best single one, of what engines can be
-    told."""
+    """Figure of the gains over no drafts, altogether: of the best setting everywhere, of the best single one, of the
+    settings that engines accept.
+    """
     bars = [
         ("best for each cell", schedule.gain, figures.COLOURS[0]),
         (f"best single setting: {schedule.fixed.scheme}", schedule.fixed.gain, figures.COLOURS[1]),
@@ -157,9 +158,9 @@ def compared_figure(schedule: DraftSchedule) -> Figure:
     ]
     rows = list(range(len(bars)))
     labels = [
-        {"text": escape(what), "x": 0, "xref": "paper", "xanchor": "left", "y": row, "yshift": 12, "yanchor": "bottom"}
+        {"text": escape(title), "x": 0, "xref": "paper", "xanchor": "left", "y": row, "yshift": 12, "yanchor": "bottom"}
         | {"showarrow": False, "font": {"size": 12}}
-        for row, (what, _, _) in zip(rows, bars, strict=True)
+        for row, (title, _, _) in zip(rows, bars, strict=True)
     ]
     bar = {
         "type": "bar",
@@ -262,18 +263,18 @@ def yield_figure(
 
 
 def drawn(schedule: DraftSchedule) -> dict[str, str]:
-    """HTML of the figures by name."""
-    shown = {
+    """Return HTML of the figures by name."""
+    pictures = {
         "speculation-gains": (gain_figure(schedule), 150 + 44 * len(schedule.batches)),
         "speculation-compared": (compared_figure(schedule), 90 + 56 * (2 + len(schedule.engines))),
     }
     if schedule.draft.nodes:
-        shown["speculation-draft"] = (
+        pictures["speculation-draft"] = (
             tree_figure(schedule.draft),
             130 + 70 * max(len(n.path) for n in schedule.draft.nodes),
         )
     points = schedule.by_batch
-    shown["speculation-batch"] = (
+    pictures["speculation-batch"] = (
         yield_figure(
             [p.batch for p in points], [p.tokens for p in points], [p.wasted for p in points], "batch, sequences", True
         ),
@@ -284,8 +285,8 @@ def drawn(schedule: DraftSchedule) -> dict[str, str]:
         simulated = yield_figure(
             rates, [p.tokens for p in schedule.load], [p.wasted for p in schedule.load], "offered requests/s", False
         )
-        shown["speculation-load"] = (simulated, 360)
-    return {name: figures.fragment(figure, name, height) for name, (figure, height) in shown.items()}
+        pictures["speculation-load"] = (simulated, 360)
+    return {name: figures.fragment(figure, name, height) for name, (figure, height) in pictures.items()}
 
 
 def section(schedule: DraftSchedule) -> str:

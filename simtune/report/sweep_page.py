@@ -27,15 +27,15 @@ Row = Mapping[str, Any]
 
 
 def curves(keys: Sequence[str], rows: Sequence[Row], column: str, scale: float) -> list[figures.SweptLine]:
-    """A curve over the field with the most values, for each combination of the others; points without a value are left
-    out.
+    """Return a curve over the field with the most values for each combination of the other fields; points without a
+    value are left out.
     """
     over = max(keys, key=lambda key: len({row[key] for row in rows}))
-    rest = [key for key in keys if key != over]
+    other_keys = [key for key in keys if key != over]
     lines: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
         if row.get(column) is not None:
-            name = ", ".join(f"{key.rpartition('.')[2]} {row[key]}" for key in rest) or "all"
+            name = ", ".join(f"{key.rpartition('.')[2]} {row[key]}" for key in other_keys) or "all"
             lines.setdefault(name, []).append((_place(row[over]), row[column] * scale))
     return [
         figures.SweptLine(name, tuple(x for x, _ in line), tuple(y for _, y in line)) for name, line in lines.items()
@@ -50,26 +50,28 @@ def _place(value: str) -> Any:
 
 
 def table(keys: Sequence[str], rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and cells: the swept fields, then the numbers; what is saturated or could not be is said in the last."""
-    header = (*keys, *(what for _, what, _ in SHOWN), "")
+    """Return header and cells: the swept fields, then the numbers; the last cell states that a point is saturated or
+    failed.
+    """
+    header = (*keys, *(title for _, title, _ in SHOWN), "")
     cells = []
     for row in rows:
-        known = (row[name] * scale if scale != 1 and row.get(name) else row.get(name) for name, _, scale in SHOWN)
-        said = row["error"] or ("saturated" if row.get("saturated") else "")
-        cells.append((*(str(row[key]) for key in keys), *(info.number(value) for value in known), said))
+        numbers = (row[name] * scale if scale != 1 and row.get(name) else row.get(name) for name, _, scale in SHOWN)
+        note = row["error"] or ("saturated" if row.get("saturated") else "")
+        cells.append((*(str(row[key]) for key in keys), *(info.number(value) for value in numbers), note))
     return header, cells
 
 
 def render(title: str, keys: Sequence[str], rows: Sequence[Row]) -> str:
-    """The page; the same bytes for the same rows."""
+    """Return the page; the same bytes for the same rows."""
     from markupsafe import Markup
 
     over = max(keys, key=lambda key: len({row[key] for row in rows}))
-    drawn = {}
-    for column, what, scale in DRAWN:
+    pictures = {}
+    for column, label, scale in DRAWN:
         lines = curves(keys, rows, column, scale)
         if lines:
-            drawn[column] = figures.fragment(figures.sweep_over(lines, over, what), column, 360)
+            pictures[column] = figures.fragment(figures.sweep_over(lines, over, label), column, 360)
     header, cells = table(keys, rows)
     return fill(
         "sweep.html.j2",
@@ -77,7 +79,7 @@ def render(title: str, keys: Sequence[str], rows: Sequence[Row]) -> str:
         header=header,
         keys=keys,
         rows=cells,
-        figures={name: Markup(html) for name, html in drawn.items()},
+        figures={name: Markup(html) for name, html in pictures.items()},
         version=__version__,
         style=Markup(template("style.j2")),
         plotly_js=Markup(figures.plotly_js()),

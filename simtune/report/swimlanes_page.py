@@ -20,13 +20,13 @@ class LaneRow(NamedTuple):
 
 
 def swimlane_name(swimlane: CoreLane, swimlanes: Swimlanes) -> str:
-    """Its instance, as the Perfetto trace calls it, and the engine core where the instance has several."""
-    several = sum(other.instance == swimlane.instance for other in swimlanes.swimlanes) > 1
+    """Return the name of its instance, as in the Perfetto trace, and of the engine core if the instance has several."""
+    several = sum(lane_of_run.instance == swimlane.instance for lane_of_run in swimlanes.swimlanes) > 1
     return f"{swimlane.instance}, core {swimlane.core}" if several else swimlane.instance
 
 
 def rows(swimlanes: Swimlanes) -> list[LaneRow]:
-    """What the swimlanes say, in numbers."""
+    """Return the shares of time of each swimlane, in percent."""
     table = []
     for swimlane in swimlanes.swimlanes:
         shares = [swimlane.share(kind, swimlanes.duration_us) for kind in KINDS]
@@ -38,7 +38,7 @@ def rows(swimlanes: Swimlanes) -> list[LaneRow]:
 
 
 def note(swimlanes: Swimlanes) -> str:
-    """What a span of the picture is, and which requests can be looked at."""
+    """Return a note on what a span of the picture is, and which requests can be selected."""
     spans = sum(len(swimlane.length_us) for swimlane in swimlanes.swimlanes)
     merged = (
         ""
@@ -46,13 +46,13 @@ def note(swimlanes: Swimlanes) -> str:
         else f", each of up to {swimlanes.steps_per_span:,} neighbours, with their least and most"
     )
     of = "all" if len(swimlanes.lives) == swimlanes.requests else f"{len(swimlanes.lives):,}"
-    kept = "" if of == "all" else ": the slowest, and others evenly spread"
+    selection = "" if of == "all" else ": the slowest, and others evenly spread"
     steps = plural(swimlanes.steps, "step")
-    return f"{steps} in {spans:,} spans{merged}; {of} of {swimlanes.requests:,} requests{kept}."
+    return f"{steps} in {spans:,} spans{merged}; {of} of {swimlanes.requests:,} requests{selection}."
 
 
 def section(run: Run) -> str | None:
-    """HTML of the timeline; None where the run kept no steps."""
+    """Return HTML of the timeline; None if the run kept no steps."""
     from markupsafe import Markup
 
     if run.swimlanes is None:

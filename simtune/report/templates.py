@@ -24,8 +24,8 @@ def fill(name: str, **values: object) -> str:
 
 
 def _key(text: str) -> Markup:
-    """The key of a setting, which may be broken behind dots and underscores."""
+    """Return the key of a setting, which may be broken behind dots and underscores."""
     from markupsafe import Markup, escape
 
-    whole = str(escape(text))
-    return Markup(whole.replace(".", ".<wbr>").replace("_", "_<wbr>"))
+    escaped = str(escape(text))
+    return Markup(escaped.replace(".", ".<wbr>").replace("_", "_<wbr>"))

@@ -27,7 +27,7 @@ METRICS: tuple[MeasuredMetric, ...] = ("ttft", "tpot", "e2el")
 
 
 class Curves(NamedTuple):
-    """What of one load is drawn: quantiles by metric in seconds, and queues over time where they are known."""
+    """Curves of one load that are drawn: quantiles by metric in seconds, and queues over time if they are known."""
 
     label: str
     predicted_s: dict[str, tuple[float, ...]]
@@ -37,7 +37,7 @@ class Curves(NamedTuple):
 
 
 class LoadSection(NamedTuple):
-    """One load as the page shows it."""
+    """A load as the page shows it."""
 
     title: str
     words: str
@@ -46,7 +46,7 @@ class LoadSection(NamedTuple):
 
 
 def curves(label: str, result: Result, runs: Sequence[MeasuredRun], timeline: Timeline | None) -> Curves:
-    """Of a load's simulation and its repeats, which count together."""
+    """Return the curves of a load's simulation and its repeats, which count together."""
     measured: dict[str, tuple[float, ...]] = {
         m: quantiles(np.concatenate([run.values(m) for run in runs])) for m in METRICS
     }
@@ -80,15 +80,15 @@ def _shown(c: Comparison, value: float | None) -> str:
 
 
 def scatter_figure(v: Validation) -> Figure:
-    """Every latency on two logarithmic axes, one colour a load."""
+    """Figure of every latency on two logarithmic axes, one colour a load."""
     data = []
-    seen: list[float] = []
-    said: list[float] = []
+    measured_ms: list[float] = []
+    predicted_ms: list[float] = []
     for i, load in enumerate(v.loads):
         points = [c for c in load.comparisons if c.unit == "s" and c.predicted and c.measured]
         x, y = [1e3 * (c.measured or 0.0) for c in points], [1e3 * (c.predicted or 0.0) for c in points]
-        seen += x
-        said += y
+        measured_ms += x
+        predicted_ms += y
         data.append(
             {
                 "x": x,
@@ -100,14 +100,14 @@ def scatter_figure(v: Validation) -> Figure:
                 "hovertemplate": "%{text}: measured %{x:,.4g} ms, predicted %{y:,.4g} ms<extra></extra>",
             }
         )
-    ends = [min(seen, default=1.0), max(seen, default=1.0)]
+    ends = [min(measured_ms, default=1.0), max(measured_ms, default=1.0)]
     for factor, dash in ((1.0, "solid"), (1 + v.tolerance, "dot"), (1 / (1 + v.tolerance), "dot")):
         line = {"color": GREY, "width": 1, "dash": dash}
         data.append(
             {"x": ends, "y": [factor * e for e in ends], "mode": "lines", "line": line, "showlegend": False}
             | {"hoverinfo": "skip"}
         )
-    x_axis, y_axis = figures.log_axis("measured, ms", seen), figures.log_axis("predicted, ms", said)
+    x_axis, y_axis = figures.log_axis("measured, ms", measured_ms), figures.log_axis("predicted, ms", predicted_ms)
     return {"data": data, "layout": figures.layout(x_axis, y_axis)}
 
 
@@ -132,19 +132,19 @@ def cdf_figure(c: Curves, metric: str) -> Figure:
 
 
 def queues_figure(c: Curves) -> Figure:
-    """Running and waiting requests over time, predicted and as the engine said."""
+    """Figure of running and waiting requests over time, predicted and as the engine reported them."""
     data = []
-    for i, what in enumerate(("running", "waiting")):
+    for i, state in enumerate(("running", "waiting")):
         for name, series, dash in (("predicted", c.timeline, "dash"), ("measured", c.queues, "solid")):
             if series is not None and series.t_s:
                 line = {"color": COLOURS[i], "dash": dash, "width": 2, "shape": "hv"}
-                y = list(getattr(series, what))
-                data.append({"x": list(series.t_s), "y": y, "name": f"{what}, {name}", "mode": "lines", "line": line})
+                y = list(getattr(series, state))
+                data.append({"x": list(series.t_s), "y": y, "name": f"{state}, {name}", "mode": "lines", "line": line})
     return {"data": data, "layout": figures.layout(figures.axis("seconds"), figures.axis("requests"))}
 
 
 def headline(v: Validation) -> str:
-    """How far off, in a sentence."""
+    """Return a sentence on how far off the predictions are."""
     verdict = "within" if v.within else "NOT within"
     return f"{v.model} on {v.device}: predictions are {verdict} {v.tolerance:.0%} of what {_engine(v)} measured"
 
@@ -154,7 +154,7 @@ def _engine(v: Validation) -> str:
 
 
 def warnings(v: Validation) -> list[str]:
-    """What a reader must see first."""
+    """Warnings that a reader must see first."""
     failed = [
         f"{load.label}: {load.failed} requests failed: "
         + "; ".join(f"{error} ({count})" for error, count in load.failures.items())
@@ -179,7 +179,7 @@ def _load_words(load: LoadResult, clock: str) -> str:
 
 
 def render(v: Validation, drawn: Sequence[Curves]) -> str:
-    """One page that opens offline; the same bytes for the same validation."""
+    """Return a page that opens offline; the same bytes for the same validation."""
     from markupsafe import Markup
 
     pictures = {"scatter": figures.fragment(scatter_figure(v), "scatter", 460)}

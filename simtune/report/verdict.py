@@ -1,4 +1,4 @@
-"""What to make of a run, in sentences: where time goes, which limit binds, what the search left open."""
+"""Verdict on a run, in sentences: where time goes, which limit binds, what the search left open."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ OPERATOR_WORDS = {
 
 
 def bottleneck(s: Summary) -> str | None:
-    """One sentence: what most of a request's time is, and of a step's, how full the KV cache is, which limit binds.
+    """Return a sentence: what takes most of a request's time, and of a step's, how full the KV cache is, which limit
+    binds.
 
-    None where nothing finished.
+    None if nothing finished.
     """
     parts = _time_parts(s)
     if not parts:
@@ -39,22 +40,22 @@ def bottleneck(s: Summary) -> str | None:
         kind = re.sub(r"^pool \S+, ", "", step.step.split(":")[0])
         clauses.append(f"{most.seconds / total:.0%} of a {kind} step is {words}")
     if s.timeline and s.timeline.kv_used:
-        used = s.timeline.kv_used
-        clauses.append(f"the KV cache is {sum(used) / len(used):.0%} full on average, {max(used):.0%} at most")
+        kv_used = s.timeline.kv_used
+        clauses.append(f"the KV cache is {sum(kv_used) / len(kv_used):.0%} full on average, {max(kv_used):.0%} at most")
     return "; ".join([*clauses, _binding(s)]) + "."
 
 
 def _time_parts(s: Summary) -> list[tuple[str, float]]:
-    """Shares of the mean E2EL by what it was spent on."""
-    whole = s.metrics.get("e2el")
-    if whole is None or not whole.mean:
+    """Return the shares of the mean E2EL by the part that took the time."""
+    e2el = s.metrics.get("e2el")
+    if e2el is None or not e2el.mean:
         return []
     parts = [(name, s.metrics.get(metric)) for metric, name in PARTS.items()]
-    return [(name, (m.mean or 0.0) * m.count / whole.count / whole.mean) for name, m in parts if m and m.count]
+    return [(name, (m.mean or 0.0) * m.count / e2el.count / e2el.mean) for name, m in parts if m and m.count]
 
 
 def _step_for(steps: Sequence[StepTime], part: str) -> StepTime | None:
-    """The kind of step that such a part of a request's time is spent in; None where steps are not what it waits for."""
+    """Return the kind of step in which this part of a request's time is spent; None if it is not spent in steps."""
     if part == "KV transfer":
         return None
     kind = "prefill" if part == "Prefill" else "decode"
@@ -64,7 +65,7 @@ def _step_for(steps: Sequence[StepTime], part: str) -> StepTime | None:
 
 
 def _binding(s: Summary) -> str:
-    """Which limit is nearest, or what else holds the plan back."""
+    """State which limit is nearest, or what else limits the plan."""
     if s.saturated:
         return "requests come faster than they are served"
     reached = [(x.value_s / x.limit_s, x) for x in s.slo if x.value_s is not None]
@@ -79,7 +80,7 @@ def _binding(s: Summary) -> str:
 
 
 def proof(s: Summary) -> str | None:
-    """What the search has shown of all other plans; None where nothing was searched."""
+    """State what the search has shown of all other plans; None if nothing was searched."""
     o = s.objective
     if o is None or o.gap is None or o.bound is None:
         return None
@@ -115,7 +116,8 @@ def _ends_here(knob: str, value: int, chosen: CandidateRow, run: Run) -> bool:
     rows = [c for c in run.candidates if (c.prefill is None) == (chosen.prefill is None)]
     if any(c.status == "does_not_fit" and getattr(c, knob) > value for c in rows):
         return True
-    if knob == "max_num_batched_tokens" and value == chosen.max_num_seqs:  # a budget holds a token for every seat
+    # The token budget cannot be below one token for every seat.
+    if knob == "max_num_batched_tokens" and value == chosen.max_num_seqs:
         return True
     study = run.summary.study
     if study is None or knob not in ("tp", "pp", "attention_dp"):
@@ -125,12 +127,13 @@ def _ends_here(knob: str, value: int, chosen: CandidateRow, run: Run) -> bool:
 
 
 def _edge(knob: str, chosen: CandidateRow, alike: Sequence[CandidateRow], run: Run) -> str | None:
-    """The note on one knob; None where its value is between others, the only one, or an end beyond which nothing lies,
-    such as 1."""
-    tried = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
+    """Return the note on one knob; None if its value is between others, the only one, or an end beyond which there is
+    nothing, such as 1.
+    """
+    values = sorted({value for c in alike if (value := getattr(c, knob)) is not None})
     value = getattr(chosen, knob)
-    if len(tried) < 2 or value == 1 or value not in (tried[0], tried[-1]) or _ends_here(knob, value, chosen, run):
+    if len(values) < 2 or value == 1 or value not in (values[0], values[-1]) or _ends_here(knob, value, chosen, run):
         return None
-    end = "smallest" if value == tried[0] else "largest"
-    whose = "" if chosen.prefill is None else " of the decode pool"
-    return f"{knob} {value:,}{whose} is the {end} of those tried ({', '.join(f'{x:,}' for x in tried)})"
+    end = "smallest" if value == values[0] else "largest"
+    of_pool = "" if chosen.prefill is None else " of the decode pool"
+    return f"{knob} {value:,}{of_pool} is the {end} of those tried ({', '.join(f'{x:,}' for x in values)})"

@@ -1,4 +1,4 @@
-"""Where the time of a pool's typical steps goes, by operator and by where each operator's numbers come from."""
+"""Time of a pool's typical steps, by operator and by the source of each operator's numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
     steps = []
     for pool in deployment.pools:
         if isinstance(pool.costs, OwnCosts):
-            continue  # whose steps have no parts that are known
+            # The parts of such steps are not known.
+            continue
         model = StepModel(deployment.model, pool.hardware, pool.spec)
         provenance = _provenance(model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):
@@ -44,7 +45,7 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
 
 
 def _typical(pool: Pool, decodes: int, context: int, longest: int) -> Iterator[tuple[str, StepWork]]:
-    """What a pool's steps carry, in words and in numbers."""
+    """Yield the typical steps of a pool, in words and in numbers."""
     budget = pool.batching.max_num_batched_tokens
     if pool.role == "prefill":
         tokens = min(budget, longest)
@@ -58,12 +59,12 @@ def _typical(pool: Pool, decodes: int, context: int, longest: int) -> Iterator[t
 
 
 def _decode_batch(result: Result, pool: str) -> int:
-    """The mean number of decodes in a step of the pool, weighted by the steps' time; 1 where nothing decodes."""
+    """Return the mean number of decodes in a step of the pool, weighted by the steps' time; 1 if nothing decodes."""
     records = result.outcome.records
     of_pool = np.array([core.pool == pool for core in result.outcome.cores])
     decodes = records.column("num_decodes")
-    here = (decodes > 0) & of_pool[records.column("core")]
-    decodes, lasted = decodes[here], (records.column("end") - records.column("start"))[here]
+    decoding = (decodes > 0) & of_pool[records.column("core")]
+    decodes, lasted = decodes[decoding], (records.column("end") - records.column("start"))[decoding]
     # Exact sums: ticks times decodes of a long run are beyond 64 bits.
     ticks = int(lasted.sum())
     weighted = sum(int(lasted[decodes == number].sum()) * number for number in np.unique(decodes).tolist())

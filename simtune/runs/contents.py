@@ -1,4 +1,4 @@
-"""What a run directory holds: of one simulated plan, or of a study and the plan it chose."""
+"""Contents of a run directory: of one simulated plan, or of a study and the plan it chose."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class Contents:
 
     run: Run
     files: Files
-    """Those that no report is drawn from: the plan, engine settings, requests, the timeline."""
+    """Files that no report is drawn from: the plan, engine settings, requests, the timeline."""
 
     def complete(self, page: str, manifest: Manifest) -> Files:
-        """All files of the directory, with the page that was drawn from `run`."""
+        """Return all files of the directory, with the page that was drawn from `run`."""
         files = {**self.files, "summary.json": _json(self.run.summary.to_data())}
         if self.run.candidates:
             files["candidates.csv"] = _table(self.run.candidates)
@@ -93,7 +93,7 @@ class Contents:
 
 
 def _table(candidates: Sequence[CandidateRow]) -> str:
-    """`candidates.csv`, without the columns that may lack where they are empty."""
+    """Return `candidates.csv`, without optional columns that are empty."""
     rows = [row.model_dump() for row in candidates]
     empty = {name for name in CandidateRow.MAY_LACK if all(row[name] is None for row in rows)}
     header = [name for name in columns(CandidateRow) if name not in empty]
@@ -110,7 +110,8 @@ def of_simulation(
     trace: Trace | None = None,
     leave_out: Collection[str] = (),
 ) -> Contents:
-    """One simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and swimlanes.json.gz.
+    """Make the files of one simulated plan: plan.yaml, engine/, summary.json, requests.csv, trace.json.gz and
+    swimlanes.json.gz.
 
     `leave_out` names what of `requests`, `trace` and `swimlanes` is not made.
     """
@@ -136,8 +137,9 @@ def of_study(
     uncertainty: Uncertainty | None = None,
     progress: Done | None = None,
 ) -> Contents:
-    """The same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
-    `progress` hears of the windows of a day."""
+    """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
+    `progress` is called for the windows of a day.
+    """
     study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
     files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
@@ -147,12 +149,12 @@ def of_study(
         files |= other_engines(facts, tuned.deployment.plan)
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
-    known = None if uncertainty else odds(tuned, chosen, bases)
-    asked = _asked_for(
-        tuned, {"confidence": confidence, "odds": known, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
+    slo_odds = None if uncertainty else odds(tuned, chosen, bases)
+    extras = _asked_for(
+        tuned, {"confidence": confidence, "odds": slo_odds, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
     )
-    if "day" in asked:
-        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in asked["day"].hours))
+    if "day" in extras:
+        files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(
         name=study.name,
         seed=study.seed,
@@ -165,7 +167,7 @@ def of_study(
             for s in rivals
         ),
         uncertainty=uncertainty,
-        **asked,
+        **extras,
         **_common(tuned.deployment, tuned.result, files, (tuned.question.workload, tuned.question.trace), bases),
     )
     candidates = tuple(
@@ -179,7 +181,7 @@ def of_study(
 
 
 def _objective_value(tuned: Tuned) -> ObjectiveValue:
-    """What the chosen plan comes to; of a front its own file says what is certified."""
+    """Return the objective of the chosen plan; for a front, a file of its own states what is certified."""
     objective, single = tuned.question.objective, not tuned.ladder
     bound, gap = (tuned.bound, tuned.gap) if single else (None, None)
     return ObjectiveValue(
@@ -188,13 +190,13 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fields of the summary by name; what was not asked for has no key."""
-    asked = {
+    """Return fields of the summary by name; a field that the study does not use has no key."""
+    fields = {
         **answers,
         "draft_schedule": None if drafts is None else DraftSchedule.model_validate(drafts),
         "front": None if tuned.ladder is None else tuned.ladder.points,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 # --- what both have ---------------------------------------------------------------------------------------
@@ -213,12 +215,12 @@ def _files(deployment: Deployment, result: Result, leave_out: Collection[str] = 
 
 
 def _load_source(workload: Workload | None, trace: Trace | None, requests: int) -> str | None:
-    """The load's name, where its numbers come from, and what is kept of a trace that is replayed in part."""
+    """Return the load's name, its source, and the part of a trace that is replayed."""
     if workload is None:
         return None
     file = "no source given" if trace is None else Path(trace.file).name
-    kept = None if trace is None else replayed_part(workload, trace, requests)
-    return "; ".join(filter(None, (f"{workload.name}: {workload.source or file}", kept)))
+    replayed = None if trace is None else replayed_part(workload, trace, requests)
+    return "; ".join(filter(None, (f"{workload.name}: {workload.source or file}", replayed)))
 
 
 def _common(
@@ -261,7 +263,9 @@ def _common(
 
 
 def _hardware_facts(deployment: Deployment) -> dict[str, Any]:
-    """Of the first pool, and of every other kind of GPU among the pools where there is one."""
+    """Return the facts of the hardware of the first pool, and of every other kind of GPU among the pools if there is
+    one.
+    """
     first, *more = {pool.hardware.name: pool.hardware for pool in deployment.pools}.values()
     facts: dict[str, Any] = {"hardware": _hardware(first, deployment.estimated)}
     if more:
@@ -293,7 +297,9 @@ def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
 
 
 def _proof(tuned: Tuned, certificate: Certificate | None) -> Files:
-    """What the search has shown; and of a front the plan of each of its points."""
+    """Return the files of the search's proof: a certificate; or for a front its certificate and the plan of each of its
+    points.
+    """
     if certificate is not None:
         return {"certificate.json": _json(certificate.to_data())}
     assert tuned.ladder is not None, "only of a front there is no certificate of one plan"
@@ -355,7 +361,9 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
 
 
 def _startable(tuned: Tuned, row: Trial, known: CandidateRow) -> CandidateRow:
-    """With the command that starts it, where it was simulated and drafts with nothing that the chosen plan does not."""
+    """Return the row with the command that starts it, if it was simulated and its drafts are none or those of the
+    chosen plan's drafter.
+    """
     drafter = row.candidate.drafter
     if row.summary is None or (drafter and drafter != tuned.chosen.candidate.drafter):
         return known
@@ -369,7 +377,7 @@ def _router(study: Study, chosen: int) -> str:
 
 
 def _finished(simulated: SimulationSummary) -> bool:
-    """Whether every request came to an end, or the simulation stopped before."""
+    """True if every request came to an end; False if the simulation was stopped before."""
     return simulated.completed + simulated.refused + simulated.unserved >= simulated.requests
 
 
@@ -382,7 +390,8 @@ def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> Swe
     return SweepPoint(
         candidate=candidate,
         rate_rps=rate_rps,
-        goodput_rps=simulated.goodput_rps or 0.0,  # at an offered rate there always is one
+        # None only without an offered rate.
+        goodput_rps=simulated.goodput_rps or 0.0,
         slo_attainment=simulated.slo_attainment,
         ttft_p99_s=simulated.metrics["ttft"].p99,
         tpot_p99_s=simulated.metrics["tpot"].p99,
@@ -393,7 +402,7 @@ def _point(candidate: str, rate_rps: float, simulated: SimulationSummary) -> Swe
 
 
 def _drafted_load(points: Sequence[SweepPoint]) -> tuple[DraftedLoad, ...]:
-    """What a round of a request yields and wastes, at the rates at which anything was drafted."""
+    """Return the tokens that a round of a request yields and wastes, at the rates at which anything was drafted."""
     return tuple(
         DraftedLoad(rate_rps=p.rate_rps, tokens=p.tokens_per_round, wasted=p.wasted_per_round)
         for p in points
@@ -402,13 +411,16 @@ def _drafted_load(points: Sequence[SweepPoint]) -> tuple[DraftedLoad, ...]:
 
 
 def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
-    """The schedule over batch and context of the drafter chosen, or of the study's first where none was."""
+    """Return the schedule over batch and context of the chosen drafter, or of the study's first drafter if none was
+    chosen.
+    """
     question, candidate = tuned.question, tuned.chosen.candidate
     if not question.drafts:
         return None
     draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
     contexts = Contexts.of(question.stream(candidate))
-    pool = tuned.deployment.plan.pools[-1]  # the one that decodes
+    # The pool that decodes.
+    pool = tuned.deployment.plan.pools[-1]
     hardware = question.profiles[candidate.decoding.shape.gpu]
     try:
         best = schedule(draft, question.model, hardware, pool, contexts, MAX_NODES)

@@ -1,4 +1,6 @@
-"""Settings for engines: files for those that can run a plan, and what of a schedule for drafts each can be told."""
+"""Settings for engines: files for those that can run a plan, and the part of a schedule for drafts that each can be
+given.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MAX_NODES = 64
 
 
 def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
-    """A schedule for drafts in plain data, with what of it every engine can be told."""
+    """Return a schedule for drafts as plain data, with the part of it that each engine can be given."""
     engines = []
     for name, emitter in emit.engines().items():
         if not emitter.schemes:
@@ -31,8 +33,8 @@ def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
         projection = chosen.projection_for(emitter.schemes)
         settings, why = None, "drafting pays nowhere"
         if projection.scheme is not None:
-            wanted = draft.speculation(projection.scheme)
-            settings, why = emit.drafting_settings(emitter, wanted, draft.drafting.model)
+            speculation = draft.speculation(projection.scheme)
+            settings, why = emit.drafting_settings(emitter, speculation, draft.drafting.model)
         engines.append(
             {
                 "engine": name,
@@ -47,54 +49,57 @@ def speculation_facts(draft: Draft, chosen: Schedule) -> dict[str, Any]:
 
 
 def other_engines(facts: dict[str, Any], plan: Plan) -> Files:
-    """The best single draft for engines that do not schedule as the plan does."""
+    """Return files with the best single draft for engines that do not schedule as the plan does."""
     files, emitters = Files(), emit.engines()
     for engine in facts["engines"]:
         emitter, settings = emitters[engine["engine"]], engine["settings"]
         if settings is not None and not all(emitter.schedules(pool) for pool in plan.pools):
             scheme = engine["scheme"].capitalize()
-            what = f"{scheme}: the best single draft for this load by the cost model, not simulated."
-            files |= emitter.drafting_file(settings, what)
+            comment = f"{scheme}: the best single draft for this load by the cost model, not simulated."
+            files |= emitter.drafting_file(settings, comment)
     return files
 
 
 NO_ENGINE = "engine/none.txt"
-"""Says why there are no engine settings."""
+"""File that states why there are no engine settings."""
 
 
 def engine_files(deployment: Deployment) -> Files:
-    """Settings for the engine that can run the plan; for others as far as drafting goes, where that one cannot; or why
-    there are none."""
+    """Return the settings for the engine that can run the plan; if it cannot draft so, the drafting settings of other
+    engines; or why there are none.
+    """
     files = _emitted(deployment, deployment.plan)
     return files if files else {NO_ENGINE: f"No engine settings: {emit.why_none(deployment.plan)}.\n"}
 
 
 def searched_plan(plan: Plan, comment: str) -> str:
     """Return the file of a plan that a search chose, see `searched_data`. The comment names the settings left out."""
-    data, left = searched_data(plan)
-    return yamlfile.dump(data, with_unsaid(comment, left))
+    data, left_open = searched_data(plan)
+    return yamlfile.dump(data, with_unsaid(comment, left_open))
 
 
 def searched_data(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return a plan that a search chose as plain data, without the settings that are left to its engine: whoever reads
-    it finds them open too. And these settings, each with the reason."""
-    data, left = plan.to_data(), []
+    """Return a plan that a search chose as plain data, without the settings that are left to its engine, so that a
+    reader finds them open too; and these settings, each with the reason.
+    """
+    data, left_open = plan.to_data(), []
     for pool, entry in zip(plan.pools, data["pools"], strict=True):
         emitter = emit.emitter_of(pool)
         if emitter is None:
             continue
-        left += [f"pool {pool.name}: {why}" for why in emitter.left_open(pool)]
+        left_open += [f"pool {pool.name}: {why}" for why in emitter.left_open(pool)]
         for key in emitter.own_defaults:
             if pool.stated(key) is None:
                 part, name = key.split(".")
                 del entry[part][name]
-    return data, left
+    return data, left_open
 
 
 def launch_like(deployment: Deployment, plan: Plan) -> str | None:
-    """What to type to start another plan of the same model and models that draft; None where no engine has its policy.
+    """Return the command that starts another plan of the same model and models that draft; None if no engine has its
+    policy.
 
-    Raises nothing for what an engine cannot be told: such a plan has no command either.
+    Raises nothing for a setting that an engine cannot be given: such a plan has no command either.
     """
     try:
         return launch_of(_emitted(deployment, plan), deployment.model.hf)
@@ -108,7 +113,7 @@ def _emitted(deployment: Deployment, plan: Plan) -> Files:
 
 
 def launch_of(files: Files, checkpoint: str | None) -> str | None:
-    """What to type to start a plan: a command for each vLLM pool, with its settings written out, or the script."""
+    """Return the commands that start a plan: one for each vLLM pool, with its settings written out, or the script."""
     commands = []
     for name, text in files.items():
         if name.startswith("engine/vllm-") and isinstance(text, str):

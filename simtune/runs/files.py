@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: beside their place first, then under their name."""
+"""Writes files completely or not at all: first beside their place, then under their name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from simtune.errors import UsageError
 
 MANIFEST = "manifest.json"
-"""The file by which a folder is known as a run directory of simtune."""
+"""File that marks a folder as a run directory of simtune."""
 
 FRONT = "front.json"
-"""What a search for a front leaves in place of a certificate."""
+"""File that a search for a front writes in place of a certificate."""
 
 JOURNAL = "journal.jsonl"
 """The file of a search that is under way, or was killed."""
@@ -31,7 +31,7 @@ JOURNAL = "journal.jsonl"
 Files = dict[str, str | bytes]
 
 _PART = re.compile(r"part-[a-z0-9_]{8}")
-"""How the names of what is being written end, after `.NAME.`."""
+"""Ending of the names of files that are being written, after `.NAME.`."""
 
 
 def claim(out: Path, force: bool, resume: bool = False) -> None:
@@ -67,16 +67,16 @@ def alone(out: Path) -> None:
 
 def hold(out: Path) -> None:
     """Make a folder that is written into while work goes on, keep others from it until this process ends, and remove
-    what one that was killed left half-written in it.
+    files that a killed process left half-written in it.
 
-    Raises UsageError where it is a file, cannot be made, or is another process's.
+    Raises UsageError if it is a file, cannot be made, or is another process's.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; name a folder")
-    held = lock(out)
+    locked = lock(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if held:
+        if locked:
             clear_within(out)
         with tempfile.TemporaryDirectory(prefix=_prefix(out), dir=out):
             pass
@@ -89,8 +89,9 @@ def _prefix(path: Path) -> str:
 
 
 def _part(path: Path) -> Path:
-    """Where `path` is written first. It is named before it is made: no interrupt comes between the two and leaves what
-    nobody removes."""
+    """Return where `path` is written first. It is named before it is made: an interrupt between the two leaves no file
+    that is never removed.
+    """
     return path.absolute().with_name(f"{_prefix(path)}{os.urandom(4).hex()}")
 
 
@@ -107,8 +108,9 @@ def clear_within(out: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Remove what a process that was killed left of `out` half-written beside it; an earlier run that it had set aside
-    is put back. Nobody else writes `out` meanwhile."""
+    """Remove files that a killed process left half-written beside `out`; an earlier run that it had set aside is put
+    back. No other process writes `out` meanwhile.
+    """
     parent, begins = out.absolute().parent, f".{out.name}."
     for path in sorted(parent.glob(f"{glob.escape(begins)}part-*")):
         if not _PART.fullmatch(path.name.removeprefix(begins)) or path.is_symlink() or not path.is_dir():
@@ -124,7 +126,7 @@ _ASIDE = ".earlier"
 
 
 def _may_replace(out: Path, force: bool, resume: bool) -> None:
-    """Raises UsageError for a folder that is no run, or one that nobody said may be replaced."""
+    """Raise UsageError for a folder that is no run, or one that no flag allows to replace."""
     journal = (out / JOURNAL).is_file()
     if not (out / MANIFEST).is_file() and not journal:
         raise UsageError(f"{out}: is not empty and no earlier run (it has no {MANIFEST}); name another folder")
@@ -134,12 +136,13 @@ def _may_replace(out: Path, force: bool, resume: bool) -> None:
         raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
 
 
-_LOCKS: dict[Path, int] = {}  # descriptors held by this process, by the run directory they stand for
+# Descriptors of the locks of this process, by run directory.
+_LOCKS: dict[Path, int] = {}
 
 
 def lock(out: Path) -> bool:
-    """Keep others from claiming `out` until this process ends, however it does; whether that can be done here. Raises
-    UsageError if one has it.
+    """Keep others from claiming `out` until this process ends, however it does; return False if this system cannot.
+    Raises UsageError if one has it.
 
     The lock is a name that Linux gives to one socket at a time and forgets with its owner; elsewhere there is none.
     """
@@ -149,13 +152,13 @@ def lock(out: Path) -> bool:
     if folder in _LOCKS:
         return True
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name_holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        held.bind(f"\0simtune-{name}")
+        name_holder.bind(f"\0simtune-{name}")
     except OSError:
-        held.close()
+        name_holder.close()
         raise UsageError(f"{out}: another simtune is writing it; wait for it, or name another folder") from None
-    _LOCKS[folder] = held.detach()
+    _LOCKS[folder] = name_holder.detach()
     return True
 
 
@@ -172,8 +175,9 @@ def write(out: Path, files: Mapping[str, str | bytes]) -> None:
 
 @contextmanager
 def whole(out: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `out` at the end. Where anything goes wrong it is removed,
-    and what was there stays. Raises UsageError where files cannot be written."""
+    """A new folder to write into, which takes the place of `out` at the end. If anything fails, it is removed, and the
+    earlier folder stays. Raises UsageError if files cannot be written.
+    """
     parent = out.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +233,7 @@ def _encoded(content: str | bytes) -> bytes:
 
 
 def _take_place(folder: Path, out: Path) -> None:
-    """Give `folder` the name `out`; what is there keeps it if that goes wrong, and is removed otherwise."""
+    """Give `folder` the name `out`; an earlier folder of that name is restored if that fails, and removed otherwise."""
     if not out.exists():
         folder.rename(out)
         return

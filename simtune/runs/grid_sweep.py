@@ -1,4 +1,4 @@
-"""One simulation for each point of a grid over fields of plan, workload or hardware, in parallel and resumably."""
+"""Simulations of all points of a grid over fields of plan, workload or hardware, in parallel and resumably."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What is simulated where an axis says nothing else."""
+    """Settings of a simulation, unless an axis sets them."""
 
     model: str | None = None
     hardware: str | None = None
@@ -78,7 +78,9 @@ def _range(text: str, values: str) -> tuple[str, ...]:
 
 
 def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
-    """All combinations, the last axis fastest, or the values side by side. Raises UsageError."""
+    """Return all combinations of values, the last axis fastest, or with `zipped` the values side by side. Raises
+    UsageError.
+    """
     if not axes:
         raise UsageError("name at least one field to sweep: --over rate=2:10:2")
     keys = [a.key for a in axes]
@@ -95,7 +97,7 @@ def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One simulation to do. Raises UsageError where nobody names a workload."""
+    """A simulation to do. Raises UsageError if no workload is named."""
 
     base: Base
     values: Mapping[str, str]
@@ -108,20 +110,24 @@ class Point:
 
     def _read_numbers(self) -> dict[str, Any]:
         """Rate, requests and seed. Raises UsageError for what is no such number."""
-        given = {**asdict(self.base), **self.values}
+        inputs = {**asdict(self.base), **self.values}
         kinds: dict[str, Callable[[str], Any]] = {"rate": float, "requests": int, "seed": int}
-        return {what: _number(what, given[what], kind) for what, kind in kinds.items()}
+        return {key: _number(key, inputs[key], kind) for key, kind in kinds.items()}
 
     @property
     def name(self) -> str:
-        """The same for the same question of the same files: what a simulation that was done is found by."""
-        given = {**asdict(self.base), **self.values}
-        files = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in given.values() if x and Path(x).is_file()]
-        question = json.dumps([__version__, given, self.settings, files], sort_keys=True)
+        """Return a name that depends on the values, the settings and the contents of files: the key under which a
+        finished simulation is found again.
+        """
+        inputs = {**asdict(self.base), **self.values}
+        files = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in inputs.values() if x and Path(x).is_file()]
+        question = json.dumps([__version__, inputs, self.settings, files], sort_keys=True)
         return hashlib.sha256(question.encode()).hexdigest()[:16]
 
     def run(self) -> Row:
-        """The values and what came of them; `error` where the plan cannot be. Raises SpecError for what is misspelt."""
+        """Simulate the point: its values and the results; `error` if the plan cannot be deployed. Raises SpecError for
+        a misspelt field.
+        """
         try:
             return {**self.values, **self._numbers(), "error": None}
         except (Infeasible, UsageError) as error:
@@ -131,30 +137,30 @@ class Point:
 
     @property
     def _fields(self) -> dict[str, str]:
-        """What it sets of specs: the whole key by the key within the spec, which messages name."""
+        """Fields of specs that the point sets: the whole key by the key within the spec, which messages name."""
         return {key.partition(".")[2]: key for key in self.values if "." in key}
 
     def _as_asked(self, message: str) -> str:
         """A message about a setting, by the option that it came from."""
-        for rest, key in self._fields.items():
-            message = message.replace(f"--set {rest}=", f"--over {key}=")
+        for field, key in self._fields.items():
+            message = message.replace(f"--set {field}=", f"--over {key}=")
         return message
 
     def _of_its_option(self, problem: Problem) -> Problem:
         """A problem of a field that is swept is one of `--over`."""
-        for rest, key in self._fields.items():
-            if problem.file == "--set" and f"{problem.key}.".startswith(f"{rest}."):
-                return replace(problem, file="--over", key=key + problem.key[len(rest) :])
+        for field, key in self._fields.items():
+            if problem.file == "--set" and f"{problem.key}.".startswith(f"{field}."):
+                return replace(problem, file="--over", key=key + problem.key[len(field) :])
         return problem
 
     def _numbers(self) -> Row:
-        given = asdict(self.base) | {key: value for key, value in self.values.items() if "." not in key}
+        inputs = asdict(self.base) | {key: value for key, value in self.values.items() if "." not in key}
         fields = [*self.settings, *(f"{key}={value}" for key, value in self.values.items() if "." in key)]
         settings: dict[str, list[str]] = {spec: [] for spec in SPECS}
         for field in fields:
-            spec, _, rest = field.partition(".")
-            settings[spec].append(rest)
-        specs = load_specs(given["model"], given["hardware"], given["workload"], given["plan"], settings)
+            spec, _, inner = field.partition(".")
+            settings[spec].append(inner)
+        specs = load_specs(inputs["model"], inputs["hardware"], inputs["workload"], inputs["plan"], settings)
         numbers = self._read_numbers()
         experiment = set_up(specs, rate_rps=numbers["rate"], requests=numbers["requests"], seed=numbers["seed"] or 0)
         result = experiment.run()
@@ -174,6 +180,7 @@ class Point:
         for metric in LATENCIES:
             latencies = summary.metrics[metric]
             for statistic in ("mean", "p50", "p99"):
+                # Latencies of a growing queue show only how long the simulation was.
                 row[f"{metric}_{statistic}_s"] = None if summary.saturated else getattr(latencies, statistic)
         row["preemptions"] = summary.preemptions
         row["usd_per_hour"] = cost.per_hour_usd if cost else None
@@ -197,20 +204,21 @@ def _number(what: str, text: str | None, kind: Callable[[str], Any]) -> Any:
 
 
 MOST: dict[str, int] = {"rate": 10**9, "requests": 10**9, "seed": 2**63 - 1}
-"""Of what is swept, as options and files bound it."""
+"""Largest values of what is swept, as options and files bound it."""
 
 
 def sweep(
     todo: Sequence[Point], journal: RowJournal | None = None, *, jobs: int | None = None
 ) -> Iterator[tuple[int, Row]]:
     """(number, row) of every point in order, those of the journal without simulating them again."""
-    done = {} if journal is None else journal.read()
-    left = [point for point in todo if point.name not in done]
-    with executor(jobs, max(1, len(left))) as pool:
-        fresh = ordered_map(pool, Point.run, left)
+    finished_rows = {} if journal is None else journal.read()
+    remaining = [point for point in todo if point.name not in finished_rows]
+    with executor(jobs, max(1, len(remaining))) as pool:
+        fresh = ordered_map(pool, Point.run, remaining)
         for number, point in enumerate(todo):
-            row = done.get(point.name)
+            row = finished_rows.get(point.name)
             if row is None:
+                # Results come in the order of `remaining`, so the next one belongs to this point.
                 row = next(fresh)
                 if journal is not None:
                     journal.add(point.name, row)

@@ -1,4 +1,4 @@
-"""What is needed to do a run again: versions, command, hashes of all inputs as they were understood."""
+"""Facts needed to repeat a run: versions, command, hashes of all inputs as they were understood."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("click", "jinja2", "numpy", "plotly", "pydantic", "pyyaml", "rich", 
 
 
 def manifest(command: Sequence[str], inputs: Sequence[Spec], trace: Trace | None, seed: int) -> Manifest:
-    """Of a run that has just been made: the time of day is now."""
+    """Return the manifest of a run that has just been made: the time of day is now."""
     return Manifest(
         schema_id=MANIFEST_SCHEMA,
         simtune=__version__,

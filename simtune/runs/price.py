@@ -1,4 +1,4 @@
-"""What a deployment costs, where the hardware profiles name a price."""
+"""Price of a deployment, if the hardware profiles name one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ HOUR_S = 3600.0
 
 
 def price(deployment: Deployment, simulated: SimulationSummary) -> Price | None:
-    """Dollars of all GPUs, over what they deliver under this load; None where a pool's hardware names no price.
+    """Return dollars of all GPUs, over what they deliver under this load; None if a pool's hardware names no price.
 
     GPUs of a stage cost what those of the pool that it serves cost; GPUs that two pools share count once.
     """
-    each: dict[str, float] = {}
+    usd_per_hour: dict[str, float] = {}
     for pool in deployment.pools:
         usd = pool.hardware.device.price_per_hour_usd
         if usd is None:
             return None
-        each[pool.spec.name] = usd
+        usd_per_hour[pool.spec.name] = usd
     plan = deployment.plan
-    own = [pool for pool in plan.pools if pool.share is None or pool.share.beside is None]
-    per_hour = sum(each[pool.name] * pool.devices * pool.instances for pool in own)
-    per_hour += sum(each[stage.pool] * stage.devices * stage.instances for stage in plan.stages or ())
+    paid_pools = [pool for pool in plan.pools if pool.share is None or pool.share.beside is None]
+    per_hour = sum(usd_per_hour[pool.name] * pool.devices * pool.instances for pool in paid_pools)
+    per_hour += sum(usd_per_hour[stage.pool] * stage.devices * stage.instances for stage in plan.stages or ())
     sources = dict.fromkeys(pool.hardware.device.price_source or "not said" for pool in deployment.pools)
     return Price(
         per_hour_usd=per_hour,
@@ -40,7 +40,11 @@ def _over(per_hour: float, per_s: float | None, count: float) -> float | None:
 
 
 def priced(row: CandidateRow, usd_per_hour: float | None) -> CandidateRow:
-    """A candidate with what a million output tokens cost on it, by the price of all its GPUs."""
-    each = row.output_tokens_per_s_per_gpu
-    usd = None if usd_per_hour is None or each is None else _over(usd_per_hour, each * row.num_gpus, MILLION)
+    """Return a candidate with the price of a million output tokens, by the price of all its GPUs."""
+    tokens_per_s = row.output_tokens_per_s_per_gpu
+    usd = (
+        None
+        if usd_per_hour is None or tokens_per_s is None
+        else _over(usd_per_hour, tokens_per_s * row.num_gpus, MILLION)
+    )
     return row.model_copy(update={"usd_per_million_output_tokens": usd})

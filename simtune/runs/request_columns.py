@@ -1,4 +1,4 @@
-"""Every simulated request, as the file that was asked for: CSV, JSON lines or Parquet."""
+"""Every simulated request, in the format that the user chose: CSV, JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from simtune.runs.schema import RequestRow
 from simtune.runs.tables import columns, to_csv
 
 BLOCK = 1 << 14
-"""Rows that are made at once: a row as Python objects takes five times its text."""
+"""Rows that are made together: a row as Python objects takes five times its text."""
 
 
 def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[Any]]:
-    """Every request, column by column as `RequestRow` declares them; None where a time never came. `rows` are a part of
-    them."""
+    """Yield every request, column by column as `RequestRow` declares them; None for an event that never happened.
+    `rows` selects a part of them.
+    """
     stream, outcome = result.stream, result.outcome
     computed: dict[str, Sequence[Any]] = {
         "request": range(len(stream))[rows],
@@ -60,7 +61,9 @@ def requests_csv(result: Result) -> str:
 
 
 def requests_file(name: str, result: Result) -> bytes:
-    """The requests as the file's ending says: .csv, .jsonl or .parquet. Raises UsageError for any other ending."""
+    """Return the requests in the format of the file's ending: .csv, .jsonl or .parquet. Raises UsageError for any other
+    ending.
+    """
     if name.endswith(".csv"):
         return requests_csv(result).encode()
     if name.endswith(".jsonl"):

@@ -1,4 +1,4 @@
-"""Rows that are done, in a file of JSON lines that grows while work goes on: a kill costs what was under way."""
+"""Finished rows, in a file of JSON lines that grows while work goes on: a kill loses only the row under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simtune.errors import SimtuneError, UsageError
 from simtune.specs.input_files import JsonError, parse_json, read_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of a disk, not of what was asked for."""
+"""Errors of a disk, not of the request."""
 
 
 class RowJournal:
@@ -23,10 +23,11 @@ class RowJournal:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._whole = False  # whether the file is known to end with the end of a line
+        # True once the file is known to end with a complete line.
+        self._whole = False
 
     def read(self) -> dict[str, Any]:
-        """Rows by their key. Raises UsageError where the file cannot be read."""
+        """Rows by their key. Raises UsageError if the file cannot be read."""
         rows: dict[str, Any] = {}
         for line in self._bytes().split(b"\n"):
             try:
@@ -39,8 +40,9 @@ class RowJournal:
         return rows
 
     def add(self, key: str, row: Mapping[str, Any] | list[Any]) -> None:
-        """Write a row down at once. Raises SimtuneError where there is no room, UsageError where no file can be; rows
-        before it stay."""
+        """Write a row immediately. Raises SimtuneError if there is no room, UsageError if no file can be made; earlier
+        rows stay.
+        """
         line = (json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False) + "\n").encode()
         try:
             if not self._whole:
@@ -59,10 +61,10 @@ class RowJournal:
             raise self._full("no space left")
 
     def _end(self) -> None:
-        """Take off a last line that was cut short: it must not take the next one with it."""
-        whole = self._bytes()
-        if whole and not whole.endswith(b"\n"):
-            os.truncate(self.file, whole.rfind(b"\n") + 1)
+        """Remove a last line that was cut short: the next line would be joined to it."""
+        content = self._bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self.file, content.rfind(b"\n") + 1)
 
     def _bytes(self) -> bytes:
         return read_bytes(self.file) if self.file.exists() else b""

@@ -1,5 +1,6 @@
-"""Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` where a search wrote them, and
-`swimlanes.json.gz` where steps were kept."""
+"""Reads a run directory: `summary.json`, `candidates.csv` and `certificate.json` if a search wrote them, and
+`swimlanes.json.gz` if steps were kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ T = TypeVar("T", bound=Record)
 
 
 def read_run(run: Path) -> Run:
-    """Raises UsageError when `run` is no run directory, SpecError when one of its files is damaged or newer than this
+    """Raise UsageError when `run` is no run directory, SpecError when one of its files is damaged or newer than this
     release."""
     if not run.is_dir():
         raise UsageError(f"{run}: no such folder; name the run directory that --out wrote")
@@ -41,7 +42,7 @@ def read_run(run: Path) -> Run:
 
 
 def read_summary(path: Path) -> Summary:
-    """Raises UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
+    """Raise UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
     return read_record(path, Summary, SUMMARY_SCHEMA)
 
 
@@ -82,7 +83,7 @@ def read_record(path: Path, kind: type[T], schema: str) -> T:
 
 
 def _other_version(schema: Any, wanted: str) -> str:
-    """What is wrong with a file's `schema`, and what to do about it."""
+    """Return what is wrong with a file's `schema`, and the remedy."""
     kind, _, version = wanted.rpartition("@")
     number = re.fullmatch(re.escape(kind) + r"@(\d+)", str(schema))
     if number is None:

@@ -1,5 +1,4 @@
-"""What stands in the files of a run: `summary.json`, `candidates.csv`, `search.csv`, `requests.csv`,
-`manifest.json`.
+"""Contents of the files of a run: `summary.json`, `candidates.csv`, `search.csv`, `requests.csv`, `manifest.json`.
 
 Declared once; the same classes are filled in, written, and read again. The numbers of the simulation itself are
 declared where they are computed, in `simtune.results.summary`. Seconds, bytes, tokens, requests per second.
@@ -42,7 +41,7 @@ class OperatorQuality(Record):
 
 
 class HardwareFacts(Record):
-    """The hardware profile as far as a reader must know it to judge the numbers."""
+    """The part of the hardware profile that a reader needs to judge the numbers."""
 
     name: str
     engine: str
@@ -54,7 +53,7 @@ class HardwareFacts(Record):
 
 
 class MemoryUse(Record):
-    """One device's memory under vLLM's accounting."""
+    """Memory of one device under vLLM's accounting."""
 
     total_bytes: Positive
     weights_bytes: NonNegative
@@ -65,7 +64,7 @@ class MemoryUse(Record):
 
 
 class Price(Record):
-    """What the GPUs of a deployment cost, and over what it delivers under its load."""
+    """Price of the GPUs of a deployment, and per unit of what it delivers under its load."""
 
     per_hour_usd: Positive = Field(description="of all GPUs")
     per_million_output_tokens_usd: NonNegative | None
@@ -75,7 +74,7 @@ class Price(Record):
 
 
 class StepPart(Record):
-    """What one operator kind takes of a step."""
+    """Time of one operator kind in a step."""
 
     operator: str
     seconds: NonNegative
@@ -83,7 +82,7 @@ class StepPart(Record):
 
 
 class StepTime(Record):
-    """Where the predicted time of one step goes."""
+    """Predicted time of one step, by operator kind."""
 
     step: str
     parts: Seq[StepPart]
@@ -115,7 +114,7 @@ class PoolTimeline(Timeline):
 
 
 class ObjectiveValue(Record):
-    """What the chosen plan reached of what the study asked for."""
+    """Value of the study's objective that the chosen plan reached."""
 
     name: str
     unit: str
@@ -134,7 +133,7 @@ class SweepPoint(Record):
     ttft_p99_s: NonNegative | None
     tpot_p99_s: NonNegative | None
     saturated: bool
-    tokens_per_round: Positive | None = Field(description="delivered by one verification; null where nobody drafts")
+    tokens_per_round: Positive | None = Field(description="delivered by one verification; null without drafts")
     wasted_per_round: NonNegative | None = Field(description="tokens verified and not delivered")
 
 
@@ -150,13 +149,13 @@ class RunnerUp(Record):
 
 
 class ScheduleCell(Record):
-    """The best way to draft at one batch and context, and its gain over none."""
+    """The best way to draft at one batch and context, and its gain over no drafts."""
 
     scheme: str
     short: str
     off: bool
     gain: Positive
-    occurs: bool = Field(description="so many sequences of such a length fit")
+    occurs: bool = Field(description="the batch of this context fits in memory")
 
 
 class FixedScheme(Record):
@@ -167,7 +166,7 @@ class FixedScheme(Record):
 
 
 class ChainAtBatch(Record):
-    """Of a chain whose length follows the batch: tokens of a round, and wasted ones, per sequence."""
+    """Tokens of a round, and wasted ones, per sequence, of a chain whose length follows the batch."""
 
     batch: Count
     draft_tokens: Whole
@@ -176,7 +175,9 @@ class ChainAtBatch(Record):
 
 
 class EngineDrafting(Record):
-    """What of the schedule an engine can be told: `loss` is the share of its gain that is lost by that."""
+    """Part of the schedule that an engine can be given: `loss` is the share of the gain that is lost by the
+    restriction.
+    """
 
     engine: str
     scheme: str
@@ -210,7 +211,7 @@ class DraftedLoad(Record):
 
 
 class AcceptanceFacts(Record):
-    """Where the acceptance comes from."""
+    """Source of the acceptance."""
 
     name: str
     origin: str
@@ -237,7 +238,7 @@ class DraftSchedule(Record):
 
 
 class Summary(SimulationSummary):
-    """`summary.json`: what was asked, what was chosen, and what its simulation says."""
+    """`summary.json`: the question, the choice, and the results of its simulation."""
 
     schema_id: Literal["simtune/summary@1"] = Field(alias="schema")
     name: str
@@ -273,7 +274,7 @@ class Summary(SimulationSummary):
     @field_validator("plan", "study", mode="before")
     @classmethod
     def _without_its_schema(cls, value: Any, info: ValidationInfo) -> Any:
-        """A spec as it stands in a file of its own: its version is checked and taken off."""
+        """Check the version of a spec that has a file of its own, and remove it."""
         if not isinstance(value, dict):
             return value
         spec: type[Spec] = Plan if info.field_name == "plan" else Study
@@ -297,7 +298,7 @@ Status = Literal["chosen", "feasible", "infeasible", "pruned", "does_not_fit"]
 
 
 class CandidateRow(Record):
-    """A row of `candidates.csv`: a plan that was considered. A cell is empty where the search did not need to know."""
+    """A row of `candidates.csv`: a plan that was considered. A cell is empty if the search did not need the value."""
 
     MAY_LACK: ClassVar[frozenset[str]] = frozenset({"weight_dtype", "beside"})
     rank: Annotated[int | None, _column("place in the list, the chosen plan first")]
@@ -364,7 +365,7 @@ class CourseRow(Record):
 
 
 class RequestRow(Record):
-    """A row of `requests.csv`: a simulated request. A time is empty where it never came."""
+    """A row of `requests.csv`: a simulated request. A time is empty if the event never happened."""
 
     MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s"})
 
@@ -421,13 +422,13 @@ class Manifest(Record):
 
 
 class Run(NamedTuple):
-    """What a report is drawn from."""
+    """Data that a report is drawn from."""
 
     summary: Summary
     candidates: tuple[CandidateRow, ...]
-    """Empty where nothing was searched."""
+    """Candidates of the search; empty if nothing was searched."""
     swimlanes: Swimlanes | None = None
-    """None where the run kept no steps."""
+    """Swimlanes; None if the run kept no steps."""
     certificate: Certificate | None = None
-    """None where nothing was searched."""
+    """Certificate of the search; None if nothing was searched."""
     course: tuple[CourseRow, ...] = ()

@@ -26,11 +26,11 @@ class SweepTable(NamedTuple):
 
 
 _MOST = 1e300
-"""Of a number in a table: it may be shown in another unit."""
+"""Largest number in a table: it may be shown in another unit."""
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether `simtune sweep --out` wrote the folder, to its end."""
+    """True if `simtune sweep --out` wrote the folder to its end."""
     return (folder / TABLE).is_file() and not (folder / "summary.json").is_file()
 
 
@@ -42,8 +42,9 @@ def sweeps_in(folder: Path) -> tuple[Path, ...]:
 
 
 def read_sweep(folder: Path, name: str | None = None) -> SweepTable:
-    """The table of a sweep as it was written. Raises UsageError where it cannot be read, SpecError with line and column
-    where it is damaged."""
+    """The table of a sweep as it was written. Raises UsageError if it cannot be read, SpecError with line and column if
+    it is damaged.
+    """
     file = str(folder / TABLE)
     lists, lines = csv_rows(read_text(folder / TABLE), file)
     header = lists[0] if lists else []
@@ -66,12 +67,13 @@ def read_sweep(folder: Path, name: str | None = None) -> SweepTable:
 
 
 def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | None:
-    """What a cell was before it was written."""
+    """Return the value that a cell was before it was written."""
     if cell in ("", "true", "false"):
         return None if not cell else cell == "true"
     try:
         value = int(cell) if cell.lstrip("-").isdecimal() else float(cell)
-        if abs(float(value)) <= _MOST:  # not NaN; whole ones beyond the range of floats raise
+        # False for NaN; `float` raises OverflowError for whole numbers beyond its range.
+        if abs(float(value)) <= _MOST:
             return value
     except (ValueError, OverflowError):
         pass
@@ -79,7 +81,7 @@ def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | No
 
 
 def write_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], page: str, parquet: bool) -> None:
-    """sweep.csv, sweep.html and, if asked for, sweep.parquet. Raises UsageError where pyarrow is missing for it."""
+    """sweep.csv, sweep.html and, if asked for, sweep.parquet. Raises UsageError if pyarrow is missing for it."""
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "error"))
     columns.append("error")
     write_file(folder / TABLE, to_csv(columns, ([row.get(key) for key in columns] for row in rows)))

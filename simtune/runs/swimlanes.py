@@ -1,6 +1,6 @@
-"""What every engine core did over time, and the lives of requests: what the timeline of a report is drawn from.
+"""Steps of every engine core over time, and the lives of requests, from which the timeline of a report is drawn.
 
-`swimlanes.json.gz` holds as much as a page can carry. Where there are more steps than `MOST_SPANS`, neighbours are one
+`swimlanes.json.gz` contains as much as a page can show. If there are more steps than `MOST_SPANS`, neighbours are one
 span, with the time that went to each kind of step and the least and most of what was counted; nothing is averaged.
 """
 
@@ -24,11 +24,11 @@ from simtune.specs.base import Record, Seq
 SWIMLANES_SCHEMA: Literal["simtune/swimlanes@1"] = "simtune/swimlanes@1"
 SWIMLANES = "swimlanes.json.gz"
 MOST_SPANS = 100_000
-"""Of all cores together."""
+"""Most spans of all cores together."""
 MOST_LIVES = 2_000
-"""Requests whose lives are kept: the slowest tenth of so many, the others evenly spread over the run."""
+"""Most requests whose lives are kept: the slowest tenth of this number, the others evenly spread over the run."""
 KINDS = ("prefill", "mixed", "draft", "decode")
-"""Of steps: prompts alone, prompts beside decodes, decodes that verify drafts, and decodes."""
+"""Kinds of steps: prompts alone, prompts beside decodes, decodes that verify drafts, and decodes."""
 COUNTED = ("running", "waiting", "free_blocks")
 
 Ints = NDArray[np.int64]
@@ -65,7 +65,7 @@ class CoreLane(Record):
         return self
 
     def share(self, kind: str, duration_us: int) -> float:
-        """Of the run that went to such steps."""
+        """Share of the run that went to steps of a kind."""
         return float(sum(getattr(self, f"{kind}_us"))) / duration_us if duration_us else 0.0
 
 
@@ -76,7 +76,7 @@ _SPAN_COLUMNS = (
 
 
 class RequestLife(Record):
-    """What became of a request; times from the start of the run, null where one never came."""
+    """Life of a request; times from the start of the run, null for an event that never happened."""
 
     request: int
     prompt_tokens: int
@@ -109,7 +109,7 @@ class Swimlanes(Record):
 
 
 def swimlanes_of(result: Result, most_spans: int = MOST_SPANS, most_lives: int = MOST_LIVES) -> Swimlanes | None:
-    """Of a simulation that recorded its steps; None of one that did not."""
+    """Return the swimlanes of a simulation that recorded its steps; None for one that did not."""
     outcome = result.outcome
     if not outcome.records:
         return None
@@ -143,7 +143,7 @@ def _us(ticks: int | Ints) -> Ints:
 
 
 def _spans(records: RecordedSteps, here: Ints, together: int) -> dict[str, tuple[int, ...]]:
-    """Columns of the swimlane of the jumps `here`, each row of `together` of them."""
+    """Return the columns of the swimlane of the jumps `here`, each row for `together` of them."""
     if not len(here):
         return dict.fromkeys((*_SPAN_COLUMNS, "start_us"), ())
 
@@ -162,16 +162,18 @@ def _spans(records: RecordedSteps, here: Ints, together: int) -> dict[str, tuple
         "length_us": end[np.minimum(first + together, len(here)) - 1] - begins,
         "steps": np.add.reduceat(steps, first),
     }
-    columns |= {f"{kind}_us": np.add.reduceat(np.where(those, spent, 0), first) for kind, those in is_kind.items()}
-    for what in COUNTED:
-        values = column(what)
-        columns[f"{what}_low"] = np.minimum.reduceat(values, first)
-        columns[f"{what}_high"] = np.maximum.reduceat(values, first)
+    columns |= {f"{kind}_us": np.add.reduceat(np.where(of_kind, spent, 0), first) for kind, of_kind in is_kind.items()}
+    for counter in COUNTED:
+        values = column(counter)
+        columns[f"{counter}_low"] = np.minimum.reduceat(values, first)
+        columns[f"{counter}_high"] = np.maximum.reduceat(values, first)
     return {name: tuple(column.tolist()) for name, column in columns.items()}
 
 
 def _transfers(outcome: Outcome, core: int, duration_us: int) -> tuple[tuple[int, int], ...]:
-    """Where KV caches come to a core; those that overlap, or are apart by less than a page can show, are one."""
+    """Return the intervals in which KV caches arrive at a core; intervals that overlap, or are apart by less than a
+    page can show, are joined.
+    """
     sent = (outcome.transferred >= 0) & (outcome.core == core)
     begins, ends = _us(outcome.prompt_done[sent]), _us(outcome.transferred[sent])
     apart, joined = duration_us // 20_000, list[list[int]]()
@@ -192,6 +194,7 @@ def _kept(result: Result, most: int) -> list[int]:
     came = np.flatnonzero(result.outcome.arrival >= 0)
     if len(came) <= most:
         return [int(i) for i in came]
+    # Requests that never finished count as the slowest.
     slow = np.nan_to_num(result.e2el_s[came], nan=np.inf)
     slowest = came[np.argsort(-slow, kind="stable")[: most // 10]]
     spread = came[np.linspace(0, len(came) - 1, most - len(slowest)).astype(np.int64)]
@@ -202,13 +205,13 @@ def _lives(result: Result, kept: Iterable[int]) -> tuple[RequestLife, ...]:
     outcome, stream = result.outcome, result.stream
     chunks: dict[int, list[tuple[int, int, int, int]]] = {request: [] for request in kept}
     preempted: dict[int, list[int]] = {request: [] for request in chunks}
-    records, wanted = outcome.records, np.array(list(chunks), dtype=np.int64)
+    records, requests = outcome.records, np.array(list(chunks), dtype=np.int64)
     start, end = _us(records.column("start")), _us(records.column("end"))
     computed, lost = records.chunks(), records.preempted()
-    for jump, request, tokens in computed[np.isin(computed[:, 1], wanted)].tolist():
+    for jump, request, tokens in computed[np.isin(computed[:, 1], requests)].tolist():
         core, begin = int(records.column("core")[jump]), int(start[jump])
         chunks[request].append((core, begin, int(end[jump]) - begin, tokens))
-    for jump, request in lost[np.isin(lost[:, 1], wanted)].tolist():
+    for jump, request in lost[np.isin(lost[:, 1], requests)].tolist():
         preempted[request].append(int(start[jump]))
 
     def at(column: Ints, request: int) -> int | None:

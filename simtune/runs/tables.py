@@ -1,4 +1,4 @@
-"""CSV tables whose rows are records: floats exact, true and false, nothing where there is no value."""
+"""CSV tables whose rows are records: exact floats, true and false, an empty cell for None."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def columns(row: type[Record]) -> tuple[str, ...]:
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The text of a table; None is an empty cell."""
+    """Return the text of a table; None is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
@@ -34,36 +34,38 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def read_csv(path: Path, row: type[R]) -> tuple[R, ...]:
-    """The rows of a table; columns that `row` does not know are let through.
+    """Return the rows of a table; columns that `row` does not have are ignored.
 
     Raises SpecError with line, column and rule of every cell that is wrong.
     """
     lists, lines = csv_rows(read_text(path), str(path))
     header = lists[0] if lists else []
-    known = columns(row)
-    missing = [name for name in known if name not in header and name not in row.MAY_LACK]
-    if missing:
-        raise SpecError(Problem(str(path), f"lacks the columns {', '.join(missing)}", "", 1))
+    known_columns = columns(row)
+    absent = [name for name in known_columns if name not in header and name not in row.MAY_LACK]
+    if absent:
+        raise SpecError(Problem(str(path), f"lacks the columns {', '.join(absent)}", "", 1))
     rows: list[R] = []
     problems: list[Problem] = []
     for cells, line in zip(lists[1:], lines[1:], strict=True):
         if len(cells) != len(header):
             problems.append(Problem(str(path), f"{len(cells)} cells under a header of {len(header)}", "", line))
             continue
-        named = dict(zip(header, cells, strict=True))
+        by_column = dict(zip(header, cells, strict=True))
         try:
-            rows.append(_parsed(row, named))
+            rows.append(_parsed(row, by_column))
         except ValidationError as error:
             for item in error.errors():
                 key = str(item["loc"][0])
-                problems.append(Problem(str(path), f"must be {_rule(row, key, item)}, not {named[key]!r}", key, line))
+                problems.append(
+                    Problem(str(path), f"must be {_rule(row, key, item)}, not {by_column[key]!r}", key, line)
+                )
     if problems:
         raise SpecError(problems)
     return tuple(rows)
 
 
 def _parsed(row: type[R], cells: dict[str, str]) -> R:
-    """An empty cell is None where there may be none."""
+    """Return a row from its cells; an empty cell is None if the field may be None."""
     values: dict[str, str | None] = {}
     for name, field in row.model_fields.items():
         key = field.alias or name
@@ -72,7 +74,7 @@ def _parsed(row: type[R], cells: dict[str, str]) -> R:
 
 
 def _rule(row: type[Record], key: str, error: ErrorDetails) -> str:
-    """What a cell of a column must be, in words."""
+    """Return the rule for a cell of a column, in words."""
     if error["type"] == "greater_than_equal":
         return f"{error['ctx']['ge']:g} or more"
     if error["type"] == "less_than_equal":

@@ -2,7 +2,7 @@
 
 The latter is gzipped Chrome trace JSON, opened by dropping it on the page: one process per instance, one track per
 engine core. A core runs one step at a time: overlapping slices could not be drawn. Counters are those of the latest
-step and stand until the next one.
+step, until the next one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def sampled(result: Result, pool: str | None = None) -> Timeline:
-    """Running, waiting and KV use of the whole deployment or of one pool, at POINTS even times."""
+    """Return running, waiting and KV use of the whole deployment or of one pool, at POINTS even times."""
     outcome = result.outcome
     if not outcome.records:
         return Timeline(t_s=(), running=(), waiting=(), kv_used=())
     records, cores = outcome.records, [n for n, core in enumerate(outcome.cores) if pool in (None, core.pool)]
     grid = np.linspace(0, records.column("end").max(), POINTS)
-    running, waiting, used = np.zeros(POINTS), np.zeros(POINTS), np.zeros(POINTS)
+    running, waiting, kv_used = np.zeros(POINTS), np.zeros(POINTS), np.zeros(POINTS)
     for number in cores:
-        here = np.flatnonzero(records.column("core") == number)
-        if not len(here):
+        of_core = np.flatnonzero(records.column("core") == number)
+        if not len(of_core):
             continue
-        at = np.searchsorted(records.column("start")[here], grid, side="right") - 1
-        latest = here[at]
+        at = np.searchsorted(records.column("start")[of_core], grid, side="right") - 1
+        latest = of_core[at]
         inside = (at >= 0) & (grid < records.column("end")[latest])
         free = records.column("free_blocks")[latest] / outcome.cores[number].blocks
         running += np.where(inside, records.column("running")[latest], 0)
         waiting += np.where(inside, records.column("waiting")[latest], 0)
-        used += np.where(inside, 1 - free, 0)
+        kv_used += np.where(inside, 1 - free, 0)
     return Timeline(
         t_s=tuple((grid / TICKS_PER_SECOND).tolist()),
         running=tuple(running.tolist()),
         waiting=tuple(waiting.tolist()),
-        kv_used=tuple((used / len(cores)).tolist()),
+        kv_used=tuple((kv_used / len(cores)).tolist()),
     )
 
 
@@ -54,7 +54,7 @@ def sampled(result: Result, pool: str | None = None) -> Timeline:
 
 
 class TraceSlice(NamedTuple):
-    """One step, or a run of `steps` equal ones, on the track of an engine core.
+    """A step, or a run of `steps` equal ones, on the track of an engine core.
 
     `running`, `waiting` and `free_blocks` are as the scheduler left them when the step began.
     """
@@ -72,19 +72,20 @@ class TraceSlice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the step carries."""
+        """Kind of the step, and the number of equal steps."""
         kind = "mixed" if self.num_decodes and self.prefill_tokens else "prefill" if self.prefill_tokens else "decode"
         return kind if self.steps == 1 else f"{kind} x {self.steps}"
 
 
 def trace_file(result: Result, window_s: tuple[float, float] | None = None) -> bytes:
-    """The simulated steps; only those that touch the window, where one is given."""
+    """Yield the simulated steps; only those in the window, if one is given."""
     return packed(_trace_json(_SlicesInOrder(result, window_s)))
 
 
 class _SlicesInOrder:
-    """The slices of a simulation by instance, start and core, made one by one as they are read: all at once would take
-    several times the memory of the steps."""
+    """Yield the slices of a simulation by instance, start and core, one by one: a list of them would take several times
+    the memory of the steps.
+    """
 
     def __init__(self, result: Result, window_s: tuple[float, float] | None) -> None:
         records, cores = result.outcome.records, result.outcome.cores
@@ -118,7 +119,7 @@ def chrome_trace(slices: Iterable[TraceSlice]) -> bytes:
 
 
 def _trace_json(ordered: Collection[TraceSlice] | _SlicesInOrder) -> Iterator[str]:
-    """The text in parts: all events at once would take ten times the memory of the steps."""
+    """Yield the text in parts: all events together would take ten times the memory of the steps."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
     for event in _events(ordered):
         yield separator
@@ -132,7 +133,7 @@ def _events(ordered: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
     processes = {name: number for number, name in enumerate(sorted({s.instance for s in ordered}, key=_natural))}
     yield from _track_names(processes, tracks)
     free_ns = dict.fromkeys(tracks, 0)
-    shown: dict[tuple[str, str], dict[str, int]] = {}
+    last_values: dict[tuple[str, str], dict[str, int]] = {}
     for s in ordered:
         process, start_ns, end_ns = processes[s.instance], round(s.start_s * 1e9), round(s.end_s * 1e9)
         busy_until_ns = free_ns[s.instance, s.core]
@@ -144,8 +145,8 @@ def _events(ordered: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
             ("requests", {"running": s.running, "waiting": s.waiting}),
             ("free KV blocks", {"blocks": s.free_blocks}),
         ):
-            if shown.get((s.instance, counter)) != values:
-                shown[s.instance, counter] = values
+            if last_values.get((s.instance, counter)) != values:
+                last_values[s.instance, counter] = values
                 yield {"ph": "C", "name": counter, "pid": process, "ts": start_ns / 1000, "args": values}
 
 
@@ -169,7 +170,7 @@ def _slice_event(s: TraceSlice, process: int, start_ns: int, end_ns: int) -> dic
 
 
 def _track_names(processes: dict[str, int], tracks: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
-    """What the processes and tracks are called, and their order on the page."""
+    """Return the names of the processes and tracks, and their order on the page."""
     events = []
     for instance, number in processes.items():
         events.append(_metadata("process_name", number, 0, name=instance))

@@ -1,6 +1,6 @@
-"""Work for several processes, here or on a Dask cluster; its results come back in the order in which it was given out.
+"""Work for several processes, here or on a Dask cluster; results are returned in the order of the tasks.
 
-Where a task is worked on makes no difference to what comes of it.
+A result does not depend on where its task is done.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 from simtune import __version__
 from simtune.errors import UsageError
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
+# Option of prctl(2): the signal a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 ANSWERS_S = 10.0
-"""How long a cluster may take to answer, and to have a worker."""
+"""Seconds that a cluster may take to answer, and to have a worker."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,7 +41,7 @@ class DaskCluster:
 
 
 Jobs = int | DaskCluster | None
-"""Who works: so many processes, one per core by default, or a cluster."""
+"""Workers: a number of processes, one per core by default, or a cluster."""
 
 
 @contextmanager
@@ -58,7 +59,8 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     try:
         yield pool
     except Exception:
-        pool.shutdown(wait=True, cancel_futures=True)  # or the process may end while the pool still closes its pipes
+        # Wait, or the process may end while the pool still closes its pipes.
+        pool.shutdown(wait=True, cancel_futures=True)
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -87,39 +89,42 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def _enter_worker(parent: int) -> None:
-    """An interrupt is the parent's affair: workers finish what they are at and are given no more. Where the parent ends
-    however suddenly, so do they."""
+    """Set up a worker: the parent handles interrupts, workers finish their current tasks and get no more. If the parent
+    ends, however suddenly, its workers end too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it had ended before
+        # The parent ended before prctl was called.
+        if os.getppid() != parent:
             os._exit(1)
 
 
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
     """`work(task)` for every task, in the order of the tasks.
 
-    Where the system kills a worker, as it does when memory runs out, what is left is done in this process. A cluster
-    gives the tasks of a lost worker to the others; what is left when it has nobody any more is done here too.
+    If the system kills a worker, as it does when memory runs out, the tasks that are left are done in this process. A
+    cluster gives the tasks of a lost worker to the others; the tasks that are left when it has no worker any more are
+    done here too.
     """
-    done = 0
+    num_done = 0
     if pool is not None:
         try:
             for result in pool.map(work, tasks):
                 yield result
-                done += 1
+                num_done += 1
             return
         except BrokenProcessPool as lost:
             say_alone(lost)
-    yield from map(work, tasks[done:])
+    yield from map(work, tasks[num_done:])
 
 
 def say_alone(lost: BrokenExecutor) -> None:
-    """Say on stderr why one process goes on with the work of several."""
-    what = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
-    sys.stderr.write(f"{what}; going on with one process\n")
+    """Print on stderr why one process goes on with the work of several."""
+    reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, probably out of memory"
+    sys.stderr.write(f"{reason}; going on with one process\n")
 
 
 # --- a Dask cluster ---------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ class ClusterLost(BrokenProcessPool):
 
 
 class _ClusterFuture(Future[Any]):
-    """What comes of one task of a cluster."""
+    """Future of one task of a cluster."""
 
     def __init__(self, its: Any) -> None:
         super().__init__()
@@ -138,7 +143,7 @@ class _ClusterFuture(Future[Any]):
         its.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Here and there."""
+        """Cancel the task on the cluster, and this future."""
         self._its.cancel(force=True)
         return super().cancel()
 
@@ -153,14 +158,14 @@ class _ClusterFuture(Future[Any]):
 
 @contextmanager
 def _lost_as_broken() -> Iterator[None]:
-    """What Dask says of tasks that nobody gets done, as executors say it. Raises ClusterLost."""
+    """Raise ClusterLost, an error of executors, for Dask's errors about tasks that no worker finishes."""
     from distributed import KilledWorker
     from distributed.comm import CommClosedError
 
     try:
         yield
     except KilledWorker as error:
-        raise ClusterLost("workers of the cluster were killed by one task, perhaps for want of memory") from error
+        raise ClusterLost("workers of the cluster were killed by one task, probably out of memory") from error
     except (CancelledError, CommClosedError) as error:
         raise ClusterLost("the cluster does not answer any more") from error
 
@@ -172,13 +177,13 @@ class _ClusterPool(Executor):
         self._client = client
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Of a single task; its result raises ClusterLost where the cluster does not get it done."""
+        """Submit a single task; its result raises ClusterLost if the cluster does not finish it."""
         return _ClusterFuture(self._client.submit(fn, *args, pure=False, **kwargs))
 
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[Any]:
-        """Results in order. Raises ClusterLost where the cluster does not get them done."""
+        """Yield results in order. Raises ClusterLost if the cluster does not finish them."""
         futures = self._client.map(fn, *(list(tasks) for tasks in iterables), pure=False)
         try:
             with _lost_as_broken():
@@ -190,10 +195,11 @@ class _ClusterPool(Executor):
 
 @contextmanager
 def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]:
-    """The cluster at an address (tcp://host:port), or `local:N` for N workers of its own on this machine, which listen
-    on 127.0.0.1 alone and end with it.
+    """Connect to the cluster at an address (tcp://host:port), or to `local:N` for N workers of its own on this machine,
+    which listen on 127.0.0.1 alone and end with it.
 
-    Raises UsageError where Dask is not installed, nobody answers, there is no worker, or workers have another release.
+    Raises UsageError if Dask is not installed, no scheduler answers, there is no worker, or workers have another
+    release.
     """
     try:
         from distributed import Client, LocalCluster
@@ -208,19 +214,20 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # its page of metrics, at any free port
+                # The page of metrics, at any free port.
+                dashboard_address="127.0.0.1:0",
                 silence_logs=logging.ERROR,
-            ) as own,
-            Client(own) as client,
+            ) as local_cluster,
+            Client(local_cluster) as client,
         ):
             yield DaskCluster(client)
         return
     try:
         client = Client(where, timeout=answers_s)
     except (OSError, ValueError, TypeError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({said}); start one, or add "
+            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({reason}); start one, or add "
             "--cluster-fallback to go on without it"
         ) from None
     with client:
@@ -229,7 +236,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
 
 
 def _check_workers(client: Any, where: str, answers_s: float) -> None:
-    """Raises UsageError where a cluster has no worker that could do the same as this process."""
+    """Raise UsageError if a cluster has no worker that could do the same as this process."""
     try:
         client.wait_for_workers(1, timeout=answers_s)
     except TimeoutError:
@@ -240,7 +247,8 @@ def _check_workers(client: Any, where: str, answers_s: float) -> None:
     for worker, release in sorted(client.run(_release, on_error="return").items()):
         if isinstance(release, ImportError):
             raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
-        if isinstance(release, str) and release != __version__:  # one that was lost meanwhile answers with an error
+        # The value is an error for a worker that was lost meanwhile.
+        if isinstance(release, str) and release != __version__:
             raise UsageError(
                 f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "
                 "differ; install the same there"

@@ -1,1 +1,1 @@
-"""What users write: model, hardware, workload, plan, study."""
+"""Specs that users write: model, hardware, workload, plan, study."""

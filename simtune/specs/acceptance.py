@@ -33,19 +33,19 @@ class PerPosition(Part):
 
     @property
     def longest(self) -> int | None:
-        """Draft tokens that are covered; None is any number."""
+        """Draft tokens that are covered; None if any number is."""
         return len(self.conditional)
 
     def chain(self, length: int) -> tuple[float, ...]:
-        """Conditional acceptance at the first `length` positions of a chain, fewer where fewer are covered."""
+        """Conditional acceptance at the first `length` positions of a chain; fewer if fewer are covered."""
         return self.conditional[:length]
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
-        """At each depth of a tree, the probability that the target takes the candidate of each rank."""
+        """Return, for each depth of a tree, the probability that the target takes the candidate of each rank."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:
-        """All rates higher by so many of their standard errors; the same where these are not known."""
+        """Return the rates raised by `errors` of their standard errors; the same rates if these are not known."""
         if self.standard_error is None:
             return self
         pairs = zip(self.conditional, self.standard_error, strict=True)
@@ -86,15 +86,15 @@ class PerRank(Part):
 
     @property
     def falling(self) -> bool:
-        """Whether no rank is likelier than the one before it, as every exact greedy choice of a tree needs."""
+        """True if no rank is likelier than the one before it, as every exact greedy choice of a tree needs."""
         return all(a >= b for row in self.probability for a, b in pairwise(row))
 
     def chain(self, length: int) -> tuple[float, ...]:
-        """Of the best candidates alone."""
+        """Conditional acceptance of the best candidate at each of the first `length` depths."""
         return tuple(row[0] for row in self.probability[:length])
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
-        """As they are given, fewer where fewer depths are covered."""
+        """Probabilities by depth and rank, as the file gives them; fewer if fewer depths are covered."""
         return self.probability[:depth]
 
     def shifted(self, errors: float) -> Self:
@@ -124,19 +124,19 @@ class BetaMixture(Part):
 
     @property
     def longest(self) -> int | None:
-        """Any number."""
+        """None: a chain may have any length."""
         return None
 
     def chain(self, length: int) -> tuple[float, ...]:
-        """Over all requests."""
+        """Conditional acceptance at each position, over all requests."""
         return tuple((self.a + j) / (self.a + self.b + j) for j in range(length))
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
-        """One candidate at each depth, that of the chain."""
+        """Acceptance of the only candidate at each depth, which is that of the chain."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:
-        """The mean a / (a + b) higher by so many of its standard errors, at the same a + b.
+        """Return the mixture with the mean a / (a + b) raised by `errors` of its standard errors, at the same a + b.
 
         Its error follows from those of a and b to first order, as if they were independent.
         """
@@ -149,8 +149,8 @@ class BetaMixture(Part):
 
 
 class Revealed(Part):
-    """Every draft token has an acceptance of its own, `rate[i]` for `share[i]` of them, and the drafter's
-    confidence tells which before the token is drafted. What adaptive stopping lives on.
+    """Every draft token has an acceptance of its own, `rate[i]` for `share[i]` of them, and the drafter's confidence
+    shows which before the token is drafted. Adaptive stopping relies on it.
     """
 
     kind: Literal["revealed"] = "revealed"
@@ -167,7 +167,7 @@ class Revealed(Part):
 
     @property
     def longest(self) -> int | None:
-        """Any number."""
+        """None: a chain may have any length."""
         return None
 
     def chain(self, length: int) -> tuple[float, ...]:
@@ -175,11 +175,11 @@ class Revealed(Part):
         return (sum(r * s for r, s in zip(self.rate, self.share, strict=True)),) * length
 
     def ranks(self, depth: int) -> tuple[tuple[float, ...], ...]:
-        """One candidate at each depth, that of the chain."""
+        """Acceptance of the only candidate at each depth, which is that of the chain."""
         return tuple((a,) for a in self.chain(depth))
 
     def shifted(self, errors: float) -> Self:
-        """The same: such rates are given without errors."""
+        """Return the same rates: they are given without errors."""
         return self
 
 
@@ -199,18 +199,18 @@ Over = Annotated[
 
 
 class DriftPoint(Part):
-    """Where a drift has come to."""
+    """Rates that a drift has reached after a number of requests or seconds."""
 
     at: Positive = Field(description="requests or seconds from the start of the load")
     rates: FixedRates
 
 
 class LinearDrift(Part):
-    """From one point to the next in straight lines, beginning with the rates that the drift belongs to; after the last
-    point nothing changes any more.
+    """Drift in straight lines from one point to the next, from the rates that have this drift; constant after the last
+    point.
 
-    A request keeps the acceptance with which it arrives. What goes in a straight line is how likely at least so many
-    drafts are kept, so the tokens of a round do too.
+    A request keeps the acceptance with which it arrives. The probability that at least n drafts are kept changes
+    linearly for every n, so the tokens of a round do too.
     """
 
     kind: Literal["linear"] = "linear"
@@ -227,11 +227,13 @@ class LinearDrift(Part):
 
     @property
     def later(self) -> tuple[PerPosition | PerRank, ...]:
-        """The rates it comes to, one after the other."""
+        """Rates of the points, in order."""
         return tuple(point.rates for point in self.points)
 
     def shares(self, since: Array) -> Array:
-        """(n, 1 + later): how much of the first rates and of each of the later holds, so long since the start."""
+        """Return an array (n, 1 + later): the weights of the first rates and of each of the later ones at times `since`
+        after the start of the load.
+        """
         at = [0.0, *(point.at for point in self.points)]
         return np.stack([np.interp(since, at, row) for row in np.eye(len(at))], axis=1)
 
@@ -242,7 +244,7 @@ class LinearDrift(Part):
 
 
 class ExponentialDrift(Part):
-    """Towards other rates, of whose distance 1 / e is left after every `constant` of requests or seconds.
+    """Drift towards other rates: 1 / e of the distance is left after every `constant` requests or seconds.
 
     A request keeps the acceptance with which it arrives; see `LinearDrift`.
     """
@@ -254,13 +256,13 @@ class ExponentialDrift(Part):
 
     @property
     def later(self) -> tuple[PerPosition | PerRank, ...]:
-        """The rates it goes to."""
+        """The rates that the drift approaches."""
         return (self.to,)
 
     def shares(self, since: Array) -> Array:
         """See `LinearDrift.shares`."""
-        left = np.exp(-since / self.constant)
-        return np.stack([left, 1 - left], axis=1)
+        remaining = np.exp(-since / self.constant)
+        return np.stack([remaining, 1 - remaining], axis=1)
 
     def shifted(self, errors: float) -> Self:
         """See `PerPosition.shifted`."""
@@ -299,7 +301,8 @@ class Condition(Part):
 
 
 class Acceptance(Spec):
-    """How often a target keeps what a drafter proposes: `rates` in general, `conditions` where it is known better.
+    """Probabilities that a target keeps the tokens of a drafter: `rates` in general, `conditions` for requests for
+    which more is known.
 
     Rates that drift are those at the start of a load, and those that draft lengths are chosen by.
     """
@@ -327,11 +330,11 @@ class Acceptance(Spec):
         return conditions
 
     def rates_for(self, request_class: str | None = None, temperature: float | None = None) -> Rates:
-        """The rates of the condition that says most about such a request, or those that hold in general."""
+        """Return the rates of the most specific condition that applies to such a request, or the general rates."""
         return self._for(request_class, temperature)[0]
 
     def drift_for(self, request_class: str | None = None, temperature: float | None = None) -> Drift | None:
-        """How those of `rates_for` change; None where they stay."""
+        """Return the drift of the rates of `rates_for`; None if they do not change."""
         return self._for(request_class, temperature)[1]
 
     def _for(self, request_class: str | None, temperature: float | None) -> tuple[Rates, Drift | None]:
@@ -346,12 +349,14 @@ class Acceptance(Spec):
         return best.rates, best.drift
 
     def shifted(self, errors: float) -> Self:
-        """All rates higher by so many of their standard errors, to draw a world in which they are off together."""
+        """Return all rates raised by `errors` of their standard errors, to draw a world in which they are all off
+        together.
+        """
         conditions = tuple(c.model_copy(update=_shifted(c, errors)) for c in self.conditions)
         return self.model_copy(update={**_shifted(self, errors), "conditions": conditions})
 
     def notices(self) -> list[str]:
-        """What a user of these rates should be told."""
+        """Warnings for a user of these rates."""
         rated: list[tuple[str, Acceptance | Condition]] = [
             ("", self),
             *((f"conditions.{i}.", c) for i, c in enumerate(self.conditions)),
@@ -359,12 +364,12 @@ class Acceptance(Spec):
         return [
             f"{self.name}: {where}rates: a later rank is likelier than an earlier one, as in noisy measurements; trees "
             "are chosen by dynamic programming, which needs no order"
-            for where, one in rated
-            if isinstance(one.rates, PerRank) and not one.rates.falling
+            for where, entry in rated
+            if isinstance(entry.rates, PerRank) and not entry.rates.falling
         ] + [
             f"{self.name}: {where}drift: drafts are chosen by the rates at the start; what they drift to is simulated"
-            for where, one in rated
-            if one.drift is not None
+            for where, entry in rated
+            if entry.drift is not None
         ]
 
 

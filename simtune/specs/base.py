@@ -1,4 +1,4 @@
-"""What all specs share: strict pydantic models, and errors that name file, line, key, rule and remedy."""
+"""Parts that all specs share: strict pydantic models, and errors that name file, line, key, rule and remedy."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def spec_name(text: str, otherwise: str) -> str:
-    """The name of a spec that is nearest to a text, such as a file's name; `otherwise` where nothing of it is left."""
+    """Return the name of a spec that is nearest to a text, such as a file's name; `otherwise` if the text has no letter
+    or digit.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or otherwise
 
 
 def _of_this_world(value: float) -> float:
-    """Raises ValueError for a number so small that its inverse is none."""
+    """Raise ValueError for a number so small that its inverse is none."""
     if value < _SMALLEST:
         raise ValueError(f"must be at least {_SMALLEST:g} (found {value!r})")
     return value
 
 
 def _finite(value: Any) -> Any:
-    """Raises ValueError where a number in it, at any depth, is none."""
+    """Raise ValueError if a number in it, at any depth, is none."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"holds {value}, which is no finite number")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -47,20 +49,20 @@ def _finite(value: Any) -> Any:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]
-"""What a part brought from outside is given, as it stands in the file."""
+"""Options of a part from outside the package, as the file gives them."""
 
 _SMALLEST, _LARGEST = 1e-18, 1e24
-"""What is measured here lies between a thousandth of a femtosecond and the operations of a year of all machines."""
+"""Bounds of measured quantities: from a thousandth of a femtosecond to the operations of all machines in a year."""
 
 Positive = Annotated[float, Field(gt=0, le=_LARGEST), AfterValidator(_of_this_world)]
 NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=10**15)]
-"""Of anything that can be counted; where a bound of its own makes sense, one of those below."""
+"""A number of anything; types with bounds of their own follow."""
 Gpus = Annotated[int, Field(ge=1, le=100_000)]
-"""Devices, instances, ranks."""
+"""A number of devices, instances or ranks."""
 Tokens = Annotated[int, Field(ge=1, le=10**9)]
-"""Of one request, or of what is shared."""
+"""Tokens of one request, or of what requests share."""
 Context = Annotated[int, Field(ge=1, le=2**27)]
 """The longest prompt and output that a model or an engine takes: step costs are tabulated up to it."""
 TokenBudget = Annotated[int, Field(ge=1, le=2**24)]
@@ -70,7 +72,7 @@ Seats = Annotated[int, Field(ge=1, le=2**20)]
 Width = Annotated[int, Field(ge=1, le=10**8)]
 """Heads, layers, and the sizes of matrices and vocabularies."""
 Drafts = Annotated[int, Field(ge=1, le=1024)]
-"""Tokens that are drafted at once, and levels and branches of their trees."""
+"""Tokens that are drafted in one round, and levels and branches of their trees."""
 BlockSize = Annotated[int, Field(ge=1, le=2**20)]
 """Tokens of a KV block."""
 LARGEST_RATE_RPS = 1e9
@@ -81,12 +83,13 @@ LogSigma = Annotated[float, Field(ge=0, le=20)]
 LONGEST_S = 2.0**22
 """Simulated seconds, 48 days: ticks of 2**-40 s fit 64 bits for twice as long."""
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
-"""A moment or a duration of a simulation."""
+"""A moment or a duration of a simulation, in seconds."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo", "int4"]
-"""What values are kept in, and which kernels multiply them: `fp8` has a scale per tensor or channel, `fp8_block` one
-per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16), `mxfp4_mxfp8` has
-8-bit activations; `int8_wo` and `int4` are weight-only."""
+"""Format in which values are stored, and which kernels multiply them: `fp8` has a scale per tensor or channel,
+`fp8_block` one per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16),
+`mxfp4_mxfp8` has 8-bit activations; `int8_wo` and `int4` are weight-only.
+"""
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 
 DTYPE_BYTES: dict[str, float] = {
@@ -99,15 +102,16 @@ bits and a zero point for 128 (int4)."""
 COMPUTES_IN: dict[str, Dtype] = {
     "int4": "bf16", "int8_wo": "bf16", "mxfp4": "bf16", "fp8_block": "fp8", "mxfp4_mxfp8": "fp8",
 }  # fmt: skip
-"""The data sheet's rate that a format's kernels run at, where it is not its own: weight-only formats are spelled out
-and multiplied in 16 bits."""
+"""Data-sheet rate at which a format's kernels run, if the format has no rate of its own: weight-only formats are
+unpacked and multiplied in 16 bits.
+"""
 
 ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp4": 0.5625, "mxfp4_mxfp8": 1.03125}
-"""Bytes per activation that a product of the format reads, where activations are quantised; 16 bits elsewhere."""
+"""Bytes per activation that a product of the format reads, if activations are quantised; 16 bits for other formats."""
 
 
 class Part(BaseModel):
-    """Any block inside a spec: immutable, no unknown keys, no silent conversions."""
+    """A block inside a spec: immutable, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -119,13 +123,13 @@ Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
 class Record(BaseModel):
     """A block of a file that simtune writes and reads again: immutable, no silent conversions, no NaN.
 
-    A field without a default always stands in the file, as null where there is no such number. One with a default
-    stands there only if it was set. Keys that are not known here are let through: a later release may add some.
+    A field without a default is always written, as null if there is no such number. A field with a default is written
+    only if it was set. Unknown keys are ignored: a later release may add some.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
     MAY_LACK: ClassVar[frozenset[str]] = frozenset()
-    """Of rows of a table: columns that stand there only where some row fills them."""
+    """Columns of a table that are written only if a row has a value for them."""
 
     def to_data(self) -> dict[str, Any]:
         """Plain data by the names in the file."""
@@ -140,13 +144,14 @@ class Spec(Part):
 
     @classmethod
     def schema_id(cls) -> str:
-        """What stands under `schema` in its files."""
+        """Value of `schema` in the files of this kind."""
         return f"simtune/{cls.KIND}@1"
 
     @classmethod
     def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
-        """Validate parsed YAML; what `check` finds in a spec that is right in itself is told alike. Raises SpecError
-        with every problem of the file at once."""
+        """Validate parsed YAML; problems that `check` finds in a spec that is valid by itself are reported in the same
+        way. Raises SpecError with every problem of the file at once.
+        """
         data = document.data
         if not isinstance(data, dict):
             raise SpecError(Problem(document.file, f"a {cls.KIND} spec was expected, not {_kind_of(data)}", "", 1, 1))
@@ -177,12 +182,12 @@ class Spec(Part):
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read and validate. Raises UsageError where the file cannot be read, SpecError for what is wrong in it."""
+        """Read and validate. Raises UsageError if the file cannot be read, SpecError for what is wrong in it."""
         return cls.from_text(read_text(path), str(path))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Of the file, which says first of what kind and version it is."""
+        """JSON schema of the file, whose first key states its kind and version."""
         document = handler.resolve_ref_schema(handler(core_schema))
         document["properties"] = {"schema": {"const": cls.schema_id()}, **document["properties"]}
         document["required"] = ["schema", *document["required"]]
@@ -198,7 +203,7 @@ class Spec(Part):
 
 
 class ErrorAt(ValueError):
-    """What a validator of a whole block raises where one key of it is to be changed: `at` leads there."""
+    """Raised by a validator of a whole block if one key of it must be changed; `at` is the path to that key."""
 
     def __init__(self, message: str, *at: str | int) -> None:
         super().__init__(message)
@@ -220,13 +225,13 @@ def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.D
 def _with(data: Any, path: Sequence[str], value: Any, setting: str) -> Any:
     if not path:
         return value
-    head, rest = path[0], path[1:]
+    head, tail = path[0], path[1:]
     if isinstance(data, list):
         if not head.isdigit() or int(head) >= len(data):
             raise UsageError(f"--set {setting}: {head!r} is not an index into a list of {len(data)}")
-        return [_with(x, rest, value, setting) if i == int(head) else x for i, x in enumerate(data)]
+        return [_with(x, tail, value, setting) if i == int(head) else x for i, x in enumerate(data)]
     if isinstance(data, dict):
-        return {**data, head: _with(data.get(head, {}), rest, value, setting)}
+        return {**data, head: _with(data.get(head, {}), tail, value, setting)}
     raise UsageError(f"--set {setting}: {head!r} cannot be set inside {_kind_of(data)}")
 
 
@@ -239,13 +244,14 @@ def _kind_of(value: Any) -> str:
 
 
 def problems_of(model: type[BaseModel], error: ValidationError, document: yamlfile.Document) -> list[Problem]:
-    """What pydantic found wrong, in a user's words and with the place of each in the file."""
+    """Return what pydantic rejected as problems in plain words, each with its place in the file."""
     problems = []
     for item in error.errors(include_url=False):
         at = getattr(item.get("ctx", {}).get("error"), "at", ())
         loc = [part for part in (*item["loc"], *at) if part != "[key]"]
         if item["type"] == "too_short" and len(item["input"]) > item["ctx"]["actual_length"]:
-            continue  # pydantic counts only good items; the bad ones are reported on their own
+            # Pydantic counts only valid items; the invalid ones have reports of their own.
+            continue
         problems.append(_problem(document, loc, _message(model, item), missing=item["type"] == "missing"))
     return problems
 
@@ -261,7 +267,7 @@ def _problem(document: yamlfile.Document, loc: Sequence[str | int], message: str
 def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[str]:
     """The keys of the file that lead to `loc`, without the tags of unions that pydantic puts between them.
 
-    Where the last key is `missing`, it stands in no mapping of the file and is kept all the same.
+    If the last key is `missing`, it is in no mapping of the file, and it is kept.
     """
     keys, node = [], data
     for at, part in enumerate(loc):
@@ -269,8 +275,8 @@ def _keys_of_file(loc: Sequence[str | int], data: Any, missing: bool) -> list[st
         if isinstance(node, dict) and part not in node and not last_and_missing:
             continue
         keys.append(str(part))
-        known = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-        node = node[part] if part in known else None
+        valid_parts = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        node = node[part] if part in valid_parts else None
     return keys
 
 
@@ -278,11 +284,15 @@ _A_BLOCK = re.compile(r"a valid dictionary( or (an )?(instance|object) .*)?$")
 
 
 def _message(model: type[BaseModel], item: Any) -> str:
-    kind, given = item["type"], item["input"]
+    kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        known = _keys_at(model, item["loc"][:-1])
-        hint = suggest(str(item["loc"][-1]), known)
-        return f"unknown key{hint}" if hint or not known else f"unknown key; known here: {', '.join(sorted(known))}"
+        known_keys = _keys_at(model, item["loc"][:-1])
+        hint = suggest(str(item["loc"][-1]), known_keys)
+        return (
+            f"unknown key{hint}"
+            if hint or not known_keys
+            else f"unknown key; known here: {', '.join(sorted(known_keys))}"
+        )
     if kind == "missing":
         return "is required and missing"
     if kind == "union_tag_not_found":
@@ -294,15 +304,15 @@ def _message(model: type[BaseModel], item: Any) -> str:
         )
     if kind == "literal_error":
         expected = [t.strip(" '") for t in item["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"must be one of {', '.join(expected)}, not {given!r}{suggest(str(given), expected)}"
+        return f"must be one of {', '.join(expected)}, not {value!r}{suggest(str(value), expected)}"
     if kind == "value_error":
         return str(item["ctx"]["error"])
     message = str(item["msg"]).replace("Input should", "must").replace("valid tuple", "list")
     message = message.replace("String should", "must").replace("Tuple should", "must")
     message = _A_BLOCK.sub("a mapping", message)
     if kind.endswith("_type") or kind in ("string_pattern_mismatch",):
-        return f"{message}, not {_kind_of(given)}"
-    return f"{message} (found {given!r})" if not isinstance(given, (dict, list)) else message
+        return f"{message}, not {_kind_of(value)}"
+    return f"{message} (found {value!r})" if not isinstance(value, (dict, list)) else message
 
 
 def _tags(model: type[BaseModel], loc: Sequence[str | int]) -> str:
@@ -317,7 +327,7 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str | int]) -> set[str]:
 
 
 def _types_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """The spec blocks that may stand at `loc`, following the annotations and the tags pydantic puts into loc."""
+    """Return the spec blocks that may be at `loc`, following the annotations and the tags pydantic puts into loc."""
     annotations: list[Any] = [model]
     for part in loc:
         variants = [variant for annotation in annotations for variant in _variants(annotation)]
@@ -356,7 +366,7 @@ def _variants(annotation: Any) -> list[Any]:
 
 
 def _kind_tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a variant: the values of its `kind`, or its `TAG` where these are without number."""
+    """Return the tags of a variant: its `TAG` if it has one, else the values of its `kind`."""
     tag = getattr(model, "TAG", None)
     field = model.model_fields.get("kind")
     return (tag,) if tag is not None else get_args(field.annotation) if field is not None else ()

@@ -46,7 +46,7 @@ FOLDERS = {
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 _HEAD = 1 << 16
-"""Characters in which a spec says what it is."""
+"""Characters at the start of a file in which its schema line must be."""
 
 
 def names(kind: str) -> list[str]:
@@ -55,8 +55,8 @@ def names(kind: str) -> list[str]:
 
 
 def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
-    """A model by name, from a spec, from a Hugging Face config.json (or the folder that holds it), or by its id there
-    where it lies in the cache of huggingface_hub.
+    """Load a model by name, from a spec, from a Hugging Face config.json (or the folder that contains it), or by its
+    Hugging Face id if it is in the cache of huggingface_hub.
     """
     path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
@@ -70,10 +70,12 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
         raise UsageError(f"{path}: looks like {title}, which is a load and no model; give it as --workload")
     document = yamlfile.parse(read_text(path), str(path))
     if path.suffix == ".json" and isinstance(document.data, dict) and "schema" not in document.data:
-        own = path.resolve().parent.name if path.name == "config.json" else path.stem
+        default_name = path.resolve().parent.name if path.name == "config.json" else path.stem
         modelopt, notes = _formats_beside(path, document.data)
         notes = [] if any(setting.startswith("weight_dtype=") for setting in settings) else notes
-        return hf.from_config(document, spec_name(name or own, "model"), settings, modelopt=modelopt, notes=notes)
+        return hf.from_config(
+            document, spec_name(name or default_name, "model"), settings, modelopt=modelopt, notes=notes
+        )
     return Model.from_document(override(document, settings))
 
 
@@ -99,7 +101,7 @@ def _formats_beside(config: Path, data: dict[str, Any]) -> tuple[yamlfile.Docume
 
 
 def _cached(model_id: str) -> Path:
-    """Raises UsageError where Hugging Face's cache does not hold the model."""
+    """Raise UsageError if Hugging Face's cache does not hold the model."""
     path = hub.cached_config(model_id)
     if path is None:
         hint = suggest(model_id.rpartition("/")[2].lower(), names("model"))
@@ -111,7 +113,7 @@ def _cached(model_id: str) -> Path:
 
 
 def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
-    """A hardware profile by name, from profile.yaml, or from the folder that holds it."""
+    """Load a hardware profile by name, from profile.yaml, or from the folder that contains it."""
     path = _locate("hardware", reference)
     path = path / "profile.yaml" if path.is_dir() else path
     if settings:
@@ -130,8 +132,8 @@ def _stated(hardware: Hardware, settings: Sequence[str]) -> Hardware:
     """
     links = dict(hardware.links)
     for setting in settings:
-        block, _, rest = setting.partition("=")[0].partition(".")
-        name, _, key = rest.partition(".")
+        block, _, inner = setting.partition("=")[0].partition(".")
+        name, _, key = inner.partition(".")
         if block == "device" and name in _FITTED_BY and hardware.operators:
             raise UsageError(
                 f"--set hardware.{setting}: the {len(hardware.operators)} fitted operators of {hardware.name} would "
@@ -147,7 +149,7 @@ def _stated(hardware: Hardware, settings: Sequence[str]) -> Hardware:
 
 @lru_cache(maxsize=16)
 def _hardware(text: str, file: str) -> Hardware:
-    """A profile's file is long and often asked for: it is parsed once as long as it says the same."""
+    """Cache the parsed profile: its file is long and often loaded. It is parsed again only if its text has changed."""
     return Hardware.from_document(yamlfile.parse(text, file))
 
 
@@ -169,8 +171,9 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
 
 
 def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
-    """Raises UsageError for a log or a result of a kind that holds no requests; `read_trace` looks at traces.
-    `even_models` refuses a model's config.json too."""
+    """Raise UsageError for a log or a result of a kind that contains no requests; `read_trace` checks traces.
+    `even_models` refuses a model's config.json too.
+    """
     if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
         return
     raw = read_bytes(path)
@@ -180,7 +183,9 @@ def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
 
 
 def _check_schema(path: Path) -> None:
-    """Raises UsageError for JSON that is no spec and of no known tool: what it lacks as a spec would say nothing."""
+    """Raise UsageError for JSON that is no spec and of no known tool: a list of the keys it lacks as a spec would not
+    help.
+    """
     document = yamlfile.parse(read_text(path), str(path))
     if not isinstance(document.data, dict) or "schema" not in document.data:
         tools = ", ".join(form.title for form in FORMATS)
@@ -191,7 +196,7 @@ def _check_schema(path: Path) -> None:
 
 
 def _replayed(path: Path, trace: str) -> Trace:
-    """The trace that a workload's file names. Raises SpecError naming both where it cannot be read."""
+    """Read the trace that a workload's file names. Raises SpecError naming both files if it cannot be read."""
     try:
         return read_trace(path.parent / trace)
     except UsageError as error:
@@ -209,17 +214,18 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
 
 
 def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
-    """A plan from its file, filled in where a pool names an engine. Raises SpecError, also for what `check` finds."""
+    """Load a plan from its file, filled in if a pool names an engine. Raises SpecError, also for what `check` finds."""
     path = Path(reference)
     document = override(yamlfile.parse(read_text(path), str(path)), settings)
     return Plan.from_document(with_engines(document), check)
 
 
 def with_engines(document: yamlfile.Document) -> yamlfile.Document:
-    """A plan's document in which what pools leave out stands as their engines set it; others are as they were.
+    """Return a plan's document in which settings that a pool leaves out are those of its engine; pools without an
+    engine are unchanged.
 
-    The engine's settings are those for the plan's model on the pool's hardware. What is wrong in the plan itself is
-    left to be found by whoever reads it.
+    The engine's settings are those for the plan's model on the pool's hardware. Errors in the plan itself are reported
+    when the plan is read.
     """
     data = document.data
     pools = data.get("pools") if isinstance(data, dict) else None
@@ -245,16 +251,17 @@ def _with_engine(pool: Any, model: Any) -> Any:
     served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
     parallelism = pool.get("parallelism")
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
-    stages = pp if isinstance(pp, int) else 1  # anything else is refused with the plan
+    # Another value is refused when the plan is read.
+    stages = pp if isinstance(pp, int) else 1
     return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served, stages))
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:
-    """The profile with the kernels of an engine: NAME-FAMILY where there is one beside NAME, NAME itself elsewhere."""
+    """Return the profile with the kernels of an engine: NAME-FAMILY if it is built in beside NAME, else NAME itself."""
     if engine is None or is_path(hardware):
         return hardware
-    own = f"{hardware}-{load_engine(engine).family}"
-    return own if own in names("hardware") else hardware
+    engine_profile = f"{hardware}-{load_engine(engine).family}"
+    return engine_profile if engine_profile in names("hardware") else hardware
 
 
 def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
@@ -263,8 +270,9 @@ def load_study(reference: str, settings: Sequence[str] = (), check: Check | None
 
 
 def load(reference: str, check: Check | None = None, settings: Sequence[str] = ()) -> Spec:
-    """Any spec, by path or by built-in name; what a file is, is found in its `schema`. `check` looks at what plans and
-    studies name."""
+    """Load any spec, by path or by built-in name; its kind is found in its `schema`. `check` checks the names in plans
+    and studies.
+    """
     return load_with_trace(reference, check, settings)[0]
 
 
@@ -293,7 +301,7 @@ def _load_other(kind: str, reference: str, check: Check | None, settings: Sequen
 
 
 def kind_of(reference: str) -> str:
-    """The kind of spec that a reference leads to. Raises UsageError where it is none."""
+    """The kind of spec that a reference leads to. Raises UsageError if it is none."""
     path = Path(reference)
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         return "model"
@@ -301,13 +309,13 @@ def kind_of(reference: str) -> str:
 
 
 def _kind_of_name(name: str) -> str:
-    known: list[str] = []
+    all_names: list[str] = []
     for kind in FOLDERS:
         of_kind = names(kind)
         if name in of_kind:
             return kind
-        known += of_kind
-    hint = suggest(name, known)
+        all_names += of_kind
+    hint = suggest(name, all_names)
     raise UsageError(
         f"nothing built in is called {name!r}{hint or '.'} `simtune list` shows what is; a file is given by its path, "
         "for example ./mine.yaml"
@@ -315,7 +323,9 @@ def _kind_of_name(name: str) -> str:
 
 
 def _kind_of_file(path: Path) -> str:
-    """By its suffix or its `schema`; a model of Hugging Face is a config.json, or the folder that holds it."""
+    """Return the kind of a file by its suffix or its `schema`; a Hugging Face model is a config.json, or the folder
+    that contains it.
+    """
     if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
         return "workload"
     if path.is_dir():
@@ -328,13 +338,13 @@ def _kind_of_file(path: Path) -> str:
     for kind, spec in KINDS.items():
         if schema == spec.schema_id():
             return kind
-    known = [spec.schema_id() for spec in KINDS.values()]
-    hint = suggest(str(schema), known)
-    raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(known)}")
+    schemas = [spec.schema_id() for spec in KINDS.values()]
+    hint = suggest(str(schema), schemas)
+    raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(schemas)}")
 
 
 def log_title(path: Path) -> str | None:
-    """What a .json file is called that a load generator or a gateway wrote; None for any other file."""
+    """Return the title of a .json file that a load generator or a gateway wrote; None for any other file."""
     if path.suffix != ".json" or not path.is_file():
         return None
     return title_of(read_text(path))
@@ -345,7 +355,7 @@ def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | Non
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference is the path of a file, not a built-in name."""
+    """True if a reference is the path of a file, not a built-in name."""
     return "/" in reference or os.sep in reference or reference.endswith((*_SPEC_SUFFIXES, *_TRACE_SUFFIXES))
 
 
@@ -368,9 +378,9 @@ def _locate(kind: str, reference: str) -> Path:
     for name, path in _named_files(kind):
         if name == reference:
             return path
-    known = names(kind)
+    known_names = names(kind)
     raise UsageError(
-        f"no {kind} is called {reference!r}{suggest(reference, known) or '.'} Known: {', '.join(known)}. "
+        f"no {kind} is called {reference!r}{suggest(reference, known_names) or '.'} Known: {', '.join(known_names)}. "
         "A file is given by its path, for example ./mine.yaml"
     )
 
@@ -389,7 +399,7 @@ def _named_files(kind: str) -> Iterator[tuple[str, Path]]:
 
 
 def _schema_of(path: Path) -> str | None:
-    """The schema line without parsing the whole file: user folders may hold anything."""
+    """Return the schema line without parsing the whole file: user folders may contain any file."""
     try:
         with path.open(encoding="utf-8") as file:
             for line in file.read(_HEAD).splitlines():

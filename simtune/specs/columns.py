@@ -32,17 +32,17 @@ def replay(trace: Trace, name: str) -> Workload:
 
 
 def trace_of(columns: Mapping[str, Any]) -> Trace:
-    """A trace of columns of one length: REQUIRED, and `hash_ids` (names of the prompt's blocks, of `block_tokens`
-    tokens each) where prompts share something.
+    """Make a trace of columns of one length: REQUIRED, and `hash_ids` (names of the prompt's blocks, of `block_tokens`
+    tokens each) if prompts share something.
 
-    Raises UsageError where a column is missing, unknown, or holds what a trace cannot.
+    Raises UsageError if a column is missing, unknown, or contains values that a trace cannot have.
     """
     for name in REQUIRED:
         if name not in columns:
             raise UsageError(f"the columns of a trace lack {name}; needed are {', '.join(REQUIRED)}")
     for name in columns:
         if name not in (*REQUIRED, *OPTIONAL):
-            raise UsageError(f"column {name} is none of a trace's: {', '.join((*REQUIRED, *OPTIONAL))}")
+            raise UsageError(f"unknown trace column {name}; expected one of {', '.join((*REQUIRED, *OPTIONAL))}")
     arrival_s = _numbers(columns, "arrival_s").astype(np.float64)
     prompt, output = _tokens(columns, "prompt_tokens"), _tokens(columns, "output_tokens")
     hash_ids = columns.get("hash_ids")
@@ -51,8 +51,8 @@ def trace_of(columns: Mapping[str, Any]) -> Trace:
     if rows is not None:
         sizes["hash_ids"] = len(rows)
     if len(set(sizes.values())) > 1:
-        said = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UsageError(f"the columns of a trace must be of one length: {said}")
+        lengths = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UsageError(f"the columns of a trace must be of one length: {lengths}")
     if np.any(np.diff(arrival_s) < 0):
         raise UsageError("arrival_s must not fall; sort the requests by time")
     digest = hashlib.sha256(b"".join(column.tobytes() for column in (arrival_s, prompt, output)))
@@ -65,7 +65,7 @@ def trace_of(columns: Mapping[str, Any]) -> Trace:
 
 
 def _numbers(columns: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """A column of finite numbers, one for each of some requests."""
+    """Return a column as an array; raise UsageError unless it contains finite numbers, at least one."""
     column = np.asarray(columns[name])
     if column.ndim != 1 or not len(column) or column.dtype.kind not in "iuf" or not np.isfinite(column).all():
         raise UsageError(f"{name} must be a column of finite numbers, at least one")
@@ -73,7 +73,7 @@ def _numbers(columns: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def _tokens(columns: Mapping[str, Any], name: str) -> NDArray[np.int64]:
-    """A column of lengths."""
+    """Return a column of lengths in tokens; raise UsageError for a length that is no whole number of 1 or more."""
     column = _numbers(columns, name)
     if np.any(column != np.floor(column)) or column.min() < 1 or column.max() > MAX_TOKENS:
         raise UsageError(f"{name} must be whole numbers of tokens from 1 to {MAX_TOKENS}")

@@ -1,9 +1,9 @@
 """Constraints of a search space: expressions over the settings of a plan, such as `tp <= 4 or gpu != 'l40s'`.
 
 An expression is a small part of Python's: comparisons (also chained, `in` and `not in`), `and`, `or`, `not`, the
-operators + - * / // %, numbers, texts, true and false, lists. It is held against every pool of a plan, whose settings
-are its names. One that names a pool by its role, as in `decode.instances >= 2 * prefill.instances`, is held against the
-plan as a whole, and holds where the plan has no pool of that role.
+operators + - * / // %, numbers, texts, true and false, lists. It is checked for every pool of a plan; its names are the
+settings of the pool. An expression that names a pool by its role, as in `decode.instances >= 2 * prefill.instances`, is
+checked for the plan as a whole, and is true if the plan has no pool of that role.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ POOL_NAMES = (
     "drafter",
 )
 """Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
-`kv_dtype` and `drafter` are '' where the plan names none."""
+`kv_dtype` and `drafter` are '' if the plan names none.
+"""
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""
 ROLES = ("mixed", "prefill", "decode")
@@ -61,24 +62,26 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_,
 
 
 class Constraint:
-    """One expression, checked when it is made."""
+    """An expression, checked when the object is made."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError, saying which part of the expression is not understood and what would be."""
+        """Parse an expression. Raises ValueError with the part of the expression that is not understood and what may
+        stand there.
+        """
         self.text = text
         try:
             self._body = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ValueError(f"{text!r} is no expression; write it like tp <= 4 or gpu != 'l40s'") from None
         self.roles = frozenset(_checked(self._body, text))
-        """The pools that it names by their role; none where it is held against every pool."""
+        """Roles of the pools that the expression names; empty if it is checked against every pool."""
 
     def holds(self, pool: Names, plan: Names) -> bool:
-        """Of one pool of a plan. Raises UsageError where two settings cannot be compared."""
+        """True if the constraint holds for one pool of a plan. Raises UsageError if two settings cannot be compared."""
         return bool(self._value(self._body, {**plan, **pool}))
 
     def holds_for_plan(self, pools: Mapping[str, Names], plan: Names) -> bool:
-        """Of a whole plan, given the settings of its pools by their role."""
+        """True if the constraint holds for a whole plan, given the settings of its pools by role."""
         if not self.roles:
             return all(self.holds(pool, plan) for pool in pools.values())
         return not self.roles <= pools.keys() or bool(self._value(self._body, {**plan, **pools}))
@@ -121,7 +124,7 @@ _WORDS = {"true": True, "false": False, "True": True, "False": False}
 
 
 def _checked(node: ast.AST, text: str) -> set[str]:
-    """The roles that an expression names. Raises ValueError for what is not understood."""
+    """Return the roles that an expression names. Raises ValueError for a part that is not understood."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str()):
             return set()
@@ -142,9 +145,9 @@ def _checked(node: ast.AST, text: str) -> set[str]:
 
 
 def _check_name(name: str, text: str) -> None:
-    known = (*POOL_NAMES, *PLAN_NAMES, *_WORDS)
-    if name not in known:
-        hint = suggest(name, known) or f"; names are {', '.join((*POOL_NAMES, *PLAN_NAMES))}"
+    setting_names = (*POOL_NAMES, *PLAN_NAMES, *_WORDS)
+    if name not in setting_names:
+        hint = suggest(name, setting_names) or f"; names are {', '.join((*POOL_NAMES, *PLAN_NAMES))}"
         raise ValueError(f"{text!r}: there is no setting {name!r}{hint}")
 
 

@@ -1,4 +1,4 @@
-"""Drafters: what proposes tokens. Each class states what engines, costs and memory have to know of it."""
+"""Drafters, which propose tokens. Each class states what engines, costs and memory need to know of its drafter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simtune.specs.plugins import PartKind
 
 
 class Drafter(Part):
-    """What proposes tokens. What a class leaves as it is here holds for one that does not run on the GPU.
+    """A drafter, which proposes tokens. The defaults of this class are those of a drafter that does not run on the GPU.
 
     Fields `method`, `checkpoint` and `host_s` of a class are read here. A drafter from outside the package is named by
     import path, `kind: package.module:Class`.
@@ -23,23 +23,25 @@ class Drafter(Part):
     kind: str
 
     on_gpu: ClassVar[bool] = False
-    """Whether it takes time of the GPU."""
+    """True if it takes time of the GPU."""
     at_once: ClassVar[bool] = False
-    """Whether one pass makes all drafts of a round."""
+    """True if one pass makes all drafts of a round."""
     writes_kv: ClassVar[bool] = False
-    """Whether it keeps keys and values of its own, in the blocks of the requests."""
+    """True if it has keys and values of its own, in the blocks of the requests."""
     awaited: ClassVar[bool] = False
-    """Whether drafts must be known before the next step can be scheduled, which makes scheduling synchronous whatever
-    is asked for: so it is in vLLM 0.32."""
+    """True if drafts must be known before the next step can be scheduled, which makes scheduling synchronous whatever
+    the plan sets: so it is in vLLM 0.32.
+    """
     joins_hidden_states: ClassVar[bool] = False
-    """Whether a layer joins the embedding of each token to the hidden state it was drafted from."""
+    """True if a layer joins the embedding of each token to the hidden state it was drafted from."""
     drops_last_hit: ClassVar[bool] = False
-    """Whether the last block found in the prefix cache is computed again, because the drafter needs what the target
-    makes of those tokens: EAGLE, MTP and block drafters in vLLM."""
+    """True if the last block found in the prefix cache is computed again, because the drafter needs what the target
+    makes of those tokens: EAGLE, MTP and block drafters in vLLM.
+    """
 
     @property
     def label(self) -> str:
-        """Its method where there are several of a kind, else its kind."""
+        """Method of the drafter if there are several of a kind, else its kind."""
         return str(getattr(self, "method", self.kind))
 
     @property
@@ -49,7 +51,7 @@ class Drafter(Part):
 
     @property
     def loads_checkpoint(self) -> bool:
-        """Whether an engine loads weights for it that are neither the target's nor those of a model of its own."""
+        """True if an engine loads weights for it that are neither the target's nor those of a model of its own."""
         return "checkpoint" in type(self).model_fields
 
     @property
@@ -59,17 +61,17 @@ class Drafter(Part):
 
     @property
     def parallel_heads(self) -> int:
-        """Heads on the target's last hidden state that run all at once, however many drafts are asked for."""
+        """Heads on the target's last hidden state that run in parallel, however many drafts a round has."""
         return 0
 
     @property
     def most_depth(self) -> int | None:
-        """Drafts in turn that it can make; None is any number."""
+        """Most drafts in turn that the drafter can make; None if there is no limit."""
         return self.parallel_heads or None
 
     @property
     def own_head(self) -> bool:
-        """Whether a drafter that is a part of the target has an output head of its own."""
+        """True if a drafter that is a part of the target has an output head of its own."""
         return False
 
     @property
@@ -78,13 +80,15 @@ class Drafter(Part):
         return float(getattr(self, "host_s", 0.0))
 
     def ranks(self, target: int) -> int:
-        """Tensor-parallel ranks it runs on beside a target on so many; every drafter is on one pipeline stage."""
+        """Tensor-parallel ranks of the drafter if the target has `target` ranks; every drafter is on one pipeline
+        stage.
+        """
         return target
 
     def network(self, target: Model, draft: Model | None = None) -> Model | None:
-        """The layers that draft, as a model; None where nothing or only parallel heads run on the GPU.
+        """Return the layers that draft, as a model; None if nothing or only parallel heads run on the GPU.
 
-        `draft` is the model that `own_model` names. Raises Infeasible where it does not go with the target.
+        `draft` is the model that `own_model` names. Raises Infeasible if it does not fit the target.
         """
         return None
 
@@ -99,7 +103,7 @@ class Drafter(Part):
         return drafts if self.writes_kv else 0
 
     def extra_slots(self, drafts: int) -> int:
-        """What a request takes of the token budget for what the drafter alone computes, as in vLLM."""
+        """Tokens of the budget that a request takes for what only the drafter computes, as in vLLM."""
         return 0
 
 
@@ -119,11 +123,11 @@ class DraftModel(Drafter):
         return self.model
 
     def ranks(self, target: int) -> int:
-        """Its own, where they are given."""
+        """Ranks of its own if `tp` is set, else those of the target."""
         return self.tp or target
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """The draft model as it is. Raises Infeasible where its vocabulary is not the target's."""
+        """Return the draft model. Raises Infeasible if its vocabulary is not the target's."""
         assert draft is not None, "a draft_model needs its model"
         if draft.vocab_size != target.vocab_size:
             raise Infeasible(
@@ -133,7 +137,7 @@ class DraftModel(Drafter):
         return draft
 
     def extra_slots(self, drafts: int) -> int:
-        """One: it reads the token that follows those of the target."""
+        """Return 1: the draft model reads the token that follows those of the target."""
         return 1
 
 
@@ -151,14 +155,15 @@ def _dense_like_the_last(target: Model, layers: int, width: int | None) -> Layer
     Llama-4-Scout (configs of sgl-project/SpecForge).
     """
     group = target.layers[-1].model_copy(update={"count": layers})
-    own = group.feed_forward
-    if isinstance(own, MoeFeedForward):
-        own = DenseFeedForward(
-            intermediate_size=own.experts_per_token * own.intermediate_size + own.shared_intermediate_size
+    feed_forward = group.feed_forward
+    if isinstance(feed_forward, MoeFeedForward):
+        feed_forward = DenseFeedForward(
+            intermediate_size=feed_forward.experts_per_token * feed_forward.intermediate_size
+            + feed_forward.shared_intermediate_size
         )
     if width is not None:
-        own = own.model_copy(update={"intermediate_size": width})
-    return group.model_copy(update={"feed_forward": own})
+        feed_forward = feed_forward.model_copy(update={"intermediate_size": width})
+    return group.model_copy(update={"feed_forward": feed_forward})
 
 
 class Eagle(Drafter):
@@ -170,12 +175,14 @@ class Eagle(Drafter):
 
     kind: Literal["eagle"] = "eagle"
     method: Literal["eagle", "eagle3", "mtp"] = "eagle3"
-    checkpoint: str | None = Field(None, description="what an engine loads; part of the target for mtp")
-    draft_vocab_size: Width | None = Field(None, description="of a reduced head of its own; the target's unless given")
+    checkpoint: str | None = Field(None, description="checkpoint that an engine loads; part of the target for mtp")
+    draft_vocab_size: Width | None = Field(
+        None, description="vocabulary of a reduced head of its own; the target's unless given"
+    )
     intermediate_size: Width | None = Field(
         None,
-        description="of its dense feed-forward; unless given the target's, or that of all experts a token visits; not "
-        "for mtp",
+        description="width of its dense feed-forward; unless given the target's, or that of all experts a token "
+        "visits; not for mtp",
     )
 
     on_gpu: ClassVar[bool] = True
@@ -190,7 +197,7 @@ class Eagle(Drafter):
 
     @property
     def weights(self) -> str | None:
-        """None of an MTP head."""
+        """Checkpoint of the drafter; None for an MTP head."""
         return self.checkpoint if self.loads_checkpoint else None
 
     @property
@@ -199,7 +206,7 @@ class Eagle(Drafter):
         return self.draft_vocab_size is not None
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """One layer, under its own or the target's head."""
+        """Return the drafter as a model: one layer, under its own or the target's head."""
         if self.method == "mtp":
             group = target.layers[-1].model_copy(update={"count": 1})
         else:
@@ -214,7 +221,7 @@ class Eagle(Drafter):
 
 
 class Medusa(Drafter):
-    """Heads that each guess one further position, all at once."""
+    """Heads that each guess one further position, in parallel."""
 
     kind: Literal["medusa"] = "medusa"
     heads: Drafts
@@ -226,7 +233,7 @@ class Medusa(Drafter):
 
     @property
     def parallel_heads(self) -> int:
-        """All of them."""
+        """Number of heads, all of which run in parallel."""
         return self.heads
 
 
@@ -236,7 +243,7 @@ class Ngram(Drafter):
     kind: Literal["ngram"] = "ngram"
     lookup_min: Drafts = 1
     lookup_max: Drafts
-    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; unknown unless measured")
 
     awaited: ClassVar[bool] = True
 
@@ -251,7 +258,7 @@ class Suffix(Drafter):
     """Copies from suffix trees over earlier outputs: no weights, no GPU."""
 
     kind: Literal["suffix"] = "suffix"
-    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; not known unless measured")
+    host_s: NonNegative = Field(0.0, description="host seconds per sequence and round; unknown unless measured")
 
     awaited: ClassVar[bool] = True
 
@@ -270,11 +277,11 @@ class BlockDrafter(Drafter):
     drops_last_hit: ClassVar[bool] = True
 
     def network(self, target: Model, draft: Model | None = None) -> Model:
-        """So many layers under the target's head."""
+        """Return the drafter as a model: `layers` layers under the target's head."""
         return _as_layers(self, target, _dense_like_the_last(target, self.layers, None), target.vocab_size)
 
     def lookahead(self, drafts: int) -> int:
-        """One more for dflash, whose block begins with the token that is certain."""
+        """Return `drafts`, and one more for dflash, whose block begins with the token that is certain."""
         return drafts + (self.method == "dflash")
 
     def extra_slots(self, drafts: int) -> int:
@@ -285,9 +292,9 @@ class BlockDrafter(Drafter):
 class ParallelDecoder(Drafter):
     """The target itself, which fills several positions in one pass: block diffusion, Jacobi iterations, heads inside.
 
-    A pass works on the `tokens` of a chain and the one that is certain, keeps as many from the left as the acceptance
-    says, and guesses the others anew; nothing runs beside it. What a pass guesses the next one reads, so a step is
-    scheduled when the one before has ended, on the GPU: the host hides.
+    A pass works on the `tokens` of a chain and the one that is certain, keeps tokens from the left by the acceptance,
+    and guesses the others again; no other drafter runs. The next pass reads the guesses of this one, so a step is
+    scheduled when the one before has ended, on the GPU: the host's time is hidden.
     """
 
     kind: Literal["self"] = "self"

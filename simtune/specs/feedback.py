@@ -20,10 +20,14 @@ class StepRule(Part):
     """
 
     kind: Literal["steps"] = "steps"
-    up: _Change = Field(0, description="tokens that are added when all were kept")
-    up_times: Annotated[float, Field(ge=1, le=1024)] = Field(1.0, description="times as many, before they are added")
-    down: _Change = Field(0, description="tokens that are taken off when one was rejected")
-    down_times: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="times as many, before they are taken off")
+    up: _Change = Field(0, description="tokens that are added if all drafts were kept")
+    up_times: Annotated[float, Field(ge=1, le=1024)] = Field(
+        1.0, description="factor of the length, before tokens are added"
+    )
+    down: _Change = Field(0, description="tokens that are taken off if a draft was rejected")
+    down_times: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="factor of the length, before tokens are taken off"
+    )
 
     @model_validator(mode="after")
     def _moves(self) -> Self:
@@ -43,8 +47,8 @@ class StepRule(Part):
 
 
 class GainRule(Part):
-    """As many drafts as bring the most tokens a second by the acceptance measured so far, that of one draft after
-    another taken to be equal: K with the largest (1 + a + ... + a^K) / (1 + K c) (Leviathan et al., arXiv 2211.17192).
+    """Draft the number of tokens that yields the most tokens a second by the acceptance measured so far, taken to be
+    equal for all drafts: K with the largest (1 + a + ... + a^K) / (1 + K c) (Leviathan et al., arXiv 2211.17192).
     """
 
     kind: Literal["gain"] = "gain"
@@ -55,12 +59,13 @@ class GainRule(Part):
 
     def lengths(self, start: int, least: int, most: int, kept: Iterator[int]) -> Iterator[int]:
         """Drafts made in each round, given how many would be kept of each were all made."""
-        length, accepted, tried = start, 0.0, 0.0
+        length, accepted, attempts = start, 0.0, 0.0
         for right in kept:
             yield length
             accepted = self.memory * accepted + min(right, length)
-            tried = self.memory * tried + min(right + 1, length)  # those behind a rejected one tell nothing
-            length = _most_gain(round(accepted / tried, 3), self.draft_cost, least, most)
+            # Drafts behind a rejected one were never judged, so they do not count.
+            attempts = self.memory * attempts + min(right + 1, length)
+            length = _most_gain(round(accepted / attempts, 3), self.draft_cost, least, most)
 
 
 Rule = Annotated[StepRule | GainRule, Field(discriminator="kind")]

@@ -15,11 +15,11 @@ Branches = Annotated[int, Field(ge=1, le=4096)]
 
 
 class Node(Protocol):
-    """What is looked at here of a node of a graph."""
+    """Fields of a node of a graph that the checks read."""
 
     @property
     def name(self) -> str:
-        """Distinct."""
+        """Name of the node; no two nodes have the same."""
 
     @property
     def count(self) -> int:
@@ -35,7 +35,7 @@ class Node(Protocol):
 
     @property
     def inherits(self) -> str | None:
-        """The node whose text goes on."""
+        """Name of the node whose text this node continues."""
 
     @property
     def reads(self) -> Sequence[str]:
@@ -43,11 +43,12 @@ class Node(Protocol):
 
 
 def check_graph(nodes: Sequence[Node]) -> None:
-    """Raises ErrorAt for a node that waits for itself or for nobody there is, that joins more branches than there are,
-    or that reads what is not known when it is sent."""
+    """Raise ErrorAt for a node that waits for itself or for an unknown node, that joins more branches than there are,
+    or that reads what is not known when it is sent.
+    """
     by_name = {node.name: node for node in nodes}
     for i, node in enumerate(nodes):
-        if any(other.name == node.name for other in nodes[:i]):
+        if any(earlier.name == node.name for earlier in nodes[:i]):
             raise ErrorAt(f"two nodes are called {node.name}; give one another name", i, "name")
         _known(i, node, by_name)
         if node.first is not None and node.first > node.count:
@@ -81,14 +82,16 @@ def _readable(i: int, node: Node, by_name: Mapping[str, Node], before: set[str])
 
 
 def ancestors(nodes: Sequence[Node]) -> dict[str, set[str]]:
-    """Of each node by its name, all that are over before it is sent; itself among them where it waits for itself."""
+    """Return for each node, by name, all nodes that are over before it is sent; itself among them if it waits for
+    itself.
+    """
     after = {node.name: set(node.after) for node in nodes}
     for _ in nodes:
-        after = {name: before.union(*(after[other] for other in before)) for name, before in after.items()}
+        after = {name: before.union(*(after[parent] for parent in before)) for name, before in after.items()}
     return after
 
 
 def in_order(nodes: Sequence[Node]) -> list[int]:
-    """Numbers of the nodes, each behind all that it waits for."""
+    """Return the numbers of the nodes, each after all nodes that it waits for."""
     before = ancestors(nodes)
     return sorted(range(len(nodes)), key=lambda i: len(before[nodes[i].name]))

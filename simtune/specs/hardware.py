@@ -1,4 +1,4 @@
-"""Hardware profile: facts of a device, and for each operator a fitted time model that says how far off it may be."""
+"""Hardware profile: facts of a device, and for each operator a fitted time model with its error."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ Range = Annotated[Seq[float], Field(min_length=2, max_length=2, strict=False)]
 
 
 class Provenance(Part):
-    """Where numbers come from."""
+    """Source of numbers."""
 
     kind: Literal["measured", "published-tables", "transferred", "data-sheet", "assumed"] = Field(
         description="transferred: fitted on another device and moved to this one by the data sheets of the two"
     )
-    source: str = Field(description="who measured, with what; table names and versions")
+    source: str = Field(description="measurer and method; table names and versions")
     licence: str | None = None
     device: str | None = None
     software: str | None = None
-    points: int | None = Field(None, ge=0, description="rows the fit could see")
+    points: int | None = Field(None, ge=0, description="rows that the fit used")
     note: str | None = None
 
 
 class DevicePower(Part):
-    """What a device draws, in watts."""
+    """Power of a device, in watts."""
 
     tdp_w: Positive = Field(description="rated maximum of the board")
-    idle_w: NonNegative = Field(description="while no step runs and the model is loaded")
+    idle_w: NonNegative = Field(description="power while no step runs and the model is loaded")
     source: str
 
     @model_validator(mode="after")
@@ -89,14 +89,16 @@ class Device(Part):
 
     name: str
     vendor: str
-    memory_bytes: Positive = Field(description="memory an engine can see")
+    memory_bytes: Positive = Field(description="memory that an engine can see")
     memory_bytes_per_s: Positive
-    architecture: str | None = Field(None, description="whose kernels it runs, as compilers name it: sm_90, gfx942")
+    architecture: str | None = Field(
+        None, description="architecture of its kernels, as compilers name it: sm_90, gfx942"
+    )
     processors: Gpus = Field(description="streaming multiprocessors, or 1 for a CPU")
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
-    flops_per_s: dict[Dtype, Positive] = Field(description="dense peak by dtype")
+    flops_per_s: dict[Dtype, Positive] = Field(description="dense peak in FLOP/s, by dtype")
     devices_per_node: Gpus = 8
-    power: DevicePower | None = Field(None, description="asked for where energy is; left out where it is not known")
+    power: DevicePower | None = Field(None, description="needed for energy; left out if it is not known")
     price_per_hour_usd: Positive | None = None
     price_source: str | None = None
     source: str
@@ -110,8 +112,8 @@ class Link(Part):
     source: str
     stated: Seq[Literal["bytes_per_s", "latency_s"]] | None = Field(
         None,
-        description="values that outrank measured tables of collectives: large messages then move at bytes_per_s; "
-        "`--set` of a link states what it sets",
+        description="values that outrank measured tables of collectives: large messages then take bytes_per_s; `--set` "
+        "of a link marks what it sets",
     )
 
 
@@ -127,7 +129,7 @@ class BaseFit(Part):
     block_s: Positive
     overlap_p: Annotated[float, Field(ge=1, le=1000)]
     ahead_s: NonNegative = Field(
-        0.0, description="seconds per value that a kernel ahead of it goes through, as one that quantises its inputs"
+        0.0, description="seconds per value for a kernel before the product, such as one that quantises its inputs"
     )
 
 
@@ -154,7 +156,7 @@ class Residual(Part):
     features: Annotated[Seq[str], Field(min_length=1)]
     centre: Seq[float]
     spread: Seq[Positive]
-    length: Seq[Positive] = Field(description="in standardised units: the farther from data, the more the base rules")
+    length: Seq[Positive] = Field(description="in standardised units: the farther from data, the more the base counts")
     signal: Positive = Field(description="standard deviation of the log residual far from data")
     noise: Positive = Field(description="standard deviation of the log time of one point")
     clamp: Range = Field(description="smallest and largest correction, as a logarithm")
@@ -171,11 +173,10 @@ class Residual(Part):
 class Curve(Part):
     """Seconds along one line of shapes: straight in log-log between knots.
 
-    Beyond the last knot time goes on linearly, with the slope of the last two; before the first it is
-    constant.
+    Beyond the last knot the time is linear, with the slope of the last two; before the first it is constant.
     """
 
-    at: dict[str, float] = Field(default_factory=dict, description="the shape parameters the whole curve shares")
+    at: dict[str, float] = Field(default_factory=dict, description="shape parameters that are the same along the curve")
     x: Annotated[Seq[Positive], Field(min_length=2)] = Field(description="bytes moved, or rows of a matrix product")
     seconds: Annotated[Seq[Positive], Field(min_length=2)]
 
@@ -189,30 +190,31 @@ class Curve(Part):
 
 
 class Interval(Part):
-    """How far off a prediction may be: with 90 % confidence the log error is within quantile x sd.
+    """Error interval of a prediction: with 90 % confidence the log error is within quantile x sd.
 
     The sd is that of the residual process at the shape in question; without a residual it is `log_sd`.
     """
 
     method: Literal["cross-validation", "leave-one-out", "split"] = Field(
-        description="what calibrated it: parts of the points, or each, as predicted from the others, or rows kept back"
+        description="source of the calibration: parts of the points, or each point, predicted from the others; or rows "
+        "held back"
     )
     quantile: Positive = Field(description="90 % quantile of |log(measured / predicted)| / sd")
     log_sd: Positive = Field(description="standard deviation of the log error, typical inside the measured box")
     outside: dict[str, Positive] = Field(
         default_factory=dict,
-        description="by shape parameter, the quantile where it is above what was measured, of the log error over "
-        "sd * (1 + octaves beyond)^0.75; from fits that its largest values were left out of",
+        description="quantile of the log error over sd * (1 + octaves beyond)^0.75, by shape parameter, for shapes "
+        "above the measured range; from fits without its largest values",
     )
     carried_log_sd: NonNegative = Field(
-        0.0, description="of an operator from another device: log error of moving it, besides that of its fit"
+        0.0, description="log error of moving an operator from another device, besides that of its fit"
     )
     coverage: Share | None = Field(None, description="share of held-back rows inside their 90 % interval")
 
 
 class Operator(Part):
-    """One fitted operator: kind and dtype, base parameters, curves and residual on top of them, measured box,
-    how far off it may be, provenance.
+    """A fitted operator: kind and dtype, base parameters, curves and residual on top of them, measured box, error
+    interval, provenance.
     """
 
     kind: OperatorKind
@@ -225,8 +227,8 @@ class Operator(Part):
     interval: Interval | None = None
     uneven_s: Positive | None = Field(
         None,
-        description="of decode attention that is not split along the context: seconds more for each token by which the "
-        "longest context of a batch exceeds the mean",
+        description="for decode attention that is not split along the context: additional seconds for each token by "
+        "which the longest context of a batch exceeds the mean",
     )
     box: dict[str, Range] = Field(description="smallest and largest measured value of each shape parameter")
     joint_box: dict[str, Range] = Field(
@@ -234,12 +236,13 @@ class Operator(Part):
         description="the same of each feature of a residual, the product or ratio of several parameters",
     )
     families: Seq[dict[str, float]] = Field(
-        (), description="where few combinations of these parameters were measured, all of them; others extrapolate"
+        (), description="combinations of these parameters that were measured, if they are few; others are extrapolated"
     )
     hold_out: Seq[HoldOut]
     scales: Literal["known"] | None = Field(
         None,
-        description="of products timed with the quantising of their inputs: by scales known before; found unless said",
+        description="for products timed with the quantising of their inputs: by known scales; by computed scales "
+        "unless given",
     )
     other_engine: str | None = Field(
         None, description="software whose kernels were timed, if they are not those of the engine that runs them here"
@@ -263,12 +266,13 @@ class Host(Part):
 class Correction(Part):
     """step time = scale * (kernels and collectives) + offset_s, for one kind of step; the host is in the offset.
 
-    Errors are |predicted/measured - 1| by the profile as it was, and by what each half of the steps says of the other.
+    Errors are |predicted/measured - 1| of the profile before the correction, and of each half of the steps by a
+    correction fitted to the other half.
     """
 
     scale: Positive
     offset_s: NonNegative
-    steps: Count = Field(description="measured steps it was fitted on")
+    steps: Count = Field(description="number of measured steps that were fitted")
     median_before: NonNegative
     p90_before: NonNegative
     median_after: NonNegative
@@ -276,16 +280,18 @@ class Correction(Part):
 
 
 class Calibration(Part):
-    """What an engine's own log says about the steps of one model, cut one way. Host times no longer count where it
-    corrects.
+    """Correction by an engine's own log of the steps of one model, cut one way. Host times do not count for the steps
+    that it corrects.
     """
 
     model: str
     tp: Gpus
     pp: Gpus
-    source: str = Field(description="the log")
-    decode: Correction | None = Field(None, description="of steps with decodes only")
-    prefill: Correction | None = Field(None, description="of steps with prompt tokens, decodes beside them or not")
+    source: str = Field(description="source of the steps: the log")
+    decode: Correction | None = Field(None, description="correction of steps with decodes only")
+    prefill: Correction | None = Field(
+        None, description="correction of steps with prompt tokens, with or without decodes"
+    )
 
     @model_validator(mode="after")
     def _corrects(self) -> Self:
@@ -295,7 +301,7 @@ class Calibration(Part):
 
 
 class ValidatedLoad(Part):
-    """How far off the means of one load were: predicted / measured - 1."""
+    """Errors of the means of one load: predicted / measured - 1."""
 
     load: str
     rate_rps: Positive | None = None
@@ -314,17 +320,17 @@ class ValidationNote(Part):
     model: str
     plan: str
     clock: str = Field(description="wall, or cpu: the engine's own processor time")
-    within: bool = Field(description="of the tolerance, or of twice the repeats' noise")
+    within: bool = Field(description="share of the tolerance, or of twice the repeats' noise")
     tolerance: Positive
     loads: Annotated[Seq[ValidatedLoad], Field(min_length=1)]
 
     @property
     def subject(self) -> tuple[str, ...]:
-        """What was validated: a later validation of the same takes the place of an earlier one."""
+        """Engine, model, plan and clock that were validated: a later validation of the same replaces an earlier one."""
         return self.engine, self.model, self.plan, self.clock
 
     def __str__(self) -> str:
-        """On one line: with what, when, and the worst error of each mean."""
+        """Return a line: model, engine, date, the worst error of each mean, and the verdict."""
         errors = []
         for metric in ("ttft", "tpot", "e2el"):
             values = [value for load in self.loads if (value := getattr(load, metric)) is not None]
@@ -347,14 +353,14 @@ _LARGEST = 1e12
 class Arrays(Mapping[str, "NDArray[Any]"]):
     """Named numeric arrays that cannot be written to, given or read from an .npz file when first needed.
 
-    Nothing is ever unpickled from the file. Raises SpecError naming the file when it cannot be read. What goes to
-    another process is the content, read or not.
+    Nothing is ever unpickled from the file. Raises SpecError naming the file if it cannot be read. Pickling for another
+    process reads the file first.
     """
 
     def __init__(
         self, content: Mapping[str, NDArray[Any]] | None = None, path: Path | None = None, digest: str | None = None
     ) -> None:
-        """`digest` is the SHA-256 of the file, where it is known."""
+        """`digest` is the SHA-256 of the file, if it is known."""
         self._path, self._digest = path, digest
         self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
 
@@ -377,7 +383,7 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
         return self._content
 
     def _finite(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """The array. Raises SpecError where it holds anything but real numbers of a size that fits do."""
+        """Return the array. Raises SpecError if it contains anything but real numbers of a size that fits do."""
         import numpy as np
 
         if array.dtype.kind != "f" or not (np.abs(array) < _LARGEST).all():
@@ -407,9 +413,10 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Arrays):
             return NotImplemented
-        left, right = self._read(), other._read()
-        return left.keys() == right.keys() and all(
-            array.shape == right[name].shape and bool((array == right[name]).all()) for name, array in left.items()
+        arrays, other_arrays = self._read(), other._read()
+        return arrays.keys() == other_arrays.keys() and all(
+            array.shape == other_arrays[name].shape and bool((array == other_arrays[name]).all())
+            for name, array in arrays.items()
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -433,13 +440,13 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class Facts(Spec):
-    """What tables cannot tell about a device: the part of a hardware profile that is not fitted."""
+    """Facts about a device that tables cannot tell: the part of a hardware profile that is not fitted."""
 
     KIND: ClassVar[str] = "device"
     engine: str = Field(description="engine and version whose kernels the tables describe")
     device: Device
     links: dict[Name, Link] = Field(default_factory=dict, description="intra_node, inter_node, host")
-    host_note: str | None = Field(None, description="what to know about the host's table, such as another machine")
+    host_note: str | None = Field(None, description="note on the host's table, such as another machine")
 
 
 class Hardware(Spec):
@@ -453,13 +460,13 @@ class Hardware(Spec):
     calibration: Calibration | None = None
     operators: dict[str, Operator]
     arrays_sha256: str | None = Field(None, description=f"of the {ARRAYS} that belongs to it")
-    validations: Seq[ValidationNote] | None = Field(None, description="what real engines said of its predictions")
+    validations: Seq[ValidationNote] | None = Field(None, description="results of validations on real engines")
 
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 
     @classmethod
     def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
-        """See `Spec`; the arrays stay in arrays.npz beside the file until somebody asks for one."""
+        """Read the profile, see `Spec`; the arrays stay in arrays.npz beside the file until one is used."""
         hardware = super().from_document(document, check)
         return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS), digest=hardware.arrays_sha256))
 

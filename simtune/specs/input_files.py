@@ -1,9 +1,9 @@
-"""The one door through which every file that a user gives comes in.
+"""Reading of every file that a user gives.
 
-Only regular files are opened: reading a pipe, a device or a socket might never end. A file may have so many bytes, as
-it stands and unpacked (`MAX_BYTES`, or what the environment's SIMTUNE_MAX_FILE_BYTES says), so that a few kilobytes of
-gzip do not become all memory there is. Text is UTF-8. JSON is that of RFC 8259: no NaN, no number that a float cannot
-hold, no key twice, nothing nested deeper than `DEEPEST`. Nothing is ever unpickled.
+Only regular files are opened: reading a pipe, a device or a socket might never end. The bytes of a file, as it stands
+and unpacked, are limited (`MAX_BYTES`, or the environment's SIMTUNE_MAX_FILE_BYTES), so that a few kilobytes of gzip do
+not become all memory there is. Text is UTF-8. JSON is that of RFC 8259: no NaN, no number that a float cannot hold, no
+key twice, nothing nested deeper than `DEEPEST`. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_BYTES = 256 << 20
-"""Of one file, as it stands and unpacked, unless SIMTUNE_MAX_FILE_BYTES says otherwise."""
+"""Most bytes of one file, as it stands and unpacked, unless SIMTUNE_MAX_FILE_BYTES is set."""
 ENVIRONMENT = "SIMTUNE_MAX_FILE_BYTES"
 DEEPEST = 200
 """No file of ours nests deeper than ten levels."""
 LARGEST_INT = 2**63 - 1
-"""Of a whole number in any file; a larger one is no count of anything."""
+"""Largest whole number in any file; a larger one is no count of anything."""
 
 _GZIP = b"\x1f\x8b"
 CELL_BYTES = 64.0
-"""Of a cell of a table as a Python text in a list."""
+"""Bytes of a cell of a table as a Python text in a list."""
 _LONG_INT = re.compile(r"[0-9]{19}")
 _KINDS = {
     stat.S_ISFIFO: "a pipe",
@@ -47,7 +47,7 @@ _KINDS = {
 
 
 def max_bytes() -> int:
-    """The most bytes of one file. Raises UsageError where the environment says something else than a number."""
+    """Return the most bytes of one file. Raises UsageError if the environment variable is no number."""
     text = os.environ.get(ENVIRONMENT)
     if text is None:
         return MAX_BYTES
@@ -60,8 +60,9 @@ def max_bytes() -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file as it stands. Raises UsageError naming the file and the reason where it cannot be
-    read or is too large."""
+    """Return the bytes of a regular file. Raises UsageError naming the file and the reason if it cannot be read or is
+    too large.
+    """
     most = max_bytes()
     try:
         mode = os.stat(path).st_mode
@@ -86,21 +87,22 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unpacked(path: Path, raw: bytes) -> bytes:
-    """What a gzip-compressed file holds, any other as it is; told by its first bytes.
+    """Return the contents of a gzip-compressed file, recognised by its first bytes; any other file as it is.
 
-    Raises SpecError where the data are damaged, cut off, or larger than a file may be, UsageError where a file is only
-    named .gz.
+    Raises SpecError if the data are damaged, cut off, or larger than a file may be, UsageError if a file is only named
+    .gz.
     """
     if not raw.startswith(_GZIP):
         if path.suffix == ".gz" and raw:
             raise SpecError(Problem(str(path), "is named .gz but is not gzip-compressed; compress it or drop the .gz"))
         return raw
-    most, whole = max_bytes(), b""
+    most, data = max_bytes(), b""
     try:
-        while raw:  # a gzip file is one member after another
+        # A gzip file may consist of several members.
+        while raw:
             member = zlib.decompressobj(wbits=31)
-            whole += member.decompress(raw, most + 1 - len(whole))
-            if len(whole) > most:
+            data += member.decompress(raw, most + 1 - len(data))
+            if len(data) > most:
                 raise SpecError(Problem(str(path), _too_large(most, " when unpacked")))
             if not member.eof:
                 message = "the gzip data end too early: the file is cut off; fetch it again"
@@ -108,7 +110,7 @@ def unpacked(path: Path, raw: bytes) -> bytes:
             raw = member.unused_data.lstrip(b"\0")
     except zlib.error as error:
         raise SpecError(Problem(str(path), f"the gzip data are damaged ({error}); fetch the file again")) from None
-    return whole
+    return data
 
 
 def decoded(path: Path, raw: bytes) -> str:
@@ -122,7 +124,7 @@ def decoded(path: Path, raw: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file as it stands. Raises UsageError where it cannot be read, SpecError where it is not UTF-8."""
+    """Return the text of a file. Raises UsageError if it cannot be read, SpecError if it is not UTF-8."""
     return decoded(path, read_bytes(path))
 
 
@@ -140,7 +142,7 @@ def _too_large(most: int, how: str = "") -> str:
 
 
 class JsonError(ValueError):
-    """What is wrong in a JSON text, and where: line and column from 1, None where the place is not known."""
+    """Error in a JSON text, with line and column from 1; None if the place is not known."""
 
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
@@ -193,7 +195,7 @@ def parse_json(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How many lists and mappings stand in one another."""
+    """Return how deep lists and mappings are nested."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (list, dict))]:
         depth += 1
@@ -231,7 +233,7 @@ DELIMITERS = ",;\t|"
 
 
 def delimiter_of(text: str) -> str:
-    """Return what stands between the columns of a table: the one of DELIMITERS that its first line has most of."""
+    """Return the separator of the columns of a table: the one of DELIMITERS that its first line has most of."""
     header = next((line for _, line in numbered_lines(text)), "")
     return max(DELIMITERS, key=header.count)
 
@@ -239,7 +241,7 @@ def delimiter_of(text: str) -> str:
 def csv_rows(text: str, file: str, delimiter: str = ",") -> tuple[list[list[str]], list[int]]:
     """Rows that are not empty, and the line that each ends in.
 
-    Raises SpecError for what is no CSV, a cell of more than 131,072 characters included, UsageError where the rows
+    Raises SpecError for what is no CSV, a cell of more than 131,072 characters included, UsageError if the rows
     would not fit into memory.
     """
     cells = text.count(delimiter) + text.count("\n")
@@ -258,9 +260,9 @@ def csv_rows(text: str, file: str, delimiter: str = ",") -> tuple[list[list[str]
 
 
 def csv_table(text: str, file: str) -> tuple[list[str], list[list[str]], list[int]]:
-    """Header, rows as long as it, and the line that each of them ends in.
+    """Return header, rows as long as the header, and the line in which each of them ends.
 
-    Raises SpecError and UsageError as `csv_rows` does, and where a row has another length or two columns one name.
+    Raises SpecError and UsageError as `csv_rows` does, and if a row has another length or two columns one name.
     """
     rows, lines = csv_rows(text, file)
     header, rows = (rows[0], rows[1:]) if rows else ([], [])
@@ -272,7 +274,7 @@ def csv_table(text: str, file: str) -> tuple[list[str], list[list[str]], list[in
 
 
 def refuse_columns_twice(header: Sequence[str], file: str) -> None:
-    """Raises SpecError where two columns have one name."""
+    """Raise SpecError if two columns have one name."""
     for name in dict.fromkeys(header):
         if name.strip() and header.count(name) > 1:
             raise SpecError(Problem(file, f"{header.count(name)} columns have this name; keep one", name, 1))
@@ -282,9 +284,10 @@ def refuse_columns_twice(header: Sequence[str], file: str) -> None:
 
 
 def read_arrays(path: Path, raw: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file by name. Nothing in it is unpickled, and nothing is unpacked that would be too large.
+    """Return the arrays of an .npz file by name. Nothing in it is unpickled, and nothing is unpacked that would be too
+    large.
 
-    Raises SpecError where the file is damaged or holds something else than arrays of plain numbers.
+    Raises SpecError if the file is damaged or contains something else than arrays of plain numbers.
     """
     most = max_bytes()
     try:
@@ -305,7 +308,7 @@ def read_arrays(path: Path, raw: bytes) -> dict[str, NDArray[Any]]:
 
 
 def _array(raw: bytes, name: str) -> NDArray[Any]:
-    """Raises ValueError where these are not the bytes of an array of plain numbers."""
+    """Raise ValueError if these are not the bytes of an array of plain numbers."""
     import numpy as np
     from numpy.lib import format as npy
 
@@ -327,6 +330,6 @@ def _array(raw: bytes, name: str) -> NDArray[Any]:
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """A value as it is shown in a message, cut where it is long."""
+    """Return a value as a message shows it, shortened if it is long."""
     words = str(value)
     return words if len(words) <= most else f"{words[: most - 20]}... ({len(words):,} characters)"

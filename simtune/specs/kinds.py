@@ -1,4 +1,4 @@
-"""Blocks of a spec that are of one of several classes, told apart by their `kind`."""
+"""Blocks of a spec that are of one of several classes, which their `kind` selects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def by_kind(*classes: type[Any]) -> dict[str, type[Any]]:
 class OneOf:
     """Annotates a field of a base class: its block is of the class, of one kind of part, that `kind` names.
 
-    That is one built in, one that an installed package registers, or one at an import path. Of those from outside the
-    properties `asked` are looked at once, so that what goes wrong in them is said where the block stands.
+    The class is built in, registered by an installed package, or at an import path. The properties `asked` of a class
+    from outside are read when the block is read, so that an error in them is reported at the place of the block.
     """
 
     def __init__(self, kind_of_part: PartKind[Any], *asked: str) -> None:
@@ -45,11 +45,11 @@ class OneOf:
         return core_schema.no_info_wrap_validator_function(validated, inner, serialization=as_it_is)
 
     def _from_outside(self, kind: str) -> bool:
-        named = is_import_path(kind) or kind in registered(self._kind_of_part.group)
-        return named and kind not in self._kind_of_part.built_in
+        importable = is_import_path(kind) or kind in registered(self._kind_of_part.group)
+        return importable and kind not in self._kind_of_part.built_in
 
     def _brought(self, kind: str, block: dict[str, Any]) -> Any:
-        """Raises ValueError, in words for the user, where the class cannot be had or fails."""
+        """Raise ValueError, in words for the user, if the class cannot be loaded or fails."""
         try:
             cls = self._kind_of_part.find(kind)
         except PartError as error:

@@ -25,11 +25,13 @@ class FullAttention(Part):
     output_bias: bool = Field(False, description="the projection out of attention has a bias")
     qk_norm: bool = Field(False, description="queries and keys are normed by head")
     sinks: bool = Field(False, description="a learned score for each head that takes part in its softmax")
-    q_lora_rank: Width | None = Field(None, description="queries come by way of so many values, which no rank shares")
+    q_lora_rank: Width | None = Field(
+        None, description="values that queries are projected through; not divided over ranks"
+    )
 
     @property
     def shared_heads(self) -> int:
-        """Heads that several query heads share; they are repeated where they are fewer than ranks."""
+        """Heads that several query heads share; they are repeated if they are fewer than ranks."""
         return self.kv_heads
 
     def matrices(self, hidden: int) -> int:
@@ -117,14 +119,14 @@ class MlaAttention(Part):
 
     @model_validator(mode="after")
     def _whole_indexer(self) -> Self:
-        given = [self.index_topk, self.index_heads, self.index_head_dim]
-        if None in given and given != [None] * 3:
+        index_fields = [self.index_topk, self.index_heads, self.index_head_dim]
+        if None in index_fields and index_fields != [None] * 3:
             raise ValueError("index_topk, index_heads and index_head_dim go together; give all three, or none")
         return self
 
     @property
     def shared_heads(self) -> int:
-        """All heads share the latent, and every rank has it whole."""
+        """Return 1: all heads share the latent, and every rank stores all of it."""
         return 1
 
 
@@ -178,26 +180,26 @@ class LinearAttention(Part):
 
 
 class NoAttention(Part):
-    """A layer that is a feed-forward block alone, as some of Nemotron-H are. It costs nothing."""
+    """A layer that is only a feed-forward block, as some of Nemotron-H are. Its attention costs nothing."""
 
     kind: Literal["none"] = "none"
 
     @property
     def heads(self) -> int:
-        """None."""
+        """Return 0: there are no heads."""
         return 0
 
     @property
     def shared_heads(self) -> int:
-        """Nothing is shared out over ranks."""
+        """Return 1: there is nothing to divide over ranks."""
         return 1
 
     def matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def vectors(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no vectors."""
         return 0
 
 
@@ -230,7 +232,7 @@ class DenseFeedForward(Part):
 class MoeFeedForward(Part):
     """Experts of hidden_size x intermediate_size, of which each token visits experts_per_token.
 
-    Experts and shared experts are gated, three matrices each, unless said otherwise.
+    Experts and shared experts are gated, three matrices each, unless `gated` is false.
     """
 
     kind: Literal["moe"] = "moe"
@@ -241,7 +243,7 @@ class MoeFeedForward(Part):
     gated: bool = True
     bias: bool = Field(False, description="experts and router have biases")
     routing_skew: Annotated[NonNegative, Field(le=10)] = Field(
-        0.0, description="Zipf exponent of how often experts are chosen; 0: all alike"
+        0.0, description="Zipf exponent of how often experts are chosen; 0: all equally often"
     )
 
     @model_validator(mode="after")
@@ -268,20 +270,20 @@ class MoeFeedForward(Part):
 
 
 class NoFeedForward(Part):
-    """A layer that is attention alone, as some of Nemotron-H are. It costs nothing."""
+    """A layer that is only attention, as some of Nemotron-H are. Its feed-forward block costs nothing."""
 
     kind: Literal["none"] = "none"
 
     def matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def active_matrices(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no matrices."""
         return 0
 
     def vectors(self, hidden: int) -> int:
-        """None."""
+        """Return 0: there are no vectors."""
         return 0
 
 
@@ -295,7 +297,8 @@ class LayerGroup(Part):
     attention: Attention
     feed_forward: FeedForward
     attention_dtype: Dtype | None = Field(
-        None, description="of attention's projections in these layers, if it differs from that of the model's others"
+        None,
+        description="dtype of attention's projections in these layers, if it differs from that of the model's others",
     )
 
     def to_data(self) -> dict[str, Any]:
@@ -307,7 +310,7 @@ class LayerGroup(Part):
 
     @property
     def sublayers(self) -> int:
-        """Of each layer: 2 where it has attention and a feed-forward block, 1 where it is one of them alone."""
+        """Sublayers of each layer: 2 if it has attention and a feed-forward block, 1 if it has only one of them."""
         return sum(part.kind != "none" for part in (self.attention, self.feed_forward))
 
     def matrices(self, hidden: int) -> int:
@@ -315,11 +318,11 @@ class LayerGroup(Part):
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.matrices(hidden))
 
     def active_matrices(self, hidden: int) -> int:
-        """Those of them that each token is multiplied with."""
+        """Parameters of the matrices that each token is multiplied with."""
         return self.count * (self.attention.matrices(hidden) + self.feed_forward.active_matrices(hidden))
 
     def vectors(self, hidden: int) -> int:
-        """Parameters beside the matrices of all its layers; the norms before its sublayers are the model's."""
+        """Parameters beside the matrices of all its layers; the norms before its sublayers belong to the model."""
         return self.count * (self.attention.vectors(hidden) + self.feed_forward.vectors(hidden))
 
     @model_validator(mode="after")
@@ -336,33 +339,33 @@ class Model(Spec):
     """A decoder-only language model. Sizes are per layer and unsharded."""
 
     KIND: ClassVar[str] = "model"
-    hf: str | None = Field(None, description="what an engine is told to load, e.g. meta-llama/Llama-3.1-8B")
-    source: str | None = Field(None, description="where these sizes come from")
-    notes: Seq[str] = Field((), description="what was assumed where a checkpoint's files do not say it")
+    hf: str | None = Field(None, description="checkpoint that an engine loads, e.g. meta-llama/Llama-3.1-8B")
+    source: str | None = Field(None, description="source of these sizes")
+    notes: Seq[str] = Field((), description="assumptions on what a checkpoint's files leave open")
     hidden_size: Width
     vocab_size: Width
     max_position: Context = Field(description="longest context in tokens")
     tie_embeddings: bool = False
     learned_positions: Annotated[int, Field(ge=0, le=2**28)] = Field(
-        0, description="rows of a table of position embeddings; 0 where positions are computed"
+        0, description="rows of a table of position embeddings; 0 if positions are computed"
     )
     norms_per_sublayer: Annotated[int, Field(ge=1, le=2)] = Field(
-        1, description="2 where sublayers are normed behind as well as before, as in Gemma"
+        1, description="2 if sublayers are normed after as well as before, as in Gemma"
     )
     norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
     mtp_layers: Annotated[int, Field(ge=0, le=1000)] = Field(
-        0, description="layers of the checkpoint that predict further tokens; not counted, and loaded to draft only"
+        0, description="layers of the checkpoint that predict further tokens; not counted, and loaded only to draft"
     )
     dtype: FloatDtype = Field("bf16", description="dtype of activations, and of the KV cache unless a plan differs")
     weight_dtype: Dtype = Field(
         "bf16", description="dtype of the matrices inside the layers; fp8 and int8 quantise activations too, int4 not"
     )
     attention_dtype: Dtype | None = Field(
-        None, description="of attention's projections; weight_dtype unless it differs"
+        None, description="dtype of attention's projections; weight_dtype unless given"
     )
-    expert_dtype: Dtype | None = Field(None, description="of routed experts; weight_dtype unless it differs")
-    head_dtype: Dtype | None = Field(None, description="of the language-model head; dtype unless it differs")
-    kv_dtype: Dtype | None = Field(None, description="of the KV cache, where the checkpoint asks for one")
+    expert_dtype: Dtype | None = Field(None, description="dtype of routed experts; weight_dtype unless given")
+    head_dtype: Dtype | None = Field(None, description="dtype of the language-model head; dtype unless given")
+    kv_dtype: Dtype | None = Field(None, description="dtype of the KV cache, if the checkpoint states one")
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
     def to_data(self) -> dict[str, Any]:
@@ -372,9 +375,13 @@ class Model(Spec):
         return {**head, "layers": [group.to_data() for group in self.layers]}
 
     def dtype_of(self, module: Module) -> Dtype:
-        """What the weights of a module are kept in: dense feed-forward and shared experts in `weight_dtype`."""
-        own = {"attention": self.attention_dtype, "experts": self.expert_dtype, "head": self.head_dtype or self.dtype}
-        return own.get(module) or self.weight_dtype
+        """Return the format of the weights of a module: dense feed-forward and shared experts are in `weight_dtype`."""
+        dtypes = {
+            "attention": self.attention_dtype,
+            "experts": self.expert_dtype,
+            "head": self.head_dtype or self.dtype,
+        }
+        return dtypes.get(module) or self.weight_dtype
 
     def of_group(self, group: LayerGroup) -> Model:
         """Return the model with the number formats of one of its groups as its own; itself if the group has none."""
@@ -384,17 +391,19 @@ class Model(Spec):
 
     @property
     def layer_dtypes(self) -> frozenset[Dtype]:
-        """What the matrices inside its layers are kept in."""
+        """Formats of the matrices inside its layers."""
         of_groups = (group.attention_dtype for group in self.layers if group.attention_dtype is not None)
         return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts"), *of_groups))
 
     def without_feed_forward(self) -> Model:
-        """The same with attention alone in its layers."""
+        """Return the model with only attention in its layers."""
         layers = tuple(group.model_copy(update={"feed_forward": NoFeedForward()}) for group in self.layers)
         return self.model_copy(update={"layers": layers})
 
     def with_weights(self, dtype: Dtype | None) -> Model:
-        """The same with all matrices inside its layers in a dtype, those of the head as they are; itself for None."""
+        """Return the model with all matrices inside its layers in a dtype, those of the head unchanged; the model
+        itself for None.
+        """
         if dtype is None or self.layer_dtypes == {dtype}:
             return self
         layers = tuple(group.model_copy(update={"attention_dtype": None}) for group in self.layers)

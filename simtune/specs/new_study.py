@@ -52,7 +52,7 @@ _EXPERTS = """\
 def study_text(answers: Answers, folder: Path) -> str:
     """A study's file in a folder, to which its paths become relative; in the answers they are from here.
 
-    Raises UsageError or SpecError where a name leads nowhere.
+    Raises UsageError or SpecError if a name leads nowhere.
     """
     has_experts = any(group.feed_forward.kind == "moe" for group in load_model(answers.model).layers)
     preset = load_engine(answers.engine)
@@ -79,7 +79,7 @@ schema: simtune/study@1
 name: {answers.name}
 # A name of `simtune list model`, a spec, or a Hugging Face config.json.
 model: {_from(folder, answers.model)}
-# {device.name}{price}; at most so many of them.
+# {device.name}{price}; the search uses at most `devices` of them.
 hardware: {{profile: {_from(folder, answers.hardware)}, devices: {answers.devices}}}
 # {preset.release}: the settings that the search leaves open are as this release sets them, and the files that start it
 # are in its words. `simtune list engines` has others; name the one that you run (`vllm --version`).
@@ -102,20 +102,21 @@ search:
 
 def _from(folder: Path, reference: str) -> str:
     """A path as it is from the folder, and kept a path; a name as it is."""
-    if beside(folder / "below", reference) == reference:  # a name, or a model by its id
+    # A name, or a model by its id: no path that could become relative.
+    if beside(folder / "below", reference) == reference:
         return reference
     relative = os.path.relpath(reference, folder)
     return relative if os.sep in relative else f"./{relative}"
 
 
 def profile_of(driver_name: str) -> str | None:
-    """The built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None where none is
-    of that card. A card of another form or memory (PCIe, NVL, Ada, Laptop, 40GB) is another card.
+    """Return the built-in profile of a card by the name that its driver gives it, `NVIDIA H100 80GB HBM3`; None if no
+    profile is of that card. A card of another form or memory (PCIe, NVL, Ada, Laptop, 40GB) is another card.
     """
-    wanted = _words(driver_name) - _SAY_NOTHING
-    models = {word for word in wanted if any(map(str.isdigit, word))}
+    card_words = _words(driver_name) - _SAY_NOTHING
+    models = {word for word in card_words if any(map(str.isdigit, word))}
     for name in names("hardware"):
-        if models & _words(name) and wanted <= _words(name) | _words(load_hardware(name).device.name):
+        if models & _words(name) and card_words <= _words(name) | _words(load_hardware(name).device.name):
             return name
     return None
 

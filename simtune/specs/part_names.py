@@ -20,7 +20,7 @@ class PartName:
         self._group, self._built_in = group, tuple(built_in)
 
     def knows(self, name: object) -> bool:
-        """Whether a part may have that name."""
+        """True if a part may have that name."""
         if not isinstance(name, str):
             return False
         return name in self._built_in or plugins.is_import_path(name) or name in plugins.registered(self._group)
@@ -28,8 +28,8 @@ class PartName:
     def _checked(self, name: str) -> str:
         if not self.knows(name):
             names = [*self._built_in, *plugins.registered(self._group)]
-            known = ", ".join([*names, f"or an import path {plugins.EXAMPLE}"])
-            raise ValueError(f"must be one of {known}, not {name!r}{suggest(name, names)}")
+            choices = ", ".join([*names, f"or an import path {plugins.EXAMPLE}"])
+            raise ValueError(f"must be one of {choices}, not {name!r}{suggest(name, names)}")
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -37,5 +37,5 @@ class PartName:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         names = [*self._built_in, *plugins.registered(self._group)]
-        named = [{"enum": names}] if names else []
-        return {"anyOf": [*named, {"type": "string", "pattern": plugins.IMPORT_PATH}]}
+        enumerated = [{"enum": names}] if names else []
+        return {"anyOf": [*enumerated, {"type": "string", "pattern": plugins.IMPORT_PATH}]}

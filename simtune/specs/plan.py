@@ -17,13 +17,13 @@ from simtune.specs.shares import check_shares
 from simtune.specs.stages import Stage, check_stages
 
 MOST_GPUS = 1_000_000
-"""Of a deployment."""
+"""Most GPUs of a deployment."""
 
 
 class _Event(Part):
-    at_s: Seconds = Field(description="seconds after the first arrival could come")
+    at_s: Seconds = Field(description="seconds after the earliest possible arrival")
     pool: str
-    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="which instance of the pool, from 0")
+    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="number of the instance in the pool, from 0")
 
 
 class Start(_Event):
@@ -67,7 +67,7 @@ Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
 
 
 FirstToken = Literal["prefill", "transfer", "decode"]
-"""Where the client's first token comes from, with prefill and decode apart."""
+"""Stage that delivers the client's first token if prefill and decode are apart."""
 
 
 class KvLink(Part):
@@ -77,25 +77,27 @@ class KvLink(Part):
     """
 
     path: str = "inter_node"
-    bytes_per_s: Positive | None = Field(None, description="of one prefill instance, all its GPUs together")
-    setup_s: NonNegative | None = Field(None, description="before the first byte of a transfer")
-    descriptor_s: NonNegative | None = Field(None, description="for each piece of memory; blocks x layers x 2 of them")
-    packed: bool = Field(False, description="one descriptor per block instead")
+    bytes_per_s: Positive | None = Field(None, description="rate of one prefill instance, all its GPUs together")
+    setup_s: NonNegative | None = Field(None, description="seconds before the first byte of a transfer")
+    descriptor_s: NonNegative | None = Field(
+        None, description="seconds for each piece of memory; there are blocks x layers x 2 of them"
+    )
+    packed: bool = Field(False, description="one piece per block instead")
     layerwise: bool = Field(False, description="each layer is sent while the next is computed")
     costs: str | None = Field(
         None, description="measured transfers in place of the link's rates: a log of `simtune profile --transfers`"
     )
     first_token: FirstToken | None = Field(
         None,
-        description="where the client's first token comes from: the prefill instance, as its prompt is done; the "
-        "decode instance as the KV cache has come (transfer: the token is sent along); or its first step, which "
-        "samples the token again (decode). As the router that is emitted answers unless given: transfer with SGLang "
-        "and TensorRT-LLM, otherwise decode",
+        description="source of the client's first token: the prefill instance, as its prompt is done; the decode "
+        "instance as the KV cache has arrived (transfer: the token is sent along); or its first step, which "
+        "samples the token again (decode). Unless given, that of the router that is emitted: transfer with "
+        "SGLang and TensorRT-LLM, otherwise decode",
     )
     merged: bool | None = Field(
         None,
-        description="neighbouring blocks go as one piece, so that pieces are counted per request, not per block; true "
-        "with SGLang unless given",
+        description="neighbouring blocks are sent as one piece, so that pieces are counted per request, not per block; "
+        "true with SGLang unless given",
     )
     shared: bool = Field(False, description="true: all prefill instances share one link; false: each has its own")
 
@@ -103,7 +105,11 @@ class KvLink(Part):
     def _measured_or_rated(self) -> Self:
         if self.costs is not None:
             if self.path != KvLink.model_fields["path"].default:
-                raise ErrorAt("measured transfers stand in place of the link's rates; leave out costs or this", "path")
+                raise ErrorAt(
+                    "cannot be combined with costs, whose measured transfers replace the link's rates; remove one "
+                    "of the two",
+                    "path",
+                )
             if self.packed and self.descriptor_s is None:
                 raise ErrorAt(
                     "a measured transfer has its pieces in it; give descriptor_s, or leave this out", "packed"
@@ -114,8 +120,8 @@ class KvLink(Part):
 class PairLink(KvLink):
     """The way from one prefill pool to one decode pool, in place of the one between all."""
 
-    source: str = Field(alias="from", description="the prefill pool, by name")
-    to: str = Field(description="the decode pool")
+    source: str = Field(alias="from", description="name of the prefill pool")
+    to: str = Field(description="name of the decode pool")
 
 
 class Plan(Spec):
@@ -125,17 +131,20 @@ class Plan(Spec):
     model: str
     pools: Annotated[Seq[Pool], Field(min_length=1, strict=False)]
     router: Routing = RoundRobinRouting()
-    decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
-    link: KvLink | None = Field(None, description="between prefill and decode instances")
+    decode_router: Routing | None = Field(
+        None, description="router that chooses the decode instance; least_tokens unless given"
+    )
+    link: KvLink | None = Field(None, description="link between prefill and decode instances")
     links: Annotated[Seq[PairLink], Field(strict=False)] | None = Field(
-        None, description="links of their own between pools, by pair; the others have the one above"
+        None, description="links between single pairs of pools; other pairs have the link above"
     )
     events: Annotated[Seq[Event], Field(strict=False)] = ()
     stages: Annotated[Seq[Stage], Field(strict=False)] | None = Field(
         None, description="services that requests go through before a pool, or beside it"
     )
     control: RoleControl | None = Field(
-        None, description="lets instances of the prefill and the decode pool take the other role; none do unless given"
+        None,
+        description="lets instances of the prefill and the decode pool take the other role; none does unless given",
     )
 
     @property
@@ -170,9 +179,11 @@ class Plan(Spec):
 
     @model_validator(mode="after")
     def _front_ends_alike(self) -> Self:
-        """Requests take whichever is free first, so one that some pools lack would hold up requests to all."""
-        given = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
-        if any(given) and not all(given):
+        """Raise ErrorAt if only some pools have a front end: requests take the front end that is free first, before
+        they are routed.
+        """
+        has_front_end = [pool.front_end is not None for pool in self.pools if pool.role != "decode"]
+        if any(has_front_end) and not all(has_front_end):
             without = next(p.name for p in self.pools if p.role != "decode" and p.front_end is None)
             raise ErrorAt(
                 f"pool {without} has no front_end, and requests pass one before they are routed; give one to all pools "
@@ -200,9 +211,9 @@ class Plan(Spec):
         if "mixed" in roles and len(roles) > 1:
             raise ValueError("pools are either all mixed, or prefill and decode; found both kinds")
         if roles in ({"prefill"}, {"decode"}):
-            (there,) = roles
-            missing = "decode" if there == "prefill" else "prefill"
-            raise ValueError(f"a {there} pool needs a {missing} pool beside it; add one, or make the role mixed")
+            (role,) = roles
+            other_role = "decode" if role == "prefill" else "prefill"
+            raise ValueError(f"a {role} pool needs a {other_role} pool beside it; add one, or make the role mixed")
         if roles == {"prefill", "decode"} and self.link is None and self.links is None:
             raise ValueError(
                 "prefill and decode pools need a link between them; write `link: {}` for the hardware's inter_node link"
@@ -214,8 +225,7 @@ class Plan(Spec):
         for key in ("link", "links", "decode_router"):
             if all(pool.role == "mixed" for pool in self.pools) and getattr(self, key) is not None:
                 raise ErrorAt(
-                    "all pools are mixed, so no request goes on from one to another; leave it out, or give pools the "
-                    "roles prefill and decode",
+                    "has no effect if all pools are mixed; remove it, or give pools the roles prefill and decode",
                     key,
                 )
         return self
@@ -236,20 +246,22 @@ class Plan(Spec):
     @model_validator(mode="after")
     def _every_pair_linked_once(self) -> Self:
         pairs = {(link.source, link.to) for link in self.links or ()}
-        named = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
-        without = [pair for pair in product(*named) if pair not in pairs]
+        names_by_role = ([p.name for p in self.pools if p.role == role] for role in ("prefill", "decode"))
+        without = [pair for pair in product(*names_by_role) if pair not in pairs]
         if self.links is not None and self.link is None and without:
             source, to = without[0]
-            raise ErrorAt(f"nothing leads from {source} to {to}; add a link, or one for all (`link`)", "links")
+            raise ErrorAt(f"no link leads from {source} to {to}; add a link, or one for all (`link`)", "links")
         if self.link is not None and pairs and not without:
-            raise ErrorAt("every pair of pools has a link of its own, so nothing takes this one; leave it out", "link")
+            raise ErrorAt(
+                "every pair of pools has a link of its own in `links`, so `link` is not used; remove it", "link"
+            )
         return self
 
     def way(self, source: str, to: str) -> KvLink:
         """The link from a prefill to a decode pool."""
-        own = next((link for link in self.links or () if (link.source, link.to) == (source, to)), self.link)
-        assert own is not None
-        return own
+        kv_link = next((link for link in self.links or () if (link.source, link.to) == (source, to)), self.link)
+        assert kv_link is not None
+        return kv_link
 
     @model_validator(mode="after")
     def _pools_of_routers(self) -> Self:
@@ -263,13 +275,15 @@ class Plan(Spec):
         return self
 
     def _chosen(self, name: str, who: str, key: str, *at: str) -> None:
-        """Raises ErrorAt where a router (`key`) names a pool that is not there, or not among those it chooses from."""
+        """Raise ErrorAt if a router (`key`) names a pool that is not there, or not among those it chooses from."""
         self._named(name, who, key, *at)
         role = self.pool(name).role
         if (role == "decode") != (key == "decode_router") and role != "mixed":
-            own = "new requests" if key == "router" else "those whose prompt is done"
-            other = "decode_router" if key == "router" else "router"
-            raise ErrorAt(f"{who} pool {name}, and {key} sends {own}: name it in {other}, or leave it out", key, *at)
+            requests = "new requests" if key == "router" else "those whose prompt is done"
+            right_key = "decode_router" if key == "router" else "router"
+            raise ErrorAt(
+                f"{who} pool {name}, and {key} sends {requests}: name it in {right_key}, or leave it out", key, *at
+            )
 
     @model_validator(mode="after")
     def _instances_of_events(self) -> Self:
@@ -296,12 +310,12 @@ class Plan(Spec):
             of_instance = (event.pool, event.instance)
             over = present.get(of_instance, 0.0)
             if event.at_s < over or (isinstance(event, Start) and of_instance in present):
-                which = (
+                position = (
                     "before an earlier event of that instance is over" if over < math.inf else "after its last event"
                 )
                 raise ErrorAt(
                     f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
-                    f"{which}; list them in order, a start first; a failed instance comes back by recover_s",
+                    f"{position}; list them in order, a start first; a failed instance comes back by recover_s",
                     "events",
                     i,
                     "at_s",

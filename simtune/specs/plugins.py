@@ -33,30 +33,33 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name says where to import a part from."""
+    """True if a name is an import path of a part."""
     return re.match(IMPORT_PATH, name) is not None
 
 
 @functools.cache
 def registered(group: str) -> Mapping[str, str]:
-    """What installed packages have registered in an entry-point group: import paths by name, in order of the names."""
+    """Return the parts that installed packages have registered in an entry-point group: import paths by name, in order
+    of the names.
+    """
     from importlib import metadata
 
     return {point.name: point.value for point in sorted(metadata.entry_points(group=group), key=lambda p: p.name)}
 
 
 def load(reference: str) -> Any:
-    """What stands at an import path. Raises PartError, naming the line at which its module fails."""
+    """Return the object at an import path. Raises PartError with the line at which its module fails."""
     name, _, attribute = reference.partition(":")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # for good, as `python -m` does: a module may import its neighbours later
+        # Not removed later, as with `python -m`: a module may import its neighbours when it runs.
+        sys.path.insert(0, folder)
     try:
         loaded = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (name == missing or name.startswith(missing + ".")):
-            raise PartError(f"{reference}: there is no module {missing} in {folder} or on the Python path") from None
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (name == absent or name.startswith(absent + ".")):
+            raise PartError(f"{reference}: there is no module {absent} in {folder} or on the Python path") from None
         raise PartError(f"{reference}: its module cannot be imported: {_import_failure(error)}") from error
     for part in attribute.split("."):
         if not hasattr(loaded, part):
@@ -68,7 +71,9 @@ def load(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class PartKind(Generic[T]):
-    """A kind of part: what it is called, where it may be registered, those built in, and what each derives from."""
+    """A kind of part: its name, the entry-point group in which it may be registered, the built-in classes, and their
+    base class.
+    """
 
     noun: str
     group: str
@@ -80,7 +85,7 @@ class PartKind(Generic[T]):
         return [*self.built_in, *(name for name in registered(self.group) if name not in self.built_in)]
 
     def find(self, name: str) -> type[T]:
-        """The class that a name or import path stands for. Raises PartError where there is none that can be used."""
+        """Return the class of a name or import path. Raises PartError if there is none that can be used."""
         if name in self.built_in:
             return self.built_in[name]
         reference = registered(self.group).get(name, name)
@@ -101,34 +106,36 @@ class PartKind(Generic[T]):
 
 
 def keywords(cls: type) -> dict[str, bool]:
-    """What the constructor of a class can be given by keyword, and whether it must be; what it passes on to the classes
-    that it is derived from is among it."""
-    known: dict[str, bool] = {}
+    """Return the keyword arguments of a class's constructor, and whether each is required; those that it passes on to
+    its base classes are included.
+    """
+    accepted: dict[str, bool] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                known.setdefault(p.name, p.default is p.empty)
+                accepted.setdefault(p.name, p.default is p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return known
+    return accepted
 
 
 def option_problems(cls: type, options: Collection[str], given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(option, what is wrong with it): those that the constructor of a class does not know, that simtune gives it
-    itself, or that are missing."""
-    known = keywords(cls)
-    free = [name for name in known if name not in given]
+    """Yield (option, what is wrong with it) for options that the constructor of a class does not have, that simtune
+    sets itself, or that are missing.
+    """
+    accepted = keywords(cls)
+    free = [name for name in accepted if name not in given]
     for name in options:
         if name in given:
             yield name, f"is no option of {cls.__qualname__}: simtune gives it what the plan says elsewhere"
-        elif name not in known:
+        elif name not in accepted:
             takes = f"it takes {', '.join(free)}" if free else "it takes none"
             yield name, f"unknown option of {cls.__qualname__}{suggest(name, free)}; {takes}"
     for name in free:
-        if known[name] and name not in options:
+        if accepted[name] and name not in options:
             yield name, f"is required by {cls.__qualname__} ({where(cls)}) and missing"
 
 
@@ -137,7 +144,7 @@ def option_problems(cls: type, options: Collection[str], given: Collection[str])
 
 @dataclass(frozen=True)
 class Brought:
-    """A class or function that was brought from outside, under the name by which it was asked for."""
+    """A class or function from outside the package, under the name that the user gave."""
 
     noun: str
     name: str
@@ -148,28 +155,28 @@ class Brought:
 
     @property
     def files(self) -> set[str]:
-        """Where its code stands: files of the class and its bases, as far as they are not simtune's."""
+        """Files that contain its code: those of the class and its bases that are not simtune's."""
         files = {_file_of(part) for part in getattr(self.what, "__mro__", (self.what,))}
         return {file for file in files if file is not None and not file.startswith(_HERE)}
 
 
 def blame(error: BaseException, parts: Sequence[Brought]) -> PartError:
-    """An error out of a run in which parts were brought, in words that name the part, its method and the line.
+    """Return an error of a run with parts from outside in words that name the part, its method and the line.
 
     The line is the last one in the files of a part, and the part that of whose class an object was at work; where no
     line is a part's own, what it left behind cannot be gone on with.
     """
     frames = list(_frames(error.__traceback__))[::-1]
-    own = [frame for frame in frames if any(frame.file in part.files for part in parts)]
-    at = (own or frames)[0]
+    of_parts = [frame for frame in frames if any(frame.file in part.files for part in parts)]
+    at = (of_parts or frames)[0]
     place = f"{at.method} ({_shown(at.file)}:{at.line}): {described(error)}"
-    for frame in own or frames:
+    for frame in of_parts or frames:
         for part in parts:
             if isinstance(part.what, type) and isinstance(frame.owner, part.what):
-                if own:
+                if of_parts:
                     return PartError(f"{part.noun} {part.name} failed in {place}")
                 return PartError(f"{part} broke a rule that was found broken in {place}; test it with simtune.testing")
-    if own:
+    if of_parts:
         part = next(part for part in parts if at.file in part.files)
         return PartError(f"{part.noun} {part.name} failed in {place}")
     either = " or ".join(map(str, parts))
@@ -201,11 +208,11 @@ class _Frame(NamedTuple):
     line: int
     method: str
     owner: object
-    """Whose method it was, if any."""
+    """Object whose method it was, if any."""
 
 
 def _frames(trace: TracebackType | None) -> Iterator[_Frame]:
-    """From the outermost call to the one that raised."""
+    """Yield the frames from the outermost call to the one that raised."""
     while trace is not None:
         code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
         yield _Frame(os.path.abspath(code.co_filename), trace.tb_lineno, code.co_qualname, owner)
@@ -218,18 +225,18 @@ def _import_failure(error: BaseException) -> str:
         return f"{_shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     lines = [f for f in lines if not f.filename.startswith(_HERE)]
-    own = [f for f in lines if "site-packages" not in f.filename] or lines
-    place = f"{_shown(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+    of_user = [f for f in lines if "site-packages" not in f.filename] or lines
+    place = f"{_shown(of_user[-1].filename)}:{of_user[-1].lineno}: " if of_user else ""
     return place + described(error)
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and what it says."""
+    """Return the kind of an error and its text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _shown(file: str) -> str:
-    """A file as the user would write it: relative where it is in the current folder or below."""
+    """Return a file as the user would write it: relative if it is in the current folder or below."""
     folder = os.getcwd() + os.sep
     return file.removeprefix(folder)

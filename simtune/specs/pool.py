@@ -49,9 +49,9 @@ POLICY_NAMES = (
     "priority-layers",
     "layered-prefill",
 )
-"""The policies that are built in; what each does is said in `simtune.engine`."""
+"""Built-in policies; `simtune.engine` documents each."""
 POLICY_GROUP = "simtune.policies"
-"""Where packages register policies of their own."""
+"""Entry point group in which packages register policies of their own."""
 Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
 
@@ -59,7 +59,7 @@ Role = Literal["mixed", "prefill", "decode"]
 class Afd(Part):
     """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
 
-    ffn_devices: Gpus = Field(description="that share the feed-forward blocks: whole experts on each")
+    ffn_devices: Gpus = Field(description="GPUs that share the feed-forward blocks: whole experts on each")
     batches: Annotated[int, Field(ge=1, le=16)] = Field(
         3, description="parts of the batch that are under way at a time, so that neither side waits"
     )
@@ -76,33 +76,35 @@ class Parallelism(Part):
         "tokens of a step and of the KV cache",
     )
     cp_ring: Literal["one_way", "both_ways"] | None = Field(
-        None, description="how keys and values go round the groups of cp; one way unless given"
+        None, description="how keys and values are passed around the groups of cp; in one direction unless given"
     )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: Gpus = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
     )
     expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
-        None, description="whole experts placed by their load as EPLB does, with so many replicas over all ranks"
+        None, description="whole experts placed by their load as EPLB does; number of replicas over all ranks"
     )
     afd: Afd | None = Field(
-        None, description="feed-forward blocks on GPUs of their own; where attention is unless given"
+        None, description="feed-forward blocks on GPUs of their own; on those of attention unless given"
     )
     expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="share of what ranks would exchange for their experts that placing these well spares"
+        None, description="share of the exchange between ranks for their experts that good placement saves"
     )
 
     @model_validator(mode="after")
     def _places_whole_experts(self) -> Self:
         if self.expert_replicas is not None and not self.expert_parallel:
-            raise ErrorAt("whole experts are placed; set expert_parallel, or leave it out", "expert_replicas")
+            raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
         for key in ("expert_replicas", "expert_locality"):
             if self.afd is not None and getattr(self, key) is not None:
-                raise ErrorAt("devices of afd have equal shares of the experts, placed as they come; leave it out", key)
+                raise ErrorAt(
+                    "cannot be combined with afd, whose devices have equal shares of the experts; remove it", key
+                )
         if self.expert_locality is not None and not (self.expert_parallel and self.attention_dp > 1):
             raise ErrorAt(
-                "only groups with data-parallel attention send tokens to whole experts on other ranks; set "
-                "expert_parallel and an attention_dp above 1, or leave it out",
+                "requires data-parallel attention and whole experts on other ranks; set expert_parallel and an "
+                "attention_dp above 1, or remove it",
                 "expert_locality",
             )
         return self
@@ -110,19 +112,19 @@ class Parallelism(Part):
     @model_validator(mode="after")
     def _has_a_ring(self) -> Self:
         if self.cp_ring is not None and self.context_ranks == 1:
-            raise ErrorAt("nothing goes round unless ranks share sequences; set cp above 1, or leave it out", "cp_ring")
+            raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "cp_ring")
         return self
 
     @property
     def context_ranks(self) -> int:
-        """Groups of ranks that share every sequence: 1 unless `cp` says more."""
+        """Groups of ranks among which every sequence is divided: `cp`, or 1 without it."""
         return self.cp or 1
 
     @property
     def devices(self) -> int:
         """GPUs of one instance."""
-        own = self.tp * self.pp * self.attention_dp * self.context_ranks
-        return own if self.afd is None else own + self.afd.ffn_devices
+        attention_devices = self.tp * self.pp * self.attention_dp * self.context_ranks
+        return attention_devices if self.afd is None else attention_devices + self.afd.ffn_devices
 
 
 class Batching(Part):
@@ -134,31 +136,32 @@ class Batching(Part):
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="transformers policies: share of free blocks below which nobody is admitted; default theirs",
+        description="transformers policies: share of free blocks below which no request is admitted; the policy's own "
+        "unless given",
     )
     long_prefill_token_threshold: TokenBudget | None = Field(
         None,
-        description="vLLM policies: most tokens of one prompt in a step, so that several may be under way; not of one "
-        "that is alone",
+        description="vLLM policies: most tokens of one prompt in a step, so that several prompts can progress; a "
+        "prompt that is alone is not limited",
     )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
-        description="vLLM policies: false: a request comes in if the tokens of its first step fit the KV cache; "
-        "else (as by default) only if all its known tokens do",
+        description="vLLM policies: false: a request is admitted if the tokens of its first step fit the KV cache; "
+        "true (default): only if all its known tokens do",
     )
     prediction_sigma: LogSigma = Field(
-        0.5, description="how far off predicted output lengths are, for policies that use them: log standard deviation"
+        0.5, description="error of predicted output lengths, for policies that use them: log standard deviation"
     )
     options: Options | None = Field(
         None,
-        description="of a policy: what its constructor takes beside the settings of every policy "
+        description="options of a policy: arguments of its constructor beside the settings of every policy "
         "(tensorrt-llm: capacity_scheduler_policy, ...; sglang: schedule_conservativeness, ...)",
     )
 
 
 class KvPolicy(Part):
-    """What is kept of a sequence's keys and values once its prompt is computed, and read. What that does to the answers
-    is not modelled.
+    """Keys and values of a sequence that are stored and read once its prompt is computed. The effect on the output is
+    not modelled.
     """
 
     kept: PositiveShare = Field(1.0, description="share of the tokens whose keys and values stay in the cache")
@@ -182,8 +185,8 @@ class KvPolicy(Part):
 
 
 class KvCache(Part):
-    """The paged KV cache. What the engine's own log says is better than memory accounting: `other_memory_gib` takes
-    the place of its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
+    """The paged KV cache. Values from the engine's own log are better than memory accounting: `other_memory_gib`
+    replaces its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
     """
 
     dtype: KvDtype | None = Field(None, description="the model's own dtype unless given")
@@ -191,85 +194,94 @@ class KvCache(Part):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     memory_utilization_of: Literal["device", "free"] | None = Field(
         None,
-        description="what memory_utilization is a share of: the whole device, weights and all else included (vLLM, "
-        "SGLang), as unless given, or what is free beside them (TensorRT-LLM)",
+        description="memory of which memory_utilization is a share: the whole device, weights and all else included "
+        "(vLLM, SGLang; the default), or the memory that is free beside them (TensorRT-LLM)",
     )
     state_memory_ratio: Annotated[NonNegative, Field(le=1000)] | None = Field(
         None,
-        description="memory for the states of linear attention over that for keys and values; seats are then as many "
-        "as the states have room for, at most max_num_seqs. Unless given, states are kept for max_num_seqs sequences",
+        description="memory for the states of linear attention over that for keys and values; the seats are then "
+        "limited by the states, at most max_num_seqs. Unless given, states are kept for max_num_seqs "
+        "sequences",
     )
     states_per_seat: Annotated[int, Field(ge=1, le=100)] | None = Field(
         None, description="states that a running sequence may need, with state_memory_ratio; 1 unless given"
     )
     other_memory_gib: NonNegative | None = Field(
         None,
-        description="what all but weights and KV cache takes on each device, from the engine's log (vLLM: activation "
+        description="memory of all but weights and KV cache on each device, from the engine's log (vLLM: activation "
         "peak, memory outside torch, CUDA graphs if it counts them); estimated unless given",
     )
     num_blocks: Annotated[Count, Field(le=2**40)] | None = None
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
-    policy: KvPolicy | None = Field(None, description="what of it is kept and read; all unless given")
+    policy: KvPolicy | None = Field(
+        None, description="part of the keys and values that is kept and read; all unless given"
+    )
 
 
 class HostTimes(Part):
-    """What the engine's host side needs for a step: fixed, and for each sequence in it."""
+    """Time of the engine's host side for a step: fixed, and for each sequence in it."""
 
     step_s: Seconds
     per_sequence_s: Seconds
 
 
 class FrontEndTimes(Part):
-    """What an instance's front end takes for each request before its engine sees it, one request after the other: HTTP,
-    chat template, tokeniser, the way to the engine's process."""
+    """Time of an instance's front end for each request before its engine sees it, one request after the other: HTTP,
+    chat template, tokeniser, the way to the engine's process.
+    """
 
     request_s: Annotated[float, Field(ge=0, le=3600)]
-    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="besides, for each token of its prompt")
+    token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="additional seconds for each token of its prompt")
 
 
 class Runtime(Part):
-    """What an engine launches that is no vLLM: more and smaller kernels than the operators of the cost model."""
+    """Kernels that an engine other than vLLM launches: more and smaller ones than the operators of the cost model."""
 
     kernels_per_layer: Count
-    kernel_floor_s: Seconds = Field(description="GPU seconds of each beyond what its operator takes, graphs or not")
-    launch_s: Seconds = Field(description="host seconds that launching each takes without CUDA graphs")
+    kernel_floor_s: Seconds = Field(
+        description="GPU seconds of each kernel beyond the time of its operator, with or without graphs"
+    )
+    launch_s: Seconds = Field(description="host seconds to launch each kernel without CUDA graphs")
 
 
 class Offload(Part):
-    """What stands in the memory of the host, and what the processor computes there."""
+    """Weights and keys and values in the memory of the host, and the part that the processor computes there."""
 
     weights: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
     )
     computed: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of these weights that the processor multiplies where they stand"
+        0.0, description="share of these weights that the processor multiplies in host memory"
     )
     kv_cache: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of the keys and values; the processor attends to them beside the devices"
     )
     bytes_per_s: Positive | None = Field(
-        None, description="rate at which the processor reads the host's memory; needed where it computes or attends"
+        None, description="rate at which the processor reads the host's memory; needed if it computes or attends"
     )
-    memory_gib: Positive | None = Field(
-        None, description="of the host for keys and values; needed where some stand there"
-    )
+    memory_gib: Positive | None = Field(None, description="host memory for keys and values; needed if some are there")
 
     @model_validator(mode="after")
     def _says_what_the_host_has(self) -> Self:
         if (self.computed or self.kv_cache) and self.bytes_per_s is None:
-            raise ErrorAt("the processor computes: say how fast it reads its memory", "bytes_per_s")
+            raise ErrorAt("is required if the processor computes; state how fast it reads its memory", "bytes_per_s")
         if self.kv_cache and self.memory_gib is None:
-            raise ErrorAt("keys and values stand in the host's memory: say how much it has for them", "memory_gib")
+            raise ErrorAt(
+                "is required if keys and values are in the host's memory; state how much it has for them", "memory_gib"
+            )
         if self.computed and not self.weights:
-            raise ErrorAt("no weights stand in the host's memory: give weights a share, or leave it out", "computed")
+            raise ErrorAt("requires weights in the host's memory; give weights a share, or remove it", "computed")
         if self.bytes_per_s is not None and not (self.computed or self.kv_cache):
             raise ErrorAt(
-                "the processor reads nothing: give computed or kv_cache a share, or leave it out", "bytes_per_s"
+                "has no effect if the processor reads nothing; give computed or kv_cache a share, or remove it",
+                "bytes_per_s",
             )
         if self.memory_gib is not None and not self.kv_cache:
-            raise ErrorAt("it is for keys and values: give kv_cache a share, or leave it out", "memory_gib")
+            raise ErrorAt(
+                "has no effect without keys and values there; give kv_cache a share, or remove it", "memory_gib"
+            )
         return self
 
 
@@ -287,28 +299,28 @@ class Pool(Part):
     role: Role = "mixed"
     hardware: str
     engine: str | None = Field(
-        None, description="an engine preset, by name or file: what is left out here stands as that release sets it"
+        None, description="an engine preset, by name or file: settings that are left out here are those of that release"
     )
     instances: Gpus
     parallelism: Parallelism = Parallelism()
     weight_dtype: Dtype | None = Field(
         None,
-        description="what the engine quantises the matrices inside the layers to as it loads them; as in the model's "
-        "checkpoint unless given; drafters keep theirs",
+        description="dtype to which the engine quantises the matrices inside the layers as it loads them; as in the "
+        "model's checkpoint unless given; drafters keep theirs",
     )
     batching: Batching
     kv_cache: KvCache = KvCache()
-    host: HostTimes | None = Field(None, description="as the hardware profile says unless given")
+    host: HostTimes | None = Field(None, description="those of the hardware profile unless given")
     front_end: FrontEndTimes | None = Field(
         None,
-        description="what requests pass before an engine sees them, and times to first token hold; none unless given. "
-        "Decode pools get theirs from prefill pools, past their own",
+        description="time of requests before an engine sees them, which times to first token include; none unless "
+        "given. Decode pools get their requests from prefill pools, without passing it",
     )
     async_scheduling: bool = True
     exposed_host: HostTimes | Literal["all"] | None = Field(
         None,
-        description="of the host's part of a step what asynchronous scheduling does not hide; all: sampling makes the "
-        "host wait for the devices, and they wait for its other work; nothing unless given",
+        description="part of the host's time of a step that asynchronous scheduling does not hide; all: sampling makes "
+        "the host wait for the devices, and they wait for its other work; nothing unless given",
     )
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
     fused: Seq[FusedKernel] = Field(
@@ -329,16 +341,20 @@ class Pool(Part):
     )
     expert_flops_per_s: Positive | None = Field(
         None,
-        description="what kernels of routed experts reach at most on a device, where the engine is told to take others "
-        "than the profile has; they read weights as fast as those",
+        description="highest rate of the kernels of routed experts on a device, if the engine is set to use others "
+        "than those of the profile; they read weights as fast as those",
     )
     prompt_launch_s: Seconds | None = Field(
         None,
         description="host seconds per layer of launching the kernels of a step with prompt tokens, of an engine whose "
         "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
     )
-    runtime: Runtime | None = Field(None, description="of an engine that is no vLLM; vLLM's kernels unless given")
-    offload: Offload | None = Field(None, description="what stands in host memory; nothing unless given")
+    runtime: Runtime | None = Field(
+        None, description="kernels of an engine other than vLLM; vLLM's kernels unless given"
+    )
+    offload: Offload | None = Field(
+        None, description="parts of weights and KV cache in host memory; nothing unless given"
+    )
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: the exchange with experts of one half "
@@ -347,8 +363,10 @@ class Pool(Part):
         "beside those of the next; without communication it changes nothing",
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
-    speculation: Speculation | None = Field(None, description="how it drafts; every token by itself unless given")
-    share: DeviceShare | None = Field(None, description="of its GPUs; it has them to itself unless given")
+    speculation: Speculation | None = Field(
+        None, description="how the pool drafts; every token is decoded singly unless given"
+    )
+    share: DeviceShare | None = Field(None, description="share of its GPUs; the pool has them to itself unless given")
     costs: str | None = Field(
         None,
         description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
@@ -358,12 +376,12 @@ class Pool(Part):
     def _holds_one_request(self) -> Self:
         blocks, longest = self.kv_cache.num_blocks, self.max_model_len
         if blocks is not None and longest is not None:
-            needed = -(-longest // self.kv_cache.block_size)
-            if (blocks - 1) // self.parallelism.pp < needed:
+            blocks_needed = -(-longest // self.kv_cache.block_size)
+            if (blocks - 1) // self.parallelism.pp < blocks_needed:
                 raise ErrorAt(
                     f"{blocks} KV blocks, one of them the engine's own, cannot hold one request of max_model_len "
-                    f"({longest}), which needs {needed * self.parallelism.pp}; give "
-                    f"{needed * self.parallelism.pp + 1} or more, or lower max_model_len",
+                    f"({longest}), which needs {blocks_needed * self.parallelism.pp}; give "
+                    f"{blocks_needed * self.parallelism.pp + 1} or more, or lower max_model_len",
                     "kv_cache",
                     "num_blocks",
                 )
@@ -374,15 +392,18 @@ class Pool(Part):
         if self.parallelism.afd is not None:
             for key in ("overlap", "offload"):
                 if getattr(self, key) is not None:
-                    raise ErrorAt("afd overlaps its own parts, and both its sides stand on GPUs; leave it out", key)
+                    raise ErrorAt(
+                        "cannot be combined with afd, which overlaps its own parts and has both sides on GPUs; "
+                        "remove it",
+                        key,
+                    )
         return self
 
     @model_validator(mode="after")
     def _exchanges_what_is_spared(self) -> Self:
         if self.parallelism.expert_locality is not None and self.expert_exchange == "all_gather":
             raise ErrorAt(
-                "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or "
-                "leave it out",
+                "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
                 "parallelism",
                 "expert_locality",
             )
@@ -403,15 +424,16 @@ class Pool(Part):
 
     @property
     def schedules_async(self) -> bool:
-        """Whether a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
+        """True if a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
         awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.
         """
         return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
 
     @property
     def hides_host(self) -> bool:
-        """Whether the host's work, or a part of it, hides behind the devices': where scheduling is asynchronous, unless
-        all of it is exposed."""
+        """True if all or part of the host's work runs while the devices compute: if scheduling is asynchronous, unless
+        all of it is exposed.
+        """
         return self.schedules_async and self.exposed_host != "all"
 
     @property

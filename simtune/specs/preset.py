@@ -1,4 +1,4 @@
-"""Engine presets: what one release of a serving engine does unless it is told otherwise.
+"""Engine presets: the default settings of one release of a serving engine.
 
 A pool of a plan may name an engine. What the plan leaves out then stands in it as that release sets it, for the model
 and the device at hand; what the plan says stays. A plan with an engine is filled in where it is read
@@ -20,22 +20,24 @@ from simtune.specs.yamlfile import Document
 
 GIB = 1 << 30
 DEFAULT_ENGINE = "vllm-0.24"
-"""What is meant where nobody names an engine: the newest vLLM whose kernels were measured."""
+"""Engine of a plan that names none: the newest vLLM whose kernels were measured."""
 
 EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 
 
 class Case(Part):
-    """Settings that depend on what is served and on what: they replace the preset's own where all conditions hold."""
+    """Settings that depend on the model and the hardware: they replace the preset's own if all conditions hold."""
 
-    memory_gib_from: NonNegative = Field(0.0, description="devices of so much memory and more")
-    not_devices: Seq[str] = Field((), description="but none whose name has one of these words")
-    weights: Seq[Dtype] = Field((), description="checkpoints whose weights are one of these; any unless given")
-    pp_from: int = Field(1, ge=1, description="pipelines of so many stages and more")
+    memory_gib_from: NonNegative = Field(0.0, description="least memory of a device, in GiB")
+    not_devices: Seq[str] = Field((), description="words that a device's name must not contain")
+    weights: Seq[Dtype] = Field(
+        (), description="dtypes of a checkpoint's weights, of which it must have one; any unless given"
+    )
+    pp_from: int = Field(1, ge=1, description="least number of pipeline stages")
     pool: dict[str, Any]
 
     def applies(self, device: Device, model: Model, pp: int) -> bool:
-        """Whether a model on pp stages of a device is such a case."""
+        """True if a model on pp stages of a device is such a case."""
         name = device.name.lower()
         return (
             device.memory_bytes >= self.memory_gib_from * GIB
@@ -46,20 +48,22 @@ class Case(Part):
 
 
 class EnginePreset(Spec):
-    """One release of an engine."""
+    """Settings of one release of an engine."""
 
     KIND: ClassVar[str] = "engine"
-    family: EngineFamily = Field(description="whose kernels of a device are meant, where it has several engines' own")
-    release: str = Field(description="the release that the settings are of")
+    family: EngineFamily = Field(
+        description="engine whose kernels are used, if a device has profiles of several engines"
+    )
+    release: str = Field(description="the release whose settings these are")
     pool: dict[str, Any] = Field(description="keys of a plan's pool, as the release sets them")
     cases: Seq[Case] = ()
-    sources: dict[str, str] = Field(description="where each setting is found: keys joined by dots")
+    sources: dict[str, str] = Field(description="source of each setting, by its keys joined with dots")
 
     @model_validator(mode="after")
     def _every_setting_has_a_source(self) -> Self:
         keys = {key for settings in (self.pool, *(case.pool for case in self.cases)) for key in _leaves(settings)}
-        if missing := sorted(keys - self.sources.keys()):
-            raise ValueError(f"sources: none for {', '.join(missing)}")
+        if unsourced := sorted(keys - self.sources.keys()):
+            raise ValueError(f"sources: none for {', '.join(unsourced)}")
         if unknown := sorted(self.sources.keys() - keys):
             raise ValueError(f"sources: there is no setting {', '.join(unknown)}")
         return self
@@ -81,11 +85,11 @@ class EnginePreset(Spec):
 
 
 _LEAST = {"hardware": "any", "instances": 1, "batching": {"max_num_seqs": 1, "max_num_batched_tokens": 1}}
-"""What a pool needs that a preset may leave open."""
+"""Settings that a pool needs and a preset may leave open."""
 
 
 def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
-    """Raises ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
+    """Raise ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
     data = merged(settings, _LEAST)
     try:
         Pool.model_validate(data)
@@ -96,12 +100,12 @@ def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
 
 
 def merged(over: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of both mappings, those of `over` where both have one, mappings inside alike."""
+    """Return the entries of both mappings, those of `over` if both have one; inner mappings are merged likewise."""
     result = dict(under)
     for key, value in over.items():
         below = result.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        result[key] = merged(value, below) if both else value  # type: ignore[arg-type]  # both are mappings
+        are_mappings = isinstance(value, Mapping) and isinstance(below, Mapping)
+        result[key] = merged(value, below) if are_mappings else value  # type: ignore[arg-type]  # both are mappings
     return result
 
 

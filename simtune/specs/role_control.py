@@ -1,4 +1,4 @@
-"""Instances that change between prefilling and decoding as their queues ask for it: what a plan says of that."""
+"""Instances that change between prefilling and decoding by the length of their queues: settings of a plan."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pydantic import Field, model_validator
 from simtune.specs.base import LONGEST_S, ErrorAt, Gpus, NonNegative, Part, Positive, Seconds
 
 Watched = Literal["waiting", "under_way"]
-"""What is counted of an instance: requests that wait there, or those and its running ones."""
+"""Requests of an instance that are counted: those that wait there, or those and its running ones."""
 
 
 class Pressure(Part):
-    """When the pool of a role wants one instance more, and when it can spare one; by requests for each instance up."""
+    """Thresholds at which the pool of a role takes one instance more, and gives one away; in requests per available
+    instance.
+    """
 
-    watch: Watched = Field("waiting", description="waiting: for a seat; under_way: those too that have one")
-    low: NonNegative = Field(0.0, description="it can spare an instance while no more than this")
-    high: Positive = Field(description="it wants one more from this on; above low")
-    least: Gpus = Field(1, description="instances that it keeps")
+    watch: Watched = Field(
+        "waiting", description="waiting: requests that wait for a seat; under_way: also those that have one"
+    )
+    low: NonNegative = Field(0.0, description="the pool can give an instance away at this pressure or less")
+    high: Positive = Field(description="the pool takes another instance at this pressure or more; above low")
+    least: Gpus = Field(1, description="instances that the pool always keeps")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -38,43 +42,45 @@ class RoleControl(Part):
     new, finishes what it has, and is there in its new role `switch_s` later.
     """
 
-    every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] = Field(description="how often the queues are looked at")
-    patience: Annotated[int, Field(ge=1, le=10**6)] = Field(1, description="looks in a row that must agree")
-    switch_s: Seconds = Field(0.0, description="from the end of its last request to the first in its new role")
+    every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] = Field(description="interval at which the queues are read")
+    patience: Annotated[int, Field(ge=1, le=10**6)] = Field(1, description="successive readings that must agree")
+    switch_s: Seconds = Field(
+        0.0, description="from the end of an instance's last request to the first in its new role"
+    )
     prefill: Pressure
     decode: Pressure
 
 
 class SizedPool(Protocol):
-    """What a plan's checks ask of a pool."""
+    """Fields of a pool that the checks of a plan read."""
 
     @property
     def name(self) -> str:
-        """How it is called in the plan."""
+        """Name of the pool in the plan."""
 
     @property
     def role(self) -> str:
-        """mixed, prefill or decode."""
+        """Role: mixed, prefill or decode."""
 
     @property
     def hardware(self) -> str:
-        """The profile of its devices, by name."""
+        """Name of the hardware profile of its devices."""
 
     @property
     def instances(self) -> int:
-        """How many it has, or begins with."""
+        """Number of instances, at the start if it changes."""
 
     @property
     def devices(self) -> int:
-        """GPUs of one of them."""
+        """GPUs of one instance."""
 
     @property
     def share(self) -> object:
-        """What it has of its GPUs; None where it has them to itself."""
+        """Share of its GPUs that the pool has; None if it has them to itself."""
 
 
 def check_control(control: RoleControl, pools: Sequence[SizedPool], with_events: bool) -> None:
-    """Raises ErrorAt where instances of these pools could not take each other's role as the control says."""
+    """Raise ErrorAt if instances of these pools could not take each other's role by this control."""
     if sorted(pool.role for pool in pools) != ["decode", "prefill"]:
         roles = ", ".join(f"{pool.name} ({pool.role})" for pool in pools)
         raise ErrorAt(
@@ -83,12 +89,12 @@ def check_control(control: RoleControl, pools: Sequence[SizedPool], with_events:
     if with_events:
         raise ErrorAt("instances come and go by events or by a controller, not both; leave one out", "control")
     if any(pool.share is not None for pool in pools):
-        raise ErrorAt("instances on shares of the same GPUs keep their roles; leave out the shares, or this", "control")
-    one, other = pools
-    if (one.hardware, one.devices) != (other.hardware, other.devices):
+        raise ErrorAt("instances on shares of the same GPUs keep their roles; remove `share`, or `control`", "control")
+    first, second = pools
+    if (first.hardware, first.devices) != (second.hardware, second.devices):
         raise ErrorAt(
-            f"an instance of pool {one.name} is {one.devices} x {one.hardware}, one of {other.name} {other.devices} x "
-            f"{other.hardware}: only equal ones can take each other's role",
+            f"an instance of pool {first.name} is {first.devices} x {first.hardware}, one of {second.name} "
+            f"{second.devices} x {second.hardware}: only equal ones can take each other's role",
             "control",
         )
     for pool in pools:

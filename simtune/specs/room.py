@@ -1,4 +1,4 @@
-"""How much memory there is, so that what cannot fit is refused before it starts, with the number."""
+"""Memory of this machine, so that work that cannot fit is refused before it starts, with the number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from simtune.errors import UsageError
 
 _SMALL = 64 << 20
-"""Bytes that nobody is asked about."""
+"""Bytes below which no check is made."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
 
 
@@ -59,7 +59,7 @@ def _windows_memory() -> tuple[float, float]:
 
 
 def need(size: float, what: str, remedy: str) -> None:
-    """Raises UsageError where `what` needs more bytes than are free."""
+    """Raise UsageError if `what` needs more bytes than are free."""
     if size <= _SMALL:
         return
     _, free = memory()
@@ -76,7 +76,7 @@ def in_words(size: float) -> str:
 
 
 def _number(file: str, name: str = "") -> float:
-    """The number behind a name, or the first; 0 where there is none."""
+    """Return the number of a named line, or the first number; 0 if there is none."""
     try:
         with open(file, encoding="ascii") as stream:
             for line in stream:
@@ -88,7 +88,7 @@ def _number(file: str, name: str = "") -> float:
 
 
 def _mappable(total: float) -> float:
-    """The limit of this process's address space, where the system has one."""
+    """Return the limit of this process's address space, if the system has one."""
     try:
         import resource
     except ImportError:

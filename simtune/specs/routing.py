@@ -15,14 +15,14 @@ ROUTER_GROUP = "simtune.routers"
 
 
 class RoundRobinRouting(Part):
-    """One instance after the other; pools may get unequal shares by weight."""
+    """Route to one instance after the other; pools may get unequal shares by weight."""
 
     kind: Literal["round_robin"] = "round_robin"
     weights: dict[str, Positive] = Field({}, description="share of each pool by name, per instance; 1 unless given")
 
 
 class _StaleRouting(Part):
-    stale_s: Seconds = Field(0.0, description="how old the router's knowledge of the instances is")
+    stale_s: Seconds = Field(0.0, description="age in seconds of the router's knowledge of the instances")
 
 
 class LeastOutstandingRouting(_StaleRouting):
@@ -32,7 +32,7 @@ class LeastOutstandingRouting(_StaleRouting):
 
 
 class LeastTokensRouting(_StaleRouting):
-    """The instance whose requests under way have the fewest prompt tokens: what its KV cache has to hold."""
+    """Route to the instance whose requests under way have the fewest prompt tokens, which its KV cache must hold."""
 
     kind: Literal["least_tokens"] = "least_tokens"
 
@@ -42,12 +42,12 @@ class ByLengthRouting(_StaleRouting):
 
     kind: Literal["by_length"] = "by_length"
     longest: dict[str, Count] = Field(
-        {}, description="up to how many tokens the prompts of a pool have, by name; a pool left out takes the longest"
+        {}, description="most prompt tokens of a pool's requests, by name; a pool that is left out takes the longest"
     )
 
 
 class PowerOfTwoRouting(_StaleRouting):
-    """Of two instances drawn at random, the one with fewer requests under way."""
+    """Route to the instance with fewer requests under way, of two drawn at random."""
 
     kind: Literal["power_of_two"] = "power_of_two"
 
@@ -65,9 +65,9 @@ class PrefixAwareRouting(_StaleRouting):
     """
 
     kind: Literal["prefix_aware"] = "prefix_aware"
-    load_weight: NonNegative = Field(1.0, description="how much a token under way counts against one to compute")
+    load_weight: NonNegative = Field(1.0, description="weight of a token under way over one that is to be computed")
     memory_tokens: Annotated[Count, Field(le=10**12)] = Field(
-        1_000_000, description="prompt tokens per instance the router remembers"
+        1_000_000, description="prompt tokens per instance that the router remembers"
     )
 
 
@@ -76,11 +76,11 @@ class OwnRouting(Part):
 
     TAG: ClassVar[str] = plugins.EXAMPLE
     kind: Annotated[str, PartName(ROUTER_GROUP)]
-    options: Options = Field({}, description="what its constructor takes")
+    options: Options = Field({}, description="arguments of its constructor")
 
 
 def _routing_tag(value: Any) -> str | None:
-    """Which of the classes below reads a router."""
+    """Return the tag of the class below that reads a router."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return OwnRouting.TAG if PartName(ROUTER_GROUP).knows(kind) else kind
 

@@ -1,4 +1,6 @@
-"""Schemes: how many tokens are drafted, in which shape and when. Each class states all that others ask of it."""
+"""Schemes: how many tokens are drafted, in which shape and when. Each class states all that other modules need to know
+of it.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from simtune.specs.trees import Node, Ranks, at_least, depth_of, dynamic, width_
 
 
 class Chunks(NamedTuple):
-    """How a chain is cut where each chunk is verified while the next one is drafted."""
+    """Division of a chain if each chunk is verified while the next one is drafted."""
 
     sizes: tuple[int, ...]
     """Draft tokens of each chunk."""
     draft_share: float
-    """Of the processors, for the drafter while the target verifies."""
+    """Share of the processors for the drafter while the target verifies."""
     verify_share: float
-    """Of the processors, for the target while the drafter drafts."""
+    """Share of the processors for the target while the drafter drafts."""
 
 
 class RoundShape(NamedTuple):
-    """What one sequence drafts and verifies in a round, at most."""
+    """Most that one sequence drafts and verifies in a round."""
 
     depth: int
     """Drafts in turn."""
@@ -41,9 +43,9 @@ class RoundShape(NamedTuple):
     """Draft tokens that the target computes, besides the one that is certain."""
     tree: bool
     replicas: int = 0
-    """Of a target that verifies what was drafted before while the drafter goes on; 0 where one waits for the other."""
+    """Replicas of a target that verifies earlier drafts while the drafter goes on; 0 if one waits for the other."""
     chunks: Chunks | None = None
-    """Where a chain is verified in chunks."""
+    """Chunks of a chain that is verified in chunks, else None."""
 
     @property
     def overlapped(self) -> bool:
@@ -66,42 +68,45 @@ def _chain(tokens: int) -> RoundShape:
 
 
 class Scheme(Part):
-    """How tokens are drafted. What a class leaves as it is here holds for chains that are drafted in turn.
+    """Scheme by which tokens are drafted. The defaults of this class are those of chains that are drafted in turn.
 
-    One from outside the package is named by import path, `kind: package.module:Class`; it must say its shape.
+    A scheme from outside the package is named by import path, `kind: package.module:Class`; it must define its shape.
     """
 
     kind: str
 
     words: ClassVar[str] = "{kind}"
-    """For a cell of a table, with fields in braces."""
+    """Text for a cell of a table, with fields in braces."""
     counts_ahead: ClassVar[bool] = False
-    """Whether a step can be scheduled before its drafts are made: how many there are is known then, and an engine has
-    the scheme. Else scheduling is synchronous, whatever the host's work costs."""
+    """True if a step can be scheduled before its drafts are made: their number is known then, and an engine has the
+    scheme. Else scheduling is synchronous, whatever the host's work costs.
+    """
     varies_with_batch: ClassVar[bool] = False
-    """Whether `tokens_for` depends on the batch."""
+    """True if `tokens_for` depends on the batch."""
     adapts: ClassVar[bool] = False
-    """Whether a request's draft lengths follow from what became of its drafts before: `lengths` says how."""
+    """True if a request's draft lengths depend on how many of its earlier drafts were kept; `lengths` computes them."""
     needs: ClassVar[tuple[type[Drafter], ...]] = ()
-    """The drafters it goes with; all unless given."""
+    """Drafter classes that the scheme works with; all if empty."""
     needs_because: ClassVar[str] = "does not go with drafter {drafter}"
-    """Why only those, and what `{drafter}` lacks."""
+    """Reason why only those drafters work, as a message about `{drafter}`."""
 
     @property
     @abstractmethod
     def shape(self) -> RoundShape:
-        """What a sequence drafts and verifies in a round, at most."""
+        """Most that a sequence drafts and verifies in a round."""
 
     @property
     def stops_below(self) -> float | None:
-        """The probability that all drafts are kept, the next one included, below which the drafter stops; None where it
-        does not stop by itself."""
+        """The probability that all drafts are kept, the next one included, below which the drafter stops; None if it
+        does not stop by itself.
+        """
         return None
 
     @property
     def batch_tokens(self) -> int | None:
-        """Draft tokens of the whole batch, given to where they are likeliest to be kept; None where each request has
-        its own."""
+        """Draft tokens of the whole batch, given to the requests that are likeliest to keep them; None if each request
+        has its own.
+        """
         return None
 
     @property
@@ -118,16 +123,19 @@ class Scheme(Part):
         return self.shape.drafts
 
     def lengths(self, kept: Iterator[int]) -> Iterator[int]:
-        """Drafts made in each round of a request that adapts, given how many would be kept of each were all made; each
-        is asked for before what becomes of it is looked at."""
+        """Yield the drafts made in each round of a request that adapts, given how many would be kept of each if all
+        were made; the number of a round is yielded before the result of the round is read.
+        """
         return repeat(self.shape.depth)
 
     def in_words(self) -> str:
-        """For a cell of a table."""
+        """Return the scheme in words, for a cell of a table."""
         return self.words.format(**dict(self))
 
     def in_short(self) -> str:
-        """For a cell of a map: the draft tokens, with a T before those of a tree and ≤ before what may be fewer."""
+        """Return the scheme for a cell of a map: the draft tokens, with a T before those of a tree and ≤ before a
+        number that may be smaller.
+        """
         shape = self.shape
         if shape.tree and self.as_chain() is None:
             return f"T{shape.drafts}"
@@ -138,13 +146,13 @@ class Scheme(Part):
         return None
 
     def tree(self, ranks: Ranks) -> Sequence[Node]:
-        """What a round drafts if it drafts all it may: for a chain, its path."""
+        """Nodes of a round that drafts all it may: for a chain, its path."""
         return [(1,) * depth for depth in range(1, self.shape.depth + 1)]
 
     def survival(self, rates: Rates) -> tuple[float, ...]:
         """P(at least d draft tokens are kept), d = 1 ... depth, of a round that drafts all it may.
 
-        Raises ValueError where the rates do not reach as far as the drafts.
+        Raises ValueError if the rates do not reach as far as the drafts.
         """
         depth = self.shape.depth
         _check_depth(depth, rates)
@@ -167,7 +175,7 @@ class Chain(Scheme):
 
     @property
     def shape(self) -> RoundShape:
-        """So many drafts in turn."""
+        """Shape of a chain of `tokens` drafts in turn."""
         return _chain(self.tokens)
 
     def as_chain(self) -> Chain:
@@ -187,7 +195,7 @@ class ByBatch(Scheme):
     """A chain whose length depends on the running batch: vLLM's num_speculative_tokens_per_batch_size."""
 
     kind: Literal["by_batch"] = "by_batch"
-    max_tokens: Drafts = Field(description="the longest draft buffers are made for; longer ones are cut to it")
+    max_tokens: Drafts = Field(description="longest draft that buffers are made for; longer ones are cut")
     ranges: Annotated[Seq[BatchRange], Field(min_length=1)]
 
     counts_ahead: ClassVar[bool] = True
@@ -207,7 +215,7 @@ class ByBatch(Scheme):
 
     @property
     def shape(self) -> RoundShape:
-        """That of the longest chain."""
+        """Shape of the longest chain."""
         return _chain(min(self.max_tokens, max(r.tokens for r in self.ranges)))
 
     @property
@@ -221,7 +229,7 @@ class ByBatch(Scheme):
         return min(at.tokens, self.max_tokens)
 
     def in_words(self) -> str:
-        """With all ranges."""
+        """Return the scheme in words, with all ranges."""
         parts = [f"{min(r.tokens, self.max_tokens)} to batch {r.last}" for r in self.ranges]
         return "chain of " + ", ".join(parts)
 
@@ -270,26 +278,26 @@ class Adaptive(Scheme):
 
     @property
     def shape(self) -> RoundShape:
-        """That of the longest chain."""
+        """Shape of the longest chain."""
         return _chain(self.max_tokens)
 
     @property
     def shortest(self) -> int:
-        """That of the rule's worst round."""
+        """Drafts of the rule's shortest round."""
         return self.min_tokens
 
     def lengths(self, kept: Iterator[int]) -> Iterator[int]:
-        """As the rule says."""
+        """Yield the draft length of each round by the rule."""
         return self.rule.lengths(self.start, self.min_tokens, self.max_tokens, kept)
 
 
 class TreeScheme(Scheme):
-    """What drafts trees."""
+    """A scheme that drafts trees."""
 
     counts_ahead: ClassVar[bool] = True
 
     def survival(self, rates: Rates) -> tuple[float, ...]:
-        """At each depth the weights of the tree's nodes added up."""
+        """Return, for each depth, the sum of the weights of the tree's nodes."""
         depth = self.shape.depth
         _check_depth(depth, rates)
         ranks = rates.ranks(depth)
@@ -313,17 +321,17 @@ class StaticTree(TreeScheme):
     @field_validator("nodes")
     @classmethod
     def _rooted(cls, nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        known = set(nodes)
-        if len(known) < len(nodes):
-            raise ValueError("a node stands there twice")
+        distinct = set(nodes)
+        if len(distinct) < len(nodes):
+            raise ValueError("a node is listed twice; keep one")
         for node in nodes:
-            if len(node) > 1 and node[:-1] not in known:
+            if len(node) > 1 and node[:-1] not in distinct:
                 raise ValueError(f"node {list(node)} has no parent {list(node[:-1])} in the tree")
         return nodes
 
     @property
     def shape(self) -> RoundShape:
-        """That of its nodes, all of which are verified."""
+        """Shape of the tree, all of whose nodes are verified."""
         return RoundShape(depth_of(self.nodes), width_of(self.nodes), len(self.nodes), tree=True)
 
     def tree(self, ranks: Ranks) -> Sequence[Node]:
@@ -331,11 +339,11 @@ class StaticTree(TreeScheme):
         return self.nodes
 
     def as_chain(self) -> Chain | None:
-        """Where every node is the best child of the one before."""
+        """Return the chain that the tree is if every node is the best child of the one before, else None."""
         return Chain(tokens=len(self.nodes)) if all(max(node) == 1 for node in self.nodes) else None
 
     def in_words(self) -> str:
-        """Its size alone."""
+        """Return the scheme in words: the size of the tree only."""
         return f"tree of {len(self.nodes)}, {depth_of(self.nodes)} deep"
 
 
@@ -363,35 +371,37 @@ class DynamicTree(TreeScheme):
 
     @property
     def shape(self) -> RoundShape:
-        """At most `topk` nodes are expanded at each depth."""
+        """Shape of the tree, in which at most `topk` nodes are expanded at each depth."""
         return RoundShape(self.steps, self.topk, self.tokens, tree=True)
 
     def tree(self, ranks: Ranks) -> Sequence[Node]:
-        """By rates of depth and rank alone; real confidences know the context and choose better."""
+        """Return the tree by rates of depth and rank only; real confidences know the context and choose better."""
         return dynamic(ranks, self.steps, self.topk, self.tokens)
 
     def as_chain(self) -> Chain | None:
-        """With topk 1."""
+        """Return the chain that the tree is if topk is 1, else None."""
         return Chain(tokens=self.tokens) if self.topk == 1 else None
 
     def in_words(self) -> str:
-        """With topk 1 it is said to be the chain that it is."""
+        """Return the scheme in words: those of a chain if topk is 1."""
         chain = self.as_chain()
         return super().in_words() if chain is None else chain.in_words()
 
 
 class TokenBudget(Scheme):
-    """`tokens` draft tokens for the whole batch, to where they are likeliest to be kept (TETRIS)."""
+    """Scheme with `tokens` draft tokens for the whole batch, given to the requests that are likeliest to keep them
+    (TETRIS).
+    """
 
     kind: Literal["budget"] = "budget"
     tokens: Drafts
-    max_tokens: Drafts = Field(description="of one request")
+    max_tokens: Drafts = Field(description="most draft tokens of one request")
 
     words: ClassVar[str] = "{tokens} tokens for the batch, {max_tokens} for each at most"
 
     @property
     def shape(self) -> RoundShape:
-        """That of a request that gets as many as it may."""
+        """Shape of a request that gets the most drafts it may."""
         return _chain(self.max_tokens)
 
     @property
@@ -401,7 +411,7 @@ class TokenBudget(Scheme):
 
 
 class BesideScheme(Scheme):
-    """What drafts on devices of its own while the target verifies."""
+    """A scheme that drafts on devices of its own while the target verifies."""
 
     needs: ClassVar[tuple[type[Drafter], ...]] = (DraftModel,)
     needs_because: ClassVar[str] = (
@@ -418,7 +428,7 @@ class Pearl(BesideScheme):
     """
 
     kind: Literal["pearl"] = "pearl"
-    tokens: Annotated[int, Field(ge=2, le=1024, description="in turn, beside each step of the target")]
+    tokens: Annotated[int, Field(ge=2, le=1024, description="draft tokens in turn, beside each step of the target")]
 
     words: ClassVar[str] = "chain of {tokens} beside every step (PEARL)"
 
@@ -433,18 +443,18 @@ class Dsi(BesideScheme):
 
     In every tick the drafter drafts `tokens`, and the verification of one window begins on one replica; its verdict
     comes `replicas` ticks later, so that one verdict comes in every tick while all drafts are right. After a rejection
-    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it
-    is PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
-    among the wasted tokens; times between tokens (ITL) are told by tick, with those that bring no verdict.
+    the target begins anew, with the one token that follows: nothing is delivered until its verdict. From there on it is
+    PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
+    among the wasted tokens; times between tokens (ITL) are counted by tick, ticks without a verdict included.
 
-    Replicas that make no tick shorter would only make verdicts later: they stand idle, and are paid for.
+    Replicas that make no tick shorter would only make verdicts later: they are idle, and their price counts.
     """
 
     kind: Literal["dsi"] = "dsi"
     tokens: Drafts = Field(description="the look-ahead: drafts made in turn in every tick, and verified together")
     replicas: Drafts = Field(
-        description="of the target, each on GPUs of its own with the whole KV cache; a verification no longer than "
-        "replicas x tokens drafts keeps up with the drafter"
+        description="replicas of the target, each on GPUs of its own with the whole KV cache; a verification no longer "
+        "than replicas x tokens drafts keeps up with the drafter"
     )
 
     words: ClassVar[str] = "chain of {tokens} in every tick of {replicas} replicas (DSI)"
@@ -470,8 +480,8 @@ class Frontier(Scheme):
     kind: Literal["frontier"] = "frontier"
     tokens: Drafts
     chunks: Annotated[int, Field(ge=2, le=1024)]
-    draft_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the target verifies")]
-    verify_share: Annotated[float, Field(gt=0, le=1, description="of the processors, while the drafter drafts")]
+    draft_share: Annotated[float, Field(gt=0, le=1, description="share of the processors while the target verifies")]
+    verify_share: Annotated[float, Field(gt=0, le=1, description="share of the processors while the drafter drafts")]
 
     words: ClassVar[str] = "chain of {tokens} in {chunks} chunks"
     needs: ClassVar[tuple[type[Drafter], ...]] = (DraftModel, Eagle)
@@ -493,9 +503,9 @@ class Frontier(Scheme):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Draft tokens of each chunk; what is left over goes to the first ones."""
-        size, rest = divmod(self.tokens, self.chunks)
-        return tuple(size + (i < rest) for i in range(self.chunks))
+        """Draft tokens of each chunk; the first chunks get one more each if the tokens do not divide evenly."""
+        size, remainder = divmod(self.tokens, self.chunks)
+        return tuple(size + (i < remainder) for i in range(self.chunks))
 
     @property
     def shape(self) -> RoundShape:

@@ -1,7 +1,8 @@
-"""What a vLLM server tells Prometheus: one or several scrapes of `/metrics`, and what came between them.
+"""Metrics of a vLLM server for Prometheus: one or several scrapes of `/metrics`, and what happened between them.
 
 The text is Prometheus' exposition format 0.0.4, or OpenMetrics (which ends with `# EOF`). Numbers of all engines and
-models of a scrape are added up. A count that falls means that the server began anew: what it says then came since.
+models of a scrape are added up. A count that falls means that the server restarted: all that it counts happened since
+then.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from simtune.errors import Problem, SpecError
 from simtune.specs.input_files import decoded, numbered_lines, read_bytes, unpacked
 
 LARGEST = 8 << 20
-"""Bytes of a file that is looked at as a scrape: servers say some hundred kilobytes."""
+"""Bytes of a file that is read as a scrape: servers write some hundred kilobytes."""
 PREFIX = "vllm:"
 PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 TTFT = "vllm:time_to_first_token_seconds"
 TPOT = ("vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds",
         "vllm:time_per_output_token_seconds")  # fmt: skip
-"""What versions of vLLM call it, the time of whole requests first."""
+"""Names of the metric in versions of vLLM, the time of whole requests first."""
 TOTALS = {PROMPT: "vllm:prompt_tokens_total", OUTPUT: "vllm:generation_tokens_total"}
 
 _SAMPLE = re.compile(
@@ -44,20 +45,22 @@ class Histogram:
     edges: tuple[float, ...]
     below: tuple[float, ...]
     total: float
-    """Of that something, over all requests."""
+    """Sum of the observed values over all requests."""
 
     @property
     def count(self) -> float:
-        """Of requests."""
+        """Number of requests."""
         return self.below[-1]
 
     @property
     def mean(self) -> float | None:
-        """None where there are no requests."""
+        """Mean of the observed values; None if there are no requests."""
         return self.total / self.count if self.count else None
 
     def quantile(self, level: float) -> float | None:
-        """As Prometheus' histogram_quantile: linear within a bucket; the last finite edge beyond it."""
+        """Return a quantile as Prometheus' histogram_quantile does: linear within a bucket; the last finite edge beyond
+        it.
+        """
         rank, before, low = level * self.count, 0.0, 0.0
         if not self.count:
             return None
@@ -68,7 +71,7 @@ class Histogram:
         return low
 
     def since(self, earlier: Histogram) -> Histogram:
-        """What was added since; all of it where the server began anew."""
+        """Return what was added since an earlier histogram; all of it if the server began anew."""
         if any(a < b for a, b in zip((*self.below, self.total), (*earlier.below, earlier.total), strict=True)):
             return self
         below = tuple(a - b for a, b in zip(self.below, earlier.below, strict=True))
@@ -77,12 +80,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One answer of `/metrics`."""
+    """A response of `/metrics`."""
 
     file: str
     sha256: str
     time_s: float | None
-    """Since 1970, where samples say."""
+    """Time in seconds since 1970; None if the samples have none."""
     histograms: Mapping[str, Histogram]
     totals: Mapping[str, float]
     """Counters by name."""
@@ -90,20 +93,21 @@ class Scrape:
 
 
 def is_scrape(text: str) -> bool:
-    """Whether a text is a scrape: it begins with what is said of a metric, or with a sample of vLLM's."""
+    """True if a text is a scrape: it begins with a comment on a metric, or with a sample of vLLM's."""
     start = text.lstrip()[:400]
     return _FIRST.match(start) is not None or start.startswith(PREFIX)
 
 
 def is_scrape_file(path: Path) -> bool:
-    """The same of a file; False where there is none. Raises UsageError when it cannot be read."""
+    """True if a file is a scrape; False if it does not exist. Raises UsageError if it cannot be read."""
     small = path.is_file() and path.stat().st_size <= LARGEST
     return small and is_scrape(decoded(path, unpacked(path, read_bytes(path))))
 
 
 def read_scrape(path: Path) -> Scrape:
-    """Read one scrape. Raises SpecError where a line is none of the format, or a histogram that is needed is missing or
-    damaged; UsageError where the file cannot be read."""
+    """Read one scrape. Raises SpecError if a line is none of the format, or a histogram that is needed is missing or
+    damaged; UsageError if the file cannot be read.
+    """
     raw = read_bytes(path)
     return _ScrapeReader(str(path)).read(decoded(path, unpacked(path, raw)), raw)
 
@@ -120,7 +124,7 @@ class _ScrapeReader:
         self._time: float | None = None
 
     def read(self, text: str, raw: bytes) -> Scrape:
-        """All of it."""
+        """Read all lines of a scrape."""
         per_s = 1.0 if text.rstrip().endswith("# EOF") else 1e3
         for number, line in numbered_lines(text):
             if line.startswith("#"):
@@ -185,19 +189,19 @@ class _ScrapeReader:
 
 @dataclass(frozen=True, slots=True)
 class BetweenScrapes:
-    """What came between two scrapes, or before the only one."""
+    """Requests between two scrapes, or before the only one."""
 
     seconds: float | None
-    """None where it is not known."""
+    """Seconds between the scrapes; None if not known."""
     histograms: Mapping[str, Histogram]
     anew: bool
-    """The server began anew in it."""
+    """True if the server began anew between the scrapes."""
 
 
 def intervals(scrapes: Sequence[Scrape]) -> list[BetweenScrapes]:
     """Between scrapes of one server, in order of time; of a single one, all since the server began.
 
-    Raises SpecError where the later of two has other buckets.
+    Raises SpecError if the later of two has other buckets.
     """
     if len(scrapes) == 1:
         return [BetweenScrapes(None, scrapes[0].histograms, False)]
@@ -209,7 +213,9 @@ def intervals(scrapes: Sequence[Scrape]) -> list[BetweenScrapes]:
         common = [name for name in b.histograms if name in a.histograms]
         for name in common:
             if a.histograms[name].edges != b.histograms[name].edges:
-                raise SpecError(Problem(b.file, f"has other buckets than {a.file}; look at them apart", name))
+                raise SpecError(
+                    Problem(b.file, f"has other buckets than {a.file}; read them in separate commands", name)
+                )
         added = {name: b.histograms[name].since(a.histograms[name]) for name in common}
         between.append(BetweenScrapes(seconds, added, added[PROMPT] is b.histograms[PROMPT]))
     return between

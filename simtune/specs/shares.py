@@ -1,4 +1,4 @@
-"""Two pools on the same GPUs: what a plan says of the share of each."""
+"""Two pools on the same GPUs: the share of each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ROUNDING = 1e-9
 
 
 class DeviceShare(Part):
-    """What an instance has of each of its GPUs, which instances of two pools share. It keeps its share while the other
-    is idle; memory is shared out by `kv_cache.memory_utilization`, and each holds the weights.
+    """Share that an instance has of each of its GPUs, which instances of two pools share. It keeps its share while the
+    other is idle; memory is shared out by `kv_cache.memory_utilization`, and each holds the weights.
     """
 
     processors: PositiveShare = Field(description="share of the processors")
     bandwidth: PositiveShare = Field(description="share of the memory bandwidth")
     beside: str | None = Field(
-        None, description="the pool whose instances are on the same GPUs; given by the other one of the two"
+        None, description="the pool whose instances are on the same GPUs; set in only one of the two pools"
     )
 
 
 class _OfGpus(Protocol):
-    """What an instance takes of its GPUs."""
+    """Devices of an instance."""
 
     @property
     def devices(self) -> int: ...
@@ -41,7 +41,7 @@ class _OfMemory(Protocol):
 
 
 class _SharingPool(SizedPool, Protocol):
-    """The same, and what goes with a share."""
+    """Fields of a pool that the checks of shares read."""
 
     @property
     def costs(self) -> str | None: ...
@@ -54,18 +54,19 @@ class _SharingPool(SizedPool, Protocol):
 
 
 def check_shares(pools: Sequence[_SharingPool]) -> None:
-    """Raises ErrorAt where pools that share GPUs are not two and two, differ in what they run on, or take more of it
-    than there is. The pools that are named are there."""
+    """Raise ErrorAt if pools that share GPUs are not two and two, differ in hardware, or take more of it than there is.
+    Every pool that is named exists.
+    """
     by_name = {pool.name: pool for pool in pools}
     for i, pool in enumerate(pools):
         at, share = ("pools", i, "share"), pool.share
         if share is None:
             continue
         if pool.costs is not None:
-            raise ErrorAt("measured whole steps are those of a whole GPU; leave `share` out", *at)
+            raise ErrorAt("measured whole steps are those of a whole GPU; remove `share`", *at)
         if share.beside is not None:
             _check_beside(i, pool, share, by_name[share.beside])
-        elif sum(other.share is not None and other.share.beside == pool.name for other in pools) != 1:
+        elif sum(peer.share is not None and peer.share.beside == pool.name for peer in pools) != 1:
             raise ErrorAt(f"one pool, and one alone, must be `beside: {pool.name}`, or it has its GPUs to itself", *at)
 
 
@@ -81,14 +82,14 @@ def _check_beside(i: int, pool: _SharingPool, own: DeviceShare, other: _SharingP
             *at,
             "beside",
         )
-    for what in ("processors", "bandwidth"):
-        both = getattr(own, what) + getattr(other.share, what)
-        if both > 1 + _ROUNDING:
-            raise ErrorAt(f"shares of {other.name} and {pool.name} come to {both:g}, more than all", *at, what)
-    held = pool.kv_cache.memory_utilization + other.kv_cache.memory_utilization
-    if held > 1 + _ROUNDING:
+    for resource in ("processors", "bandwidth"):
+        total = getattr(own, resource) + getattr(other.share, resource)
+        if total > 1 + _ROUNDING:
+            raise ErrorAt(f"shares of {other.name} and {pool.name} come to {total:g}, more than all", *at, resource)
+    memory = pool.kv_cache.memory_utilization + other.kv_cache.memory_utilization
+    if memory > 1 + _ROUNDING:
         raise ErrorAt(
-            f"{other.name} and {pool.name} take {held:g} of the memory of their GPUs; lower memory_utilization",
+            f"{other.name} and {pool.name} take {memory:g} of the memory of their GPUs; lower memory_utilization",
             "pools",
             i,
             "kv_cache",

@@ -12,7 +12,7 @@ from simtune.specs.schemes import AnyScheme, Scheme
 
 
 class Speculation(Part):
-    """What a pool drafts with, by which scheme, and the acceptance it counts on."""
+    """Drafter of a pool, its scheme, and the acceptance that is assumed."""
 
     drafter: AnyDrafter
     scheme: AnyScheme
@@ -24,14 +24,14 @@ class Speculation(Part):
         return self
 
     def own_devices(self, tp: int) -> int:
-        """GPUs beside those of one target on `tp`: of its other replicas, and what the drafter has for itself."""
+        """GPUs beside those of one target on `tp` ranks: of the target's other replicas, and of the drafter."""
         shape = self.scheme.shape
         return (shape.replicas - 1) * tp + self.drafter.ranks(tp) if shape.overlapped else 0
 
 
 def check_scheme(drafter: Drafter, scheme: Scheme) -> None:
-    """Raises ErrorAt where a drafter cannot do what a scheme asks."""
+    """Raise ErrorAt if a drafter cannot do what a scheme requires."""
     if scheme.needs and not isinstance(drafter, scheme.needs):
-        which = " or ".join(str(c.model_fields["kind"].default) for c in scheme.needs)
+        drafters = " or ".join(str(c.model_fields["kind"].default) for c in scheme.needs)
         why = scheme.needs_because.format(drafter=drafter.kind)
-        raise ErrorAt(f"scheme {scheme.kind} {why}: take a {which}, or a chain", "scheme")
+        raise ErrorAt(f"scheme {scheme.kind} {why}: take a {drafters}, or a chain", "scheme")

@@ -24,29 +24,32 @@ class Stage(Part):
         1, description="servers; each has one part of a request at a time, first come first served"
     )
     devices: Annotated[int, Field(ge=0, le=100_000)] = Field(0, description="GPUs of each")
-    seconds: Seconds = Field(0.0, description="for each request")
-    seconds_per_token: NonNegative = Field(0.0, description="besides, for each token of its prompt")
+    seconds: Seconds = Field(0.0, description="seconds for each request")
+    seconds_per_token: NonNegative = Field(0.0, description="additional seconds for each token of its prompt")
     parts: Annotated[int, Field(ge=1, le=4096)] = Field(
-        1, description="equal parts of a request; the stage that goes on has each as soon as it is done"
+        1, description="equal parts of a request; a stage that continues this one gets each part as soon as it is done"
     )
 
 
 def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> None:
-    """Raises ErrorAt for a stage whose pool (name and role) is not there or takes no new requests, that goes on with
-    what is not there or is listed behind it, or that is cut otherwise than what it goes on with."""
+    """Raise ErrorAt for a stage whose pool (name and role) does not exist or takes no new requests, that continues a
+    stage that does not exist or is listed later, or that has another number of parts than the stage it continues.
+    """
     taking = [name for name, role in pools if role != "decode"]
-    seen: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     for i, stage in enumerate(stages):
-        if stage.name in seen:
+        if stage.name in by_name:
             raise ErrorAt(f"two stages are called {stage.name}; give one another name", "stages", i, "name")
         if stage.pool not in taking:
             hint = suggest(stage.pool, taking) or f"; those that take new requests: {', '.join(taking)}"
             raise ErrorAt(f"stage {stage.name} serves no pool: there is no {stage.pool!r}{hint}", "stages", i, "pool")
         for name in stage.after:
-            if name not in seen:
-                raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no stage before it", "stages", i, "after")
-            if seen[name].parts != stage.parts:
-                raise ErrorAt(f"{name} has {seen[name].parts} parts; give {stage.name} as many", "stages", i, "parts")
-        seen[stage.name] = stage
+            if name not in by_name:
+                raise ErrorAt(f"{stage.name} goes on with {name!r}, which is no earlier stage", "stages", i, "after")
+            if by_name[name].parts != stage.parts:
+                raise ErrorAt(
+                    f"{name} has {by_name[name].parts} parts; give {stage.name} as many", "stages", i, "parts"
+                )
+        by_name[stage.name] = stage
     if stages and len(taking) > 1:
-        raise ErrorAt(f"stages go before one pool that takes requests, and there are {len(taking)}", "stages")
+        raise ErrorAt(f"stages require exactly one pool that takes requests; there are {len(taking)}", "stages")

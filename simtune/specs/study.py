@@ -1,4 +1,4 @@
-"""Study: what `optimize` is asked. Model, hardware and how much of it, load, objective, search space."""
+"""Study: the question for `optimize`. Model, hardware and its number, load, objective, search space."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HardwareCount(Part):
 
 
 class _OneOrMore:
-    """Says in the schema that one entry may stand without a list."""
+    """States in the schema that a single entry may be written without a list."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         several = handler(core_schema)
@@ -80,7 +80,7 @@ def _listed(value: Any) -> Any:
 HardwareCounts = Annotated[
     Seq[HardwareCount], Field(min_length=1, strict=False), BeforeValidator(_listed), _OneOrMore()
 ]
-"""One or several kinds of devices; one may be written without a list."""
+"""Kinds of devices; a single kind may be written without a list."""
 
 
 def _understood(text: str) -> str:
@@ -89,7 +89,7 @@ def _understood(text: str) -> str:
 
 
 class PoolChoices(Part):
-    """What is searched for the pools of one role; what is left out is searched as for all."""
+    """Choices that are searched for the pools of one role; a key that is left out is searched as for all pools."""
 
     gpus: Labels | None = Field(None, description="hardware profiles of the study; all of them unless given")
     tp: Choices | None = None
@@ -102,16 +102,20 @@ class PoolChoices(Part):
     max_num_seqs: Choices | None = None
     max_num_batched_tokens: Choices | None = None
     prefix_caching: Switch | None = None
-    drafters: Labels | None = Field(None, description="labels of `speculation`; '' is none; all and none unless given")
+    drafters: Labels | None = Field(
+        None, description="labels of `speculation`; '' is no drafter; all labels and '' unless given"
+    )
 
 
 class Confirmation(Part):
-    """How a plan is confirmed before it is reported: on draws of the requests that the search has not seen."""
+    """Confirmation of a plan before it is reported: on draws of the requests that the search has not seen."""
 
     draws: Annotated[int, Field(ge=0, le=20)] = Field(
-        3, description="fresh draws, on all of which it must keep the SLO; 0: none, and what is found is not confirmed"
+        3, description="fresh draws, on all of which a plan must keep the SLO; 0: plans are not confirmed"
     )
-    requests: Count = Field(8000, description="of a draw at least; more where 25 lifetimes or a percentile need them")
+    requests: Count = Field(
+        8000, description="least requests of a draw; more if 25 lifetimes or a percentile need them"
+    )
 
 
 class Search(Part):
@@ -122,49 +126,53 @@ class Search(Part):
     )
     mixed_kinds: bool | None = Field(
         None,
-        description="also mixed pools of two kinds of hardware behind one router; round robin weighs each by the rate "
-        "that it could sustain",
+        description="also search mixed pools of two kinds of hardware behind one router; round robin weighs each pool "
+        "by the rate that it could sustain",
     )
     tp: Choices = (1, 2, 4, 8)
     pp: Choices = (1, 2, 4)
     attention_dp: Choices = (1,)
     expert_parallel: Switch = (False,)
     weight_dtype: WeightDtypes | None = Field(
-        None, description="what the engine quantises weights to as it loads them; as in the checkpoint unless given"
+        None,
+        description="dtypes to which the engine quantises weights as it loads them; as in the checkpoint unless given",
     )
-    kv_dtype: KvDtypes | None = Field(None, description="the engine's or the model's own unless given")
+    kv_dtype: KvDtypes | None = Field(None, description="that of the engine or the model unless given")
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
     prefix_caching: Switch | None = Field(None, description="as the engine sets it, else off, unless given")
-    instances: Choices | None = Field(None, description="as many as the devices allow unless given")
+    instances: Choices | None = Field(None, description="any number that the devices allow unless given")
     routers: Annotated[Seq[Routing], Field(min_length=1, strict=False)] | None = Field(
-        None, description="in place of the study's one router"
+        None, description="routers in place of the study's one"
     )
     prefill: PoolChoices | None = Field(
-        None, description="of prefill pools, where they differ; as many seats as go with the budget unless given"
+        None,
+        description="choices for prefill pools, if they differ; the numbers of seats that suit the budget unless given",
     )
     decode: PoolChoices | None = Field(
         None,
-        description="of decode pools, where they differ; the smallest budget with a token for each seat unless given",
+        description="choices for decode pools, if they differ; the smallest budget with a token for each seat unless "
+        "given",
     )
     requests: Count | None = Field(
         None,
-        description="simulated per evaluation, and more where they last less than ten lifetimes; the workload's own "
-        "number unless given",
+        description="requests simulated per evaluation, and more if they last less than ten lifetimes; the workload's "
+        "own number unless given",
     )
     confirm: Confirmation = Confirmation()
     front: Annotated[int, Field(ge=2, le=200)] = Field(
-        16, description="loads at which the plans of a front are held against each other, of objective pareto"
+        16, description="loads at which the plans of a front are compared, for objective pareto"
     )
     rate_tolerance: Annotated[float, Field(ge=0.005, lt=1)] = Field(
-        0.02, description="relative width at which the search for the highest rate stops; many simulations where small"
+        0.02,
+        description="relative width at which the search for the highest rate stops; a small one costs many simulations",
     )
 
 
 class StudyLimits(Part):
-    """Bounds on what else a plan comes to, whatever the objective."""
+    """Bounds on other quantities of a plan, whatever the objective."""
 
-    gpus: Count | None = Field(None, description="at most")
+    gpus: Count | None = Field(None, description="at most, in dollars; prices are those of the hardware profiles")
     usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")
     usd_per_million_tokens: Positive | None = Field(None, description="at most, of output tokens")
     joules_per_token: Positive | None = Field(None, description="at most, of output tokens")
@@ -173,24 +181,26 @@ class StudyLimits(Part):
     goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
 
     def given(self) -> dict[str, float]:
-        """Those that are set, by name."""
+        """Limits that are set, by name."""
         return {name: value for name, value in self if value is not None}
 
 
 class StudyBatching(Part):
-    """What all plans have in common of their batching; the sizes are searched."""
+    """Batching settings that all plans share; the sizes are searched."""
 
     policy: Policy = "vllm-fcfs"
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = None
     prediction_sigma: LogSigma | None = None
-    options: Options | None = Field(None, description="of a policy of your own")
+    options: Options | None = Field(None, description="options of a policy from outside the package")
 
 
 class DrafterChoice(Part):
     """A drafter that may be used, and how often the target keeps what it proposes."""
 
-    name: Name | None = Field(None, description="in the names of candidates; the drafter's method or kind unless given")
+    name: Name | None = Field(
+        None, description="label in the names of candidates; the drafter's method or kind unless given"
+    )
     drafter: AnyDrafter
     acceptance: str = Field(description="an acceptance spec, by name or file")
     scheme: AnyScheme | None = Field(None, description="the best chain for every batch size unless given")
@@ -203,7 +213,7 @@ class DrafterChoice(Part):
 
     @property
     def label(self) -> str:
-        """What candidates are named by."""
+        """Label of the drafter in the names of candidates."""
         return self.name or self.drafter.label.replace("_", "-")
 
 
@@ -217,11 +227,13 @@ class DayWindow(Part):
 class Day(Part):
     """Rates over a day, which repeats: given, or of the workload's trace."""
 
-    startup_s: Seconds = Field(description="from a replica's start until it serves")
+    startup_s: Seconds = Field(description="time from a replica's start until it serves")
     windows: Annotated[Seq[DayWindow], Field(min_length=1, max_length=1000, strict=False)] | None = Field(
-        None, description="one after the other"
+        None, description="windows one after the other"
     )
-    trace_window_h: Positive | None = Field(None, description="the workload's trace, cut into windows of so many hours")
+    trace_window_h: Positive | None = Field(
+        None, description="the workload's trace, cut into windows of this many hours"
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -254,20 +266,22 @@ class Study(Spec):
     limits: StudyLimits = StudyLimits()
     engine: str | None = Field(
         None,
-        description="an engine preset, by name or file: what the search leaves open stands as that release sets it",
+        description="an engine preset, by name or file: settings that the search leaves open are those of that release",
     )
     batching: StudyBatching | None = Field(None, description="the policy of all plans; vllm-fcfs unless given")
-    router: Routing | None = Field(None, description="of all plans; round_robin unless given")
-    decode_router: Routing | None = Field(None, description="chooses the decode instance; least_tokens unless given")
-    link: KvLink | None = Field(None, description="between prefill and decode instances; inter_node unless given")
+    router: Routing | None = Field(None, description="router of all plans; round_robin unless given")
+    decode_router: Routing | None = Field(
+        None, description="router that chooses the decode instance; least_tokens unless given"
+    )
+    link: KvLink | None = Field(None, description="link between prefill and decode instances; inter_node unless given")
     speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()
     constraints: Annotated[Seq[Annotated[str, AfterValidator(_understood)]], Field(strict=False)] = Field(
         (), description="expressions that every plan must fulfil, such as tp <= 4 or gpu != 'l40s'"
     )
     fixed: Annotated[Seq[Pool], Field(strict=False)] = Field(
-        (), description="a prefill or a decode pool that all plans have as it is; the other one is searched"
+        (), description="a prefill or a decode pool that all plans have unchanged; the other one is searched"
     )
-    day: Day | None = Field(None, description="how many replicas of the chosen plan each hour of a day needs")
+    day: Day | None = Field(None, description="find how many replicas of the chosen plan each hour of a day needs")
     search: Search = Search()
     seed: Annotated[int, Field(ge=0)] = 0
 
@@ -278,18 +292,18 @@ class Study(Spec):
 
     @property
     def routers(self) -> tuple[Routing, ...]:
-        """Those among which plans choose."""
+        """Routers among which plans choose."""
         return self.search.routers or (self.router or RoundRobinRouting(),)
 
     def devices(self, gpu: str) -> int:
-        """Of a hardware profile that it names."""
+        """Number of devices of a hardware profile that the study names."""
         return next(entry.devices for entry in self.hardware if entry.profile == gpu)
 
     @field_validator("router")
     @classmethod
     def _one_pool(cls, router: Routing | None) -> Routing | None:
         if isinstance(router, RoundRobinRouting) and router.weights:
-            raise ValueError("the plans of a study have one pool that requests come to; leave weights out")
+            raise ValueError("has no effect: the plans of a study have one pool that takes requests; remove weights")
         return router
 
     @field_validator("speculation")
@@ -315,11 +329,11 @@ class Study(Spec):
         labels = ["", *(choice.label for choice in self.speculation)]
         for role in ("prefill", "decode"):
             choices: PoolChoices = getattr(self.search, role) or PoolChoices()
-            for key, known, given in (("gpus", profiles, choices.gpus), ("drafters", labels, choices.drafters)):
-                for i, name in enumerate(given or ()):
-                    if name not in known:
-                        named = ", ".join(repr(one) for one in known)
-                        raise ErrorAt(f"{name!r} is none of the study's: {named}", "search", role, key, i)
+            for key, allowed, chosen in (("gpus", profiles, choices.gpus), ("drafters", labels, choices.drafters)):
+                for i, name in enumerate(chosen or ()):
+                    if name not in allowed:
+                        listing = ", ".join(repr(allowed_name) for allowed_name in allowed)
+                        raise ErrorAt(f"the study has no {name!r}; expected one of {listing}", "search", role, key, i)
         return self
 
     @model_validator(mode="after")
@@ -331,13 +345,13 @@ class Study(Spec):
                 "needs two kinds of hardware or more, layouts with mixed, and no fixed pool", "search", "mixed_kinds"
             )
         if self.day is not None:
-            raise ErrorAt("a day is followed by pools of one kind of hardware; leave mixed_kinds out", "day")
+            raise ErrorAt("a day requires pools of one kind of hardware; remove mixed_kinds", "day")
         return self
 
     @model_validator(mode="after")
     def _fixed_pools(self) -> Self:
         for i, pool in enumerate(self.fixed):
-            if pool.role == "mixed" or any(pool.role == other.role for other in self.fixed[:i]):
+            if pool.role == "mixed" or any(pool.role == earlier.role for earlier in self.fixed[:i]):
                 raise ErrorAt(
                     "fixed pools are one prefill or one decode pool; the other one is searched", "fixed", i, "role"
                 )
@@ -361,8 +375,8 @@ class Study(Spec):
         for key in ("link", "decode_router"):
             if getattr(self, key) is not None and "prefill-decode" not in self.search.layouts:
                 raise ErrorAt(
-                    "all plans have mixed pools alone, so no request goes on from one to another; write layouts: "
-                    "[prefill-decode] (or both) under search, or leave it out",
+                    "has no effect if all plans have only mixed pools; write layouts: [prefill-decode] (or both) "
+                    "under search, or remove it",
                     key,
                 )
         return self

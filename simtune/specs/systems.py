@@ -1,4 +1,4 @@
-"""Published systems: what each claims, and the two setups whose ratio simtune holds against the claim."""
+"""Published systems: the claim of each, and the two setups whose ratio simtune compares with the claim."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PRIMITIVES: dict[str, str] = {
     "sp": "chunks or rounds of one sequence that follow one another through the stages of a pipeline",
     "tpf": "passes that compute a block or a whole sequence again, and candidates side by side in one pass",
 }
-"""What an entry may say it needs and simtune lacks, in words."""
+"""Missing features that an entry may list as needed, in words."""
 
 OWN_BAND = "a band: no figure is published"
-"""What is assumed wherever a claim has no figure."""
+"""Assumption of every claim that has no figure."""
 
 LatencyMetric = Literal["ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode"]
 LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s", "duration", "group", "tokens"]
@@ -46,7 +46,9 @@ class UnderLoad(Part):
         "output_tokens_per_s",
         description="group: from the arrival of a group's first branch to the end of its last, mean over groups",
     )
-    statistic: Annotated[str, Field(pattern=r"^(mean|p[0-9]+(\.[0-9]+)?)$")] = Field("mean", description="of latencies")
+    statistic: Annotated[str, Field(pattern=r"^(mean|p[0-9]+(\.[0-9]+)?)$")] = Field(
+        "mean", description="statistic of latencies"
+    )
     request_class: str | None = None
     per_gpu: bool = False
 
@@ -58,9 +60,11 @@ class HighestRate(Part):
     ttft_s: Positive | None = None
     tpot_s: Positive | None = None
     e2el_s: Positive | None = None
-    share: Share = Field(0.9, description="of the requests, each held to all limits; each class to its own slo if any")
-    from_rps: Positive = Field(description="a rate that is surely low enough")
-    to_rps: Positive = Field(description="a rate that is surely too high")
+    share: Share = Field(
+        0.9, description="share of the requests that must keep all limits; each class its own slo if any"
+    )
+    from_rps: Positive = Field(description="a rate at which the limits are certainly kept")
+    to_rps: Positive = Field(description="a rate at which the limits are certainly missed")
     tolerance: Positive = 0.05
     per_gpu: bool = False
 
@@ -72,7 +76,7 @@ class HighestRate(Part):
 
 
 class StepSeconds(Part):
-    """Seconds of one step (see `setup.step`) for each token it delivers, by the cost model alone."""
+    """Seconds of one step (see `setup.step`) for each token it delivers, by the cost model only."""
 
     kind: Literal["step"] = "step"
     only: Seq[str] = Field(
@@ -85,7 +89,7 @@ class StepSeconds(Part):
 
 
 class MemoryHeld(Part):
-    """What fits in memory: tokens of the KV cache, or the longest context of one sequence."""
+    """Capacity of the memory: tokens of the KV cache, or the longest context of one sequence."""
 
     kind: Literal["memory"] = "memory"
     metric: Literal["kv_tokens", "longest_context"] = "kv_tokens"
@@ -97,7 +101,7 @@ Measure = Annotated[UnderLoad | HighestRate | StepSeconds | MemoryHeld, Field(di
 
 
 class OneStep(Part):
-    """What the one step of `StepSeconds` works on."""
+    """Load of the one step of `StepSeconds`."""
 
     decodes: Annotated[int, Field(ge=0)] | Literal["capacity"] = Field(
         0, description="sequences that decode; capacity: as many as the KV cache holds, up to max_num_seqs"
@@ -113,13 +117,14 @@ class OneStep(Part):
 
 
 class Setup(Part):
-    """One side of a comparison. What is left out stands in `setup` of the entry, then of the file.
+    """A side of a comparison. A setting that is left out is taken from `setup` of the entry, then from that of the
+    file.
 
     Mappings are merged key by key, but one with another `kind` takes the place of the first; lists take the place of
     lists, and null removes a key.
     """
 
-    model: str | None = Field(None, description="by name, or one of `models` of the file")
+    model: str | None = Field(None, description="name of a model, or of one of `models` of the file")
     hardware: str | None = None
     workload: dict[str, Any] = Field({}, description="fields of a workload; a number of tokens is a fixed length")
     pool: dict[str, Any] = Field({}, description="fields of the one pool of a plan, or of all of `pools`")
@@ -132,17 +137,17 @@ class Setup(Part):
     prediction_sigma: NonNegative = 0.35
     branches: Count | None = Field(None, description="requests of a group, in a row; they arrive together")
     finish_first: Count | None = Field(
-        None, description="branches of a group go no further than the so-many-th shortest"
+        None, description="branches of a group stop at the length of the n-th shortest, with n this number"
     )
-    best_of: Seq[dict[str, Any]] = Field((), description="fields of the pool that are tried; the best result counts")
+    best_of: Seq[dict[str, Any]] = Field((), description="alternatives of fields of the pool; the best result counts")
     phases: Seq[Phase] = Field((), description="in place of one setup: several, whose seconds are added up")
-    beside: bool = Field(False, description="phases run beside one another: the longest counts")
+    beside: bool = Field(False, description="phases run in parallel: the longest counts")
 
 
 class Phase(Part):
-    """One of several setups that follow one another, each unloaded by the others."""
+    """A setup of several that follow one another, each unloaded by the others."""
 
-    times: NonNegative = Field(1.0, description="how often, or with which share, it counts")
+    times: NonNegative = Field(1.0, description="weight of the phase: how often, or with which share, it counts")
     setup: Setup
 
 
@@ -150,14 +155,14 @@ Setup.model_rebuild()
 
 
 class Claim(Part):
-    """What a publication says, and within which band a simulation says the same.
+    """Claim of a publication, and the band within which a simulation agrees with it.
 
-    Gains are above 1 where the variant is better: less time, more tokens per second.
+    Gains are above 1 if the variant is better: less time, more tokens per second.
     """
 
     says: str
     gain: Positive | None = Field(
-        None, description="of the variant over the base; left out where no figure is published"
+        None, description="gain of the variant over the base; left out if no figure is published"
     )
     value: Positive | None = Field(None, description="in place of a gain: the variant's own number")
     formula: Formula | None = Field(
@@ -168,20 +173,22 @@ class Claim(Part):
     )
     band: Annotated[Seq[Positive], Field(min_length=2, max_length=2)] | None = Field(
         None,
-        description="of the gain, of the variant's number over `value`, or of the gain over what the formula makes of "
-        "it; needed where a variant is run",
+        description="band of the gain, of the variant's number over `value`, or of the gain over that of the formula; "
+        "needed if a variant is run",
     )
 
     @field_validator("band")
     @classmethod
     def _ordered(cls, band: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if band is not None and band[0] > band[1]:
-            raise ValueError(f"from {band[0]:g} to {band[1]:g} is no band; the lower end comes first")
+            raise ValueError(
+                f"the lower bound {band[0]:g} exceeds the upper bound {band[1]:g}; write the lower bound first"
+            )
         return band
 
     @property
     def has_figure(self) -> bool:
-        """Whether a gain, a value or a formula is published."""
+        """True if a gain, a value or a formula is published."""
         return any(x is not None for x in (self.gain, self.value, self.formula))
 
     @model_validator(mode="after")
@@ -194,7 +201,7 @@ class Claim(Part):
 
 
 class Otherwise(Part):
-    """What both sides have in place of an assumed input, and each of them besides."""
+    """Settings of both sides, and of each side alone, in place of an assumed input."""
 
     setup: Setup = Setup()
     base: Setup = Setup()
@@ -202,25 +209,25 @@ class Otherwise(Part):
 
 
 class Probe(Otherwise):
-    """One thing otherwise, that shows where a difference comes from."""
+    """A variation of one thing, which shows where a difference comes from."""
 
     what: str
-    measure: Measure | None = Field(None, description="in place of the entry's own")
+    measure: Measure | None = Field(None, description="measure in place of the entry's own")
 
 
 class Input(Part):
-    """What the result stands on, and who says so."""
+    """An input of the result, and its source."""
 
     what: str
     source: InputSource = Field(
         description="published: by what makes the claim, or with it; derived: follows from what is published; "
-        "substitute: stands for what simtune lacks; assumed: nobody says it"
+        "substitute: stands for what simtune lacks; assumed: no publication states it"
     )
-    where: str | None = Field(None, description="where it is published, what it follows from, what it stands for")
+    where: str | None = Field(None, description="place where it is published, or what it follows from or stands for")
     otherwise: Seq[Otherwise] = Field(
         (),
-        description="of what is assumed: the ends of what it could be instead; it decides nothing where the band holds "
-        "at all of them",
+        description="for an assumed input: the ends of the range that it could have instead; it decides nothing if the "
+        "band holds at all of them",
     )
 
     @model_validator(mode="after")
@@ -237,7 +244,7 @@ class Input(Part):
 
 
 class PublishedSystem(Part):
-    """One system: run, or said why not."""
+    """A published system, with a setup to run or the reason why it is not run."""
 
     name: Name
     title: str
@@ -248,16 +255,16 @@ class PublishedSystem(Part):
     setup: Setup = Setup()
     base: Setup = Setup()
     variant: Setup | None = None
-    inputs: Seq[Input] = Field((), description="what the result stands on: all with their sources")
+    inputs: Seq[Input] = Field((), description="inputs of the result: all with their sources")
     assumed: Seq[str] = Field((), description="inputs that decide the result and are not published")
     chosen: str | None = Field(
-        None, description="what was chosen with the claim or a result in sight: being within the band is no evidence"
+        None, description="choices made with the claim or a result in sight: being within the band is then no evidence"
     )
-    not_modelled: Seq[str] = Field((), description="what the variant has besides, and is left out")
+    not_modelled: Seq[str] = Field((), description="features of the variant that are left out")
     needs: Seq[str] = Field((), description="primitives that simtune lacks")
-    not_a_schedule: str | None = Field(None, description="why the headline is nothing a schedule decides")
-    probes: Seq[Probe] = Field((), description="of a difference: what is run besides, to measure where it comes from")
-    because: str | None = Field(None, description="what is known of a difference beside what is measured")
+    not_a_schedule: str | None = Field(None, description="reason why the headline is nothing that a schedule decides")
+    probes: Seq[Probe] = Field((), description="for a difference: further runs that measure where it comes from")
+    because: str | None = Field(None, description="for a difference: what is known beside what is measured")
 
     @field_validator("needs")
     @classmethod
@@ -283,7 +290,7 @@ class PublishedSystem(Part):
 
     @property
     def unpublished(self) -> tuple[str, ...]:
-        """What decides the verdict and is not published: inputs, and the band where the claim has no figure."""
+        """Inputs that decide the verdict and are not published, and the band if the claim has no figure."""
         if self.variant is None or self.claim is None or self.claim.has_figure:
             return tuple(self.assumed)
         return (*self.assumed, OWN_BAND)
@@ -309,12 +316,12 @@ class Systems(Spec):
         return systems
 
     def own_model(self, name: str) -> Model | None:
-        """One that stands in the file."""
+        """Return a model that the file defines; None if it defines none of this name."""
         fields = self.models.get(name)
         return None if fields is None else _read(Model, name, fields)
 
     def own_acceptance(self, name: str) -> Acceptance | None:
-        """One that stands in the file."""
+        """Return an acceptance spec that the file defines; None if it defines none of this name."""
         fields = self.acceptance.get(name)
         return None if fields is None else _read(Acceptance, name, fields)
 
@@ -322,26 +329,26 @@ class Systems(Spec):
         """`sides`, with an assumed input otherwise."""
         shared = _given(otherwise.setup)
         return {
-            side: merged(merged(whole, shared), _given(getattr(otherwise, side)))
-            for side, whole in self.sides(system).items()
+            side: merged(merged(side_settings, shared), _given(getattr(otherwise, side)))
+            for side, side_settings in self.sides(system).items()
         }
 
     def sides(self, system: PublishedSystem) -> dict[str, dict[str, Any]]:
-        """Base and variant of a system that is run, each whole."""
+        """Return the merged settings of base and variant of a system that is run."""
         if system.variant is None:
             return {}
         common = merged(_given(self.setup), _given(system.setup))
-        own = {"base": system.base, "variant": system.variant}
+        setups = {"base": system.base, "variant": system.variant}
         if system.claim is not None and system.claim.value is not None:
-            del own["base"]
-        return {side: merged(common, _given(setup)) for side, setup in own.items()}
+            del setups["base"]
+        return {side: merged(common, _given(setup)) for side, setup in setups.items()}
 
 
 # --- setups to specs --------------------------------------------------------------------------------------
 
 
 def _given(setup: Setup) -> dict[str, Any]:
-    """What a setup says, as plain data."""
+    """Return the settings of a setup as plain data."""
     return setup.model_dump(exclude_unset=True)
 
 
@@ -349,15 +356,15 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `under`; see `Setup`."""
     if "kind" in over and over["kind"] != under.get("kind"):
         return dict(over)
-    whole = dict(under)
+    result = dict(under)
     for key, value in over.items():
         if value is None:
-            whole.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(whole.get(key), Mapping):
-            whole[key] = merged(whole[key], value)
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merged(result[key], value)
         else:
-            whole[key] = value
-    return whole
+            result[key] = value
+    return result
 
 
 POOL: dict[str, Any] = {"instances": 1, "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 8192}}
@@ -368,8 +375,8 @@ def plan_of(side: Mapping[str, Any], name: str) -> Plan:
     """The plan of a side. Raises SpecError."""
     shared = merged(POOL, side.get("pool", {}))
     pools = []
-    for own in side.get("pools") or [{}]:
-        pool = merged(shared, own)
+    for fields in side.get("pools") or [{}]:
+        pool = merged(shared, fields)
         if "hardware" in side:
             pool.setdefault("hardware", side["hardware"])
         pools.append(pool)
@@ -382,8 +389,8 @@ def workload_of(side: Mapping[str, Any], name: str) -> Workload:
     fields = {key: _length(value) if key in ("prompt", "output") else value for key, value in fields.items()}
     for parts in {"classes", "graph"} & set(fields):
         fields[parts] = [
-            {key: _length(value) if key in ("prompt", "output") else value for key, value in one.items()}
-            for one in fields[parts]
+            {key: _length(value) if key in ("prompt", "output") else value for key, value in part.items()}
+            for part in fields[parts]
         ]
     return _read(Workload, name, fields)
 
@@ -393,12 +400,14 @@ def _length(value: Any) -> Any:
 
 
 def _read(kind: type[S], name: str, fields: Mapping[str, Any]) -> S:
-    whole = {"schema": kind.schema_id(), "name": name, **fields}
-    return kind.from_document(Document(name, whole, None))
+    data = {"schema": kind.schema_id(), "name": name, **fields}
+    return kind.from_document(Document(name, data, None))
 
 
 def problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]:
-    """What is wrong in the plans, workloads, models and rates that a file's entries come to, each once with its key."""
+    """Yield the problems of the plans, workloads, models and rates that a file's entries expand to, each once with its
+    key.
+    """
     yield from {(tuple(at), message): None for at, message in _all_problems(systems)}
 
 
@@ -408,37 +417,39 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
     for name in systems.acceptance:
         yield from _problems(("acceptance", name), partial(systems.own_acceptance, name))
     for i, system in enumerate(systems.systems):
-        for places, whole in _placed(systems, system, i):
+        for places, side in _placed(systems, system, i):
             settings = {at: _given(setup) for at, setup in places.items()}
-            for one in unfolded(whole):
-                for keys, message in _problems((), partial(plan_of, one, "plan")):
+            for alternative in unfolded(side):
+                for keys, message in _problems((), partial(plan_of, alternative, "plan")):
                     yield _place(settings, ("pool", *keys)), message
-                if "step" not in one and system.measure.kind in ("load", "highest_rate"):
-                    for keys, message in _problems((), partial(workload_of, one, "workload")):
+                if "step" not in alternative and system.measure.kind in ("load", "highest_rate"):
+                    for keys, message in _problems((), partial(workload_of, alternative, "workload")):
                         yield _place(settings, ("workload", *keys)), message
 
 
 def _placed(
     systems: Systems, system: PublishedSystem, i: int
 ) -> Iterator[tuple[dict[tuple[Any, ...], Setup], dict[str, Any]]]:
-    """Each setup that is run of a system, and by their keys the settings that it is made of, its own first."""
+    """Yield the settings of each setup of a system that is run, by their keys, the setup's own first; and the merged
+    setup.
+    """
     shared: dict[tuple[Any, ...], Setup] = {("systems", i, "setup"): system.setup, ("setup",): systems.setup}
-    for side, whole in systems.sides(system).items():
-        yield {("systems", i, side): getattr(system, side), **shared}, whole
+    for side, merged_side in systems.sides(system).items():
+        yield {("systems", i, side): getattr(system, side), **shared}, merged_side
     varied: dict[tuple[Any, ...], Otherwise] = {
         ("systems", i, "inputs", n, "otherwise", k): otherwise
-        for n, one in enumerate(system.inputs)
-        for k, otherwise in enumerate(one.otherwise)
+        for n, entry in enumerate(system.inputs)
+        for k, otherwise in enumerate(entry.otherwise)
     }
     varied |= {("systems", i, "probes", n): probe for n, probe in enumerate(system.probes)}
     for at, otherwise in varied.items():
-        for side, whole in systems.varied(system, otherwise).items():
-            own = {(*at, side): getattr(otherwise, side), (*at, "setup"): otherwise.setup}
-            yield {**own, ("systems", i, side): getattr(system, side), **shared}, whole
+        for side, merged_side in systems.varied(system, otherwise).items():
+            settings = {(*at, side): getattr(otherwise, side), (*at, "setup"): otherwise.setup}
+            yield {**settings, ("systems", i, side): getattr(system, side), **shared}, merged_side
 
 
 def _place(settings: Mapping[tuple[Any, ...], Mapping[str, Any]], keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where a setting stands: in the first of these mappings that has it, by where each stands itself."""
+    """Return the path of a setting: in the first of these mappings that has it, by the path of each mapping."""
     for at, mapping in settings.items():
         node: Any = mapping
         for key in keys:
@@ -449,10 +460,10 @@ def _place(settings: Mapping[tuple[Any, ...], Mapping[str, Any]], keys: tuple[An
 
 
 def unfolded(side: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All setups of a side that are run: its phases, and of each all that are tried."""
+    """Return all setups of a side that are run: its phases, and all alternatives of each phase."""
     common = {key: value for key, value in side.items() if key not in ("phases", "beside")}
-    wholes = [merged(common, phase.get("setup", {})) for phase in side.get("phases") or [{}]]
-    return [one for whole in wholes for one in alternatives(whole)]
+    setups = [merged(common, phase.get("setup", {})) for phase in side.get("phases") or [{}]]
+    return [alternative for setup in setups for alternative in alternatives(setup)]
 
 
 def alternatives(side: Mapping[str, Any]) -> list[dict[str, Any]]:

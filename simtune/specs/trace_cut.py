@@ -1,4 +1,4 @@
-"""Parts of a trace, in words that say what was kept: hours of the day, the busiest window, so many requests."""
+"""Parts of a trace, with notes on what was kept: hours of the day, the busiest window, a number of requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def duration_s(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is to be taken of a trace, as a user writes it; what is None leaves it as it is."""
+    """Part that is taken of a trace, as a user writes it; a field that is None cuts nothing."""
 
     begin: str | None = None
     end: str | None = None
@@ -45,7 +45,7 @@ class Cut:
     scale: str | None = None
 
     def of(self, trace: Trace) -> Trace:
-        """The part of the trace, with a note on each cut. Raises UsageError where it cannot be cut so."""
+        """Return the part of the trace, with a note on each cut. Raises UsageError if it cannot be cut so."""
         if self.begin is not None or self.end is not None:
             trace = between(trace, self.begin, self.end, offset_s(self.utc_offset))
         if self.peak is not None:
@@ -107,19 +107,19 @@ def _timed(trace: Trace, what: str) -> Array:
 
 
 def busiest(trace: Trace, window_s: float) -> Trace:
-    """The window of this length in which most requests arrive; the first of equals."""
+    """Return the window of this length in which most requests arrive; the first of equal ones."""
     arrival_s = _timed(trace, "the busiest window")
     counts = np.searchsorted(arrival_s, arrival_s + window_s, side="right") - np.arange(len(arrival_s))
     begin_s = float(arrival_s[int(np.argmax(counts))])
-    kept = (arrival_s >= begin_s) & (arrival_s <= begin_s + window_s)
-    note = f"the busiest {in_words(window_s)}, {_when(trace, begin_s)}, at {_rate(kept.sum(), window_s)}"
+    rows = (arrival_s >= begin_s) & (arrival_s <= begin_s + window_s)
+    note = f"the busiest {in_words(window_s)}, {_when(trace, begin_s)}, at {_rate(rows.sum(), window_s)}"
     mean = "" if trace.rate_rps is None else f" ({trace.rate_rps:.3g} requests/s over all)"
-    return of_rows(trace, kept, arrival_s, note + mean)
+    return of_rows(trace, rows, arrival_s, note + mean)
 
 
 def between(trace: Trace, begin: str | None, end: str | None, utc_offset_s: float = 0.0) -> Trace:
-    """From `09:00` to `18:00` of every day, joined without the hours between; or from `30m` to `2h` after the first
-    request. Raises UsageError where the trace does not know the time of day.
+    """Return the requests from `09:00` to `18:00` of every day, joined without the hours between; or from `30m` to `2h`
+    after the first request. Raises UsageError if the trace does not contain the time of day.
     """
     arrival_s = _timed(trace, "a part of the day")
     clocks = [text is not None and ":" in text for text in (begin, end)]
@@ -129,9 +129,9 @@ def between(trace: Trace, begin: str | None, end: str | None, utc_offset_s: floa
     end_s = float(arrival_s[-1]) if end is None else duration_s(end)
     if not begin_s < end_s:
         raise UsageError(f"{begin} to {end}: the end must come after the beginning")
-    kept = (arrival_s >= begin_s) & (arrival_s <= end_s)
+    rows = (arrival_s >= begin_s) & (arrival_s <= end_s)
     note = f"from {in_words(begin_s) if begin_s else 'the start'} to {in_words(end_s)} after the first request"
-    return of_rows(trace, kept, arrival_s, note)
+    return of_rows(trace, rows, arrival_s, note)
 
 
 def _daily(trace: Trace, arrival_s: Array, begin: str, end: str, utc_offset_s: float) -> Trace:
@@ -144,10 +144,10 @@ def _daily(trace: Trace, arrival_s: Array, begin: str, end: str, utc_offset_s: f
         raise UsageError(f"{begin} to {end}: the end must come after the beginning, on one day")
     clock = arrival_s + (trace.began_s + utc_offset_s)
     day, at = np.divmod(clock, DAY_S)
-    kept: Mask = (at >= first) & (at < last)
+    rows: Mask = (at >= first) & (at < last)
     joined = (day - day[0]) * (last - first) + (at - first)
-    note = f"{begin} to {end} of {len(np.unique(day[kept]))} days"
-    return of_rows(trace, kept, joined, note)
+    note = f"{begin} to {end} of {len(np.unique(day[rows]))} days"
+    return of_rows(trace, rows, joined, note)
 
 
 def _of_day_s(clock: str) -> float:
@@ -158,10 +158,10 @@ def _of_day_s(clock: str) -> float:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """Several traces as one, by the time of day where all tell it, else each from its own start.
+    """Return several traces as one, by the time of day if all contain it, else each from its own start.
 
-    Sessions and prefixes stay those of their own file. Raises UsageError where some have times or prefixes and others
-    have not.
+    Sessions and prefixes stay those of their own file. Raises UsageError if some have times or prefixes and others have
+    not.
     """
     if len(traces) == 1:
         return traces[0]
@@ -185,7 +185,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
 
 
 def _starts(traces: Sequence[Trace]) -> list[float] | None:
-    """The time of day at which each began; None where one does not tell."""
+    """Return the time of day at which each trace begins; None if one does not contain it."""
     starts = [trace.began_s for trace in traces if trace.began_s is not None]
     return starts if len(starts) == len(traces) else None
 
@@ -193,7 +193,7 @@ def _starts(traces: Sequence[Trace]) -> list[float] | None:
 def _times_of_all(traces: Sequence[Trace], clock: Sequence[float], files: str) -> Array | None:
     times = [t.arrival_s + at for t, at in zip(traces, clock, strict=True) if t.arrival_s is not None]
     if 0 < len(times) < len(traces):
-        raise UsageError(f"{files}: only some have arrival times; look at them apart")
+        raise UsageError(f"{files}: only some have arrival times; read them in separate commands")
     return np.concatenate(times) if times else None
 
 
@@ -202,7 +202,9 @@ def _prefixes_of_all(traces: Sequence[Trace], files: str) -> list[tuple[int, ...
     if not rows:
         return None
     if len(rows) < len(traces) or len({trace.block_tokens for trace in traces}) > 1:
-        raise UsageError(f"{files}: only some say what prompts share, or in other blocks; look at them apart")
+        raise UsageError(
+            f"{files}: only some say what prompts share, or in other blocks; read them in separate commands"
+        )
     return _apart(rows)
 
 
@@ -212,7 +214,7 @@ def _sessions_of_all(traces: Sequence[Trace]) -> Ints | None:
 
 
 def _apart(files: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Rows of names of several files, none of which stands in two."""
+    """Return the rows of names of several files, renamed so that no name is in two files."""
     rows: list[tuple[int, ...]] = []
     above = 0
     for file in files:
@@ -235,14 +237,14 @@ def replayed_part(workload: Workload, trace: Trace, requests: int) -> str | None
         return None
     if requests > len(trace):
         return f"the {len(trace):,} requests of {trace.file}, repeated to {requests:,}"
-    kept = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
+    part = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
     if trace.arrival_s is None or trace.rate_rps is None or requests < 2:
-        return kept
+        return part
     span_s, whole_s = float(trace.arrival_s[requests - 1]), float(trace.arrival_s[-1])
     rate = (requests - 1) / span_s if span_s > 0 else float("inf")
     rates = f"{rate:.3g} requests/s where all have {trace.rate_rps:.3g}"
     remedy = "simtune workload --peak takes the busiest window"
-    return f"{kept}: {in_words(span_s)} of {in_words(whole_s)}, {rates}; {remedy}"
+    return f"{part}: {in_words(span_s)} of {in_words(whole_s)}, {rates}; {remedy}"
 
 
 def _rate(count: int, window_s: float) -> str:

@@ -1,4 +1,4 @@
-"""A trace as a file that is read again: CSV, or JSON lines where prompts share something or are turns."""
+"""A trace as a file that can be read again: CSV, or JSON lines if prompts share something or are turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 def trace_text(trace: Trace, name: str) -> str:
-    """The text of a file of this name. Raises UsageError where its ending cannot hold the trace."""
+    """Return the text of a file of this name. Raises UsageError if a file with this ending cannot contain the trace."""
     columns: dict[str, list[Any]] = {}
     if trace.arrival_s is not None:
         columns["arrival_s"] = [round(x, 9) for x in trace.arrival_s.tolist()]

@@ -1,6 +1,6 @@
-"""Request traces: who came when, with how many tokens.
+"""Request traces: when each request arrived, with how many tokens.
 
-Shapes of file are told apart by their content, plain or gzip-compressed:
+Formats of files are recognised by their content, plain or gzip-compressed:
 
 * CSV with a wall clock: `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces);
 * JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
@@ -8,7 +8,7 @@ Shapes of file are told apart by their content, plain or gzip-compressed:
   are numbers or a clock (`simtune.specs.trace_formats.clocks`); without an arrival column it is lengths only;
 * what load generators and gateways write, and conversations: `simtune.specs.trace_formats`.
 
-Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, and said so. A trace with
+Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, with a note. A trace with
 anything wrong in it is refused with all its problems, the first MAX_SHOWN of them in full.
 """
 
@@ -67,13 +67,13 @@ COLUMNS = {
     "output": ("output_tokens", "generated_tokens", "generatedtokens", "completion_tokens",
                "num_decode_tokens", "output_length", "output_toks"),
 }  # fmt: skip
-"""What columns may be called, whatever their case; the first name of each is simtune's own."""
+"""Names of the columns, whatever their case; the first name of each is simtune's own."""
 
 _CACHED = ("cached_tokens", "num_cached_tokens", "prompt_cached_tokens")
-"""What a column of prompt tokens that were found in a prefix cache may be called."""
+"""Names of a column of prompt tokens that were found in a prefix cache."""
 
 _WALL_CLOCK = re.compile(r"(19|20)\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?")
-"""The form of most times: they are read all at once, others one by one."""
+"""Form of most times: such columns are parsed as a whole, others one value at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +91,11 @@ class Trace:
     hash_ids: tuple[tuple[int, ...], ...] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     session: Ints | None = None
-    """Which conversation each request is a turn of, numbered by first turn, where the file says."""
+    """Conversation of which each request is a turn, numbered by first turn; None if the file has none."""
     began_s: float | None = None
-    """Time of day of the first request, seconds since 1970 UTC, where the file says."""
+    """Time of day of the first request, in seconds since 1970 UTC; None if the file has none."""
     notes: tuple[str, ...] = ()
-    """What was left out or estimated on the way, and what kind of file it was."""
+    """Notes on what was left out or estimated, and what kind of file it was."""
     ignored: tuple[str, ...] = ()
     """Columns that were not read."""
 
@@ -104,14 +104,14 @@ class Trace:
 
     @property
     def rate_rps(self) -> float | None:
-        """Requests per second: one over the mean gap. None without arrival times or when all come at once."""
+        """Requests per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
         if self.arrival_s is None or not self.arrival_s[-1] > 0:
             return None
         return (len(self) - 1) / float(self.arrival_s[-1])
 
 
 def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
-    """Read a trace file. Raises SpecError with the problems found, UsageError when it cannot be read."""
+    """Read a trace file. Raises SpecError with the problems, UsageError if it cannot be read."""
     raw = read_bytes(path)
     problems = _Problems(str(path))
     binary = binary_title(raw)
@@ -126,14 +126,14 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
         )  # fmt: skip
     if start == "":
         problems.stop("the file is empty; a trace has one request per line", None)
-    known = None if reading.columns else recognised(text)
-    wrong = None if known is not None else stranger(text)
+    recognition = None if reading.columns else recognised(text)
+    wrong = None if recognition is not None else stranger(text)
     if wrong is not None:
         problems.stop(wrong, None)
-    if known is None and start == "[":
+    if recognition is None and start == "[":
         problems.stop("a JSON list was found; write one JSON object per line (JSON lines)", 1)
-    if known is not None:
-        table = _formatted_table(*known, reading, problems)
+    if recognition is not None:
+        table = _formatted_table(*recognition, reading, problems)
     else:
         table = (_json_table if start == "{" else _csv_table)(text, problems, dict(reading.columns))
     if reading.zero_output != "refuse":
@@ -197,11 +197,11 @@ class _Problems:
     def raise_if_any(self) -> None:
         if not self.problems:
             return
-        shown = sorted(self.problems, key=lambda p: p.line or 0)
-        if len(shown) > MAX_SHOWN:
-            more = Problem(self.file, f"... and {len(shown) - MAX_SHOWN} more")
-            shown = [*shown[:MAX_SHOWN], more]
-        raise SpecError(shown)
+        problems = sorted(self.problems, key=lambda p: p.line or 0)
+        if len(problems) > MAX_SHOWN:
+            more = Problem(self.file, f"... and {len(problems) - MAX_SHOWN} more")
+            problems = [*problems[:MAX_SHOWN], more]
+        raise SpecError(problems)
 
 
 @dataclass(slots=True)
@@ -213,20 +213,20 @@ class _Table:
     lines: Sequence[int]
     is_json: bool
     per_s: float | None = None
-    """Arrivals in a second, of a format that says; else the column's name does."""
+    """Arrival units in a second, for a format that defines them; else the column's name does."""
     notes: Sequence[str] = ()
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
     unit: str | None = None
-    """Of arrivals, if they were named by hand: s, ms or ns."""
+    """Unit of arrivals if the column was named by hand: s, ms or ns."""
 
 
 def _formatted_table(
     form: TraceFormat, objects: list[Any], lines: list[int], reading: LogReading, problems: _Problems
 ) -> _Table:
-    """The requests of a known format in order of arrival: load generators write them as they end."""
-    given: LogRequests = form.read(objects, lines, reading, problems)
-    values, at = given.values, given.lines
+    """Return the requests of a known format in order of arrival: load generators write them as they end."""
+    log: LogRequests = form.read(objects, lines, reading, problems)
+    values, at = log.values, log.lines
     if not at:
         problems.stop("no request is left", lines[0])
     times = values.get("arrival")
@@ -234,12 +234,12 @@ def _formatted_table(
         order = sorted(range(len(times)), key=times.__getitem__)
         values = {field: [column[i] for i in order] for field, column in values.items()}
         at = [at[i] for i in order]
-    notes = [f"read as {form.title}", *given.notes]
-    return _Table(given.names, values, at, True, given.per_s, notes, SHARED_BLOCK_TOKENS)
+    notes = [f"read as {form.title}", *log.notes]
+    return _Table(log.names, values, at, True, log.per_s, notes, SHARED_BLOCK_TOKENS)
 
 
 def _without_zeros(table: _Table, reading: LogReading) -> _Table:
-    """The table without requests of no output token, or with one token for each."""
+    """Return the table without requests of no output token, or with one token for each."""
     column = table.values["output"]
     zero = [_is_zero(value) for value in column]
     count = sum(zero)
@@ -251,10 +251,10 @@ def _without_zeros(table: _Table, reading: LogReading) -> _Table:
         ]
         notes = [*table.notes, f"{count:,} requests of no output token are given one"]
         return replace(table, values={**table.values, "output": ones}, notes=notes)
-    kept = [not z for z in zero]
-    values = {field: list(compress(values, kept)) for field, values in table.values.items()}
+    nonzero = [not z for z in zero]
+    values = {field: list(compress(values, nonzero)) for field, values in table.values.items()}
     notes = [*table.notes, f"{count:,} requests of no output token left out"]
-    return replace(table, values=values, lines=list(compress(table.lines, kept)), notes=notes)
+    return replace(table, values=values, lines=list(compress(table.lines, nonzero)), notes=notes)
 
 
 def _is_zero(value: Any) -> bool:
@@ -269,12 +269,13 @@ def _csv_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Tab
     if len(rows) == 1:
         problems.stop("the trace is empty: a header and no request", lines[0])
     if set(map(len, rows)) != {len(header)}:
-        whole = _rows_as_long_as_the_header(rows, lines, problems)
-        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
+        complete = _rows_as_long_as_the_header(rows, lines, problems)
+        rows, lines = [rows[i] for i in complete], [lines[i] for i in complete]
         if len(rows) == 1:
             problems.raise_if_any()
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
     values: dict[str, Sequence[str]] = {field: columns[name] for field, name in names.items()}
+    # Spreadsheets that separate cells by semicolons write decimal commas.
     if delimiter == ";":
         values = {field: _with_points(values[field], name, lines[1:], problems) for field, name in names.items()}
     table = _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
@@ -321,15 +322,15 @@ def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Ta
     rows = _with_dotted(rows, asked)
     names = _named_columns(list(rows[0]), asked, problems, lines[0])
     names |= _optional(rows)
-    whole = []
+    complete = []
     for i, row in enumerate(rows):
-        missing = [name for name in names.values() if name not in row]
-        for name in missing:
+        absent = [name for name in names.values() if name not in row]
+        for name in absent:
             problems.add("is missing here", lines[i], name)
-        if not missing:
-            whole.append(i)
-    if len(whole) < len(rows):
-        rows, lines = [rows[i] for i in whole], [lines[i] for i in whole]
+        if not absent:
+            complete.append(i)
+    if len(complete) < len(rows):
+        rows, lines = [rows[i] for i in complete], [lines[i] for i in complete]
     if not rows:
         problems.raise_if_any()
     values = {field: [row[name] for row in rows] for field, name in names.items()}
@@ -352,7 +353,7 @@ def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _block_tokens(row: Mapping[str, Any], line: int, problems: _Problems) -> int:
-    """What the first line says that a block is, of a trace that simtune wrote."""
+    """Return the tokens of a block by the first line of a trace that simtune wrote."""
     tokens = row.get("block_tokens", MOONCAKE_BLOCK_TOKENS)
     if type(tokens) is not int or tokens < 1:
         problems.stop(f"must be a whole number of tokens, not {tokens!r}", line, "block_tokens")
@@ -397,14 +398,14 @@ def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _P
 
 
 def _named_columns(header: Sequence[str], asked: Mapping[str, str], problems: _Problems, line: int) -> dict[str, str]:
-    """Field -> column name as written. Stops when a length column is missing or a name stands twice."""
+    """Return field -> column name as written. Stops if a length column is missing or a name occurs twice."""
     if all(_is_number(cell) for cell in header):
         problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
     names = _named_by_hand(asked, header, problems, line)
-    left = [cell for cell in header if cell not in names.values()]
+    unnamed = [cell for cell in header if cell not in names.values()]
     before = len(problems)
     for field in (field for field in COLUMNS if field not in names):
-        columns = _columns_of(field, left)
+        columns = _columns_of(field, unnamed)
         if len(columns) > 1:
             problems.add(f"{' and '.join(columns)} both give the {field}; keep one of them", line, columns[1])
         if columns:
@@ -425,9 +426,11 @@ def _columns_of(field: str, header: Sequence[str]) -> list[str]:
 
 
 def _clock_columns(header: Sequence[str]) -> list[str]:
-    """The column whose name is most surely that of a time, if any."""
-    known = [name.lower() for name in clocks.NAMES]
-    columns = sorted((cell for cell in header if cell.lower() in known), key=lambda cell: known.index(cell.lower()))
+    """Return the column whose name is most surely that of a time, if any."""
+    time_names = [name.lower() for name in clocks.NAMES]
+    columns = sorted(
+        (cell for cell in header if cell.lower() in time_names), key=lambda cell: time_names.index(cell.lower())
+    )
     return columns[:1]
 
 
@@ -437,18 +440,18 @@ def _ignored(columns: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...
 
 
 def _report_missing(field: str, header: Sequence[str], problems: _Problems, line: int) -> None:
-    """A column that may be the field, misspelt; else that the field is missing. Arrivals may be."""
-    known = COLUMNS[field]
+    """Report a column that may be the field, misspelt; else that the field is missing. Arrivals may be."""
+    aliases = COLUMNS[field]
     for cell in header:
         if any(cell.lower() in names for names in COLUMNS.values()):
             continue
-        close = difflib.get_close_matches(cell.lower(), known, n=1, cutoff=0.75)
+        close = difflib.get_close_matches(cell.lower(), aliases, n=1, cutoff=0.75)
         if close:
             problems.add(f"unknown column, did you mean {close[0]}?", line, cell)
             return
     if field != "arrival":
-        remedy = f"it may also be called {', '.join(known[1:])}; another name: {_BY_HAND}"
-        problems.add(f"this column is missing; found: {', '.join(header)}; {remedy}", line, known[0])
+        remedy = f"it may also be called {', '.join(aliases[1:])}; another name: {_BY_HAND}"
+        problems.add(f"this column is missing; found: {', '.join(header)}; {remedy}", line, aliases[0])
 
 
 _EXAMPLE_HEADER = "arrival_s,prompt_tokens,output_tokens"
@@ -468,10 +471,11 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
-    """The column as floats; what is no finite number is reported and becomes NaN."""
+    """Return the column as floats; what is no finite number is reported and becomes NaN."""
     values, name = table.values[field], table.names[field]
-    wanted: tuple[type, ...] = (int, float) if table.is_json else (str,)
-    if set(map(type, values)).issubset(wanted):
+    expected_types: tuple[type, ...] = (int, float) if table.is_json else (str,)
+    # A whole column is converted at once; cells are only tried one by one if that fails, to report their lines.
+    if set(map(type, values)).issubset(expected_types):
         try:
             numbers = np.array(list(map(float, values)))
             if np.isfinite(numbers).all():
@@ -481,15 +485,15 @@ def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
     numbers = np.full(len(values), np.nan)
     for i, value in enumerate(values):
         try:
-            if type(value) not in wanted:
+            if type(value) not in expected_types:
                 raise ValueError
             numbers[i] = float(value)
             if not np.isfinite(numbers[i]):
                 raise ValueError
         except (ValueError, OverflowError):
             numbers[i] = np.nan
-            given = "an empty cell" if value == "" else reprlib.repr(value)
-            problems.add(f"must be a finite number, not {given}", table.lines[i], name)
+            cell = "an empty cell" if value == "" else reprlib.repr(value)
+            problems.add(f"must be a finite number, not {cell}", table.lines[i], name)
     return numbers
 
 
@@ -513,7 +517,7 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
 
 
 def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float | None]:
-    """Seconds since the first request, and that one's seconds since 1970 where the file tells the time of day."""
+    """Return seconds since the first request, and that request's seconds since 1970 if the file has the time of day."""
     if "arrival" not in table.names:
         return None, None
     name, began_s = table.names["arrival"].lower(), None
@@ -521,6 +525,7 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
         times, per_s = _numbers(table, "arrival", problems), table.per_s
         began_s = float(times[0]) / per_s if times[0] / per_s > EARLIEST_S else None
         exact = began_s is not None and not np.isnan(times).any()
+        # Nanoseconds since 1970 exceed the 53 bits of a float's mantissa, so the first one is subtracted in integers.
         if exact and all(type(value) is int for value in table.values["arrival"]):
             first = table.values["arrival"][0]
             times = np.array([value - first for value in table.values["arrival"]], dtype=np.float64)
@@ -531,10 +536,10 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
         per_s, began_s = _since(table, name, times, problems)
     good = np.flatnonzero(~np.isnan(times))
     for k in np.flatnonzero(np.diff(times[good]) < 0).tolist():
-        before, here = good[k], good[k + 1]
+        previous_row, row = good[k], good[k + 1]
         values = table.values["arrival"]
-        earlier = f"{values[here]} is earlier than {values[before]} of line {table.lines[before]}"
-        problems.add(f"{earlier}; sort the rows by time", table.lines[here], table.names["arrival"])
+        earlier = f"{values[row]} is earlier than {values[previous_row]} of line {table.lines[previous_row]}"
+        problems.add(f"{earlier}; sort the rows by time", table.lines[row], table.names["arrival"])
     since_first: Array = (times - times[0]) / per_s
     return since_first, began_s
 
@@ -544,7 +549,8 @@ _PER_S = {"s": 1.0, "ms": 1e3, "ns": 1e9}
 
 def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple[float, float | None]:
     """Return how many of the units of arrivals make a second, and the first one's seconds since 1970 if they count from
-    there. Stops where neither the name nor the size of the numbers tells the unit."""
+    there. Stops if neither the name nor the size of the numbers shows the unit.
+    """
     if table.unit is not None:
         return _PER_S[table.unit], None
     if name in COLUMNS["arrival"] and (name != "timestamp" or table.is_json):
@@ -565,7 +571,7 @@ def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple
 
 
 def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | None]:
-    """Nanoseconds since the first good time (exact in a float for 100 days), NaN where reported; and that time."""
+    """Return nanoseconds since the first good time (exact in a float for 100 days), NaN if reported; and that time."""
     texts = [str(text).strip() for text in table.values["arrival"]]
     times = np.full(len(texts), np.datetime64("NaT", "ns"))
     try:
@@ -582,24 +588,25 @@ def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | N
                 times[i] = at[0] - np.timedelta64(at[1], "m")
             except ValueError:
                 if len(problems) > MAX_SHOWN:
-                    break  # a log of a million lines in a form that is not read
+                    # A log of a million lines in an unknown form needs no further reports.
+                    break
                 problems.add(
                     f"must be a time such as {clocks.FORMS}, not {text!r}", table.lines[i], table.names["arrival"]
                 )
-    known = times[~np.isnat(times)]
-    if not len(known):
+    good_times = times[~np.isnat(times)]
+    if not len(good_times):
         return np.full(len(texts), np.nan), None
-    since: Array = (times - known[0]) / np.timedelta64(1, "ns")
-    return since, float(known[0].astype(np.int64)) / 1e9
+    since: Array = (times - good_times[0]) / np.timedelta64(1, "ns")
+    return since, float(good_times[0].astype(np.int64)) / 1e9
 
 
 def _zone(text: str) -> int | None:
-    """Where the offset from UTC begins in a time; None where there is none."""
+    """Return the position at which the offset from UTC begins in a time; None if there is none."""
     return next((i for i in range(19, len(text)) if text[i] in "Z+-"), None)
 
 
 def _ahead(texts: Sequence[str]) -> NDArray[np.timedelta64]:
-    """How far the clocks of these times are ahead of UTC."""
+    """Return how far the clocks of these times are ahead of UTC."""
     zones = [text[_zone(text) or len(text) :].removeprefix("Z") for text in texts]
     minutes = [0 if not z else (-1 if z[0] == "-" else 1) * (60 * int(z[1:3]) + int(z[4:6])) for z in zones]
     return np.array(minutes, dtype="timedelta64[m]").astype("timedelta64[ns]")

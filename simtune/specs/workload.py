@@ -43,7 +43,7 @@ class Gamma(Part):
 
 
 class FixedInterval(Part):
-    """One request every 1 / rate_rps seconds."""
+    """A request every 1 / rate_rps seconds."""
 
     kind: Literal["fixed"] = "fixed"
     rate_rps: Rate
@@ -92,13 +92,13 @@ Arrivals = Annotated[
 # --- lengths ----------------------------------------------------------------------------------------------
 
 MAX_TOKENS = 10**9
-"""Of one request, as `Tokens` says."""
+"""Most tokens of one request, as in `Tokens`."""
 Level = Annotated[float, Field(ge=0, le=1)]
 Quantile = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
 
 
 class FixedLength(Part):
-    """Every request has so many tokens."""
+    """Every request has the same number of tokens."""
 
     kind: Literal["fixed"] = "fixed"
     tokens: Tokens
@@ -137,14 +137,14 @@ class Quantiles(Part):
 
 
 class TraceLengths(Part):
-    """Lengths of the trace named in `trace`, in its order, repeated when more requests are asked for."""
+    """Lengths of the trace named in `trace`, in its order, repeated if more requests are needed."""
 
     kind: Literal["trace"] = "trace"
 
 
 Lengths = Annotated[FixedLength | Lognormal | Quantiles | TraceLengths, Field(discriminator="kind")]
 DrawnLengths = Annotated[FixedLength | Lognormal | Quantiles, Field(discriminator="kind")]
-"""Those that need no trace."""
+"""Lengths that need no trace."""
 
 # --- service level objectives -----------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class Slo(Part):
     )
     confidence: Annotated[float, Field(ge=0.5, le=0.99)] | None = Field(
         None,
-        description="of a study: the share of worlds, in which operators are off by as much as their profile states, "
-        "that have to keep these limits; a plan is judged as predicted unless given",
+        description="for a study: share of the worlds, in which operators are off by as much as their profile states, "
+        "that must keep these limits; a plan is judged as predicted unless given",
     )
 
     def limits(self) -> list[tuple[SloMetric, str, float]]:
@@ -202,7 +202,7 @@ class SharedPrefix(Part):
     groups: Tokens
     tokens: Tokens
     block_tokens: BlockSize = Field(
-        16, description="sharing is told in blocks of so many tokens: a multiple of KV blocks"
+        16, description="tokens of a block, in which sharing is counted: a multiple of KV blocks"
     )
 
 
@@ -214,9 +214,9 @@ class Sessions(Part):
     """
 
     concurrent: Tokens
-    turns: Tokens = Field(description="of each conversation")
+    turns: Tokens = Field(description="turns of each conversation")
     block_tokens: BlockSize = Field(
-        16, description="what turns share is told in blocks of so many tokens, see shared_prefix"
+        16, description="tokens of a block, in which what turns share is counted; see shared_prefix"
     )
 
 
@@ -224,30 +224,34 @@ class GraphNode(Part):
     """Requests of a family that are sent together, as soon as all those of the nodes in `after` are over."""
 
     name: Name
-    count: Branches = Field(1, description="requests of it: samples of one prompt, or one to each inherited text")
+    count: Branches = Field(1, description="requests of the node: samples of one prompt, or one to each inherited text")
     after: Annotated[Seq[Name], Field(strict=False)] = Field((), description="nodes that must be over; none: arrives")
-    delay_s: Seconds = Field(0.0, description="from then until they are sent, as by a tool that is called")
-    from_s: Seconds = Field(0.0, description="not before so long after the family's arrival, as a part that comes late")
-    first: Count | None = Field(None, description="over with so many answers, the others are aborted; all unless given")
+    delay_s: Seconds = Field(
+        0.0, description="seconds from then until the requests are sent, as for a tool that is called"
+    )
+    from_s: Seconds = Field(0.0, description="least seconds after the family's arrival, as for a part that comes late")
+    first: Count | None = Field(None, description="answers that end the node, the others are aborted; all unless given")
     prompt: DrawnLengths | None = Field(None, description="tokens of its own; those of the workload unless given")
     output: DrawnLengths | None = None
     inherits: Name | None = Field(
-        None, description="its prompts go on from the text of this node: of its one request, or each of its own number"
+        None,
+        description="node from whose text its prompt continues: from its one request, or each from that of the same "
+        "number",
     )
     reads: Annotated[Seq[Name], Field(strict=False)] = Field(
-        (), description="nodes all of whose answers are in its prompt besides"
+        (), description="nodes all of whose outputs are also in its prompt"
     )
 
 
 class Workload(Spec):
-    """Arrivals x lengths x classes. `requests` is how many are simulated unless the caller says otherwise."""
+    """Arrivals x lengths x classes. `requests` is the number that is simulated unless the caller sets another."""
 
     KIND: ClassVar[str] = "workload"
-    source: str | None = Field(None, description="where the numbers come from, with licence")
+    source: str | None = Field(None, description="source of the numbers, with licence")
     requests: Tokens = 8000
     batch: bool = Field(
         False,
-        description="a finite load: judged by when all of it is done, not as a rate that goes on, and not made longer",
+        description="a finite load: judged by when all of it is done, not as a sustained rate, and not made longer",
     )
     arrivals: Arrivals
     prompt: Lengths
@@ -259,14 +263,17 @@ class Workload(Spec):
     )
     trace: str | None = Field(None, description="trace file, relative to this file; needed by `kind: trace`")
     classes: Annotated[Seq[RequestClass], Field(strict=False)] = ()
-    shared_prefix: SharedPrefix | None = Field(None, description="only without a trace that says what prompts share")
+    shared_prefix: SharedPrefix | None = Field(
+        None, description="shared prefixes, only without a trace that contains them"
+    )
     sessions: Sessions | None = Field(
         None,
-        description="the same; `prompt` is then what a turn adds to the conversation, and groups are drawn for each",
+        description="conversations, only without a trace that contains them; `prompt` is then what a turn adds to the "
+        "conversation, and groups are drawn for each",
     )
 
     graph: Annotated[Seq[GraphNode], Field(strict=False)] | None = Field(
-        None, description="every arrival is a family of requests: forks, joins, and what follows them"
+        None, description="every arrival is a family of requests: nodes that fork and join"
     )
 
     @field_validator("graph")

@@ -1,8 +1,8 @@
 """Strict YAML: what is written is what is read, and every value remembers its line and column.
 
-PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key
-silently wins. Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a
-repeated key is an error. JSON files are read by the same door (JSON is YAML).
+PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key silently wins.
+Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a repeated key is an error. JSON
+files are read in the same way (JSON is YAML).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?
 _BREAKS = re.compile(r"[\x85\u2028\u2029]")
 
 _MOST_REPEATED = 100_000
-"""Values that aliases may stand for, all together: a few lines can stand for more than any memory holds."""
+"""Most values that aliases may stand for, all together: a few lines can stand for more values than fit in memory."""
 
 # The parser of libyaml is ten times faster; PyYAML is also built without it.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -79,7 +79,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file: plain Python `data`, and the node tree that knows where each value stands."""
+    """A parsed file: plain Python `data`, and the node tree with the place of each value."""
 
     file: str
     data: Any
@@ -88,10 +88,10 @@ class Document:
     """Keys whose values were set from outside the file: what is wrong with them is not the file's fault."""
 
     def position(self, loc: Sequence[str | int]) -> tuple[int | None, int | None]:
-        """Line and column (from 1) of the deepest part of `loc` that stands in the file.
+        """Return line and column (from 1) of the deepest part of `loc` that is in the file.
 
-        Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its
-        locations, and a missing key has no place of its own but that of its parent.
+        Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its locations, and a
+        missing key has no place of its own but that of its parent.
         """
         if self.node is None:
             return None, None
@@ -129,31 +129,30 @@ def _duplicates(node: yaml.Node, file: str, prefix: str = "") -> list[Problem]:
 
 
 class _Expanded:
-    """How many values, and how deep, a document is once its aliases are written out. Raises SpecError for too much."""
+    """Count of values and depth of a document once its aliases are written out. Raises SpecError for too much."""
 
     def __init__(self, file: str, most: int) -> None:
         self._file, self._most = file, most
         self._known: dict[int, tuple[int, int] | None] = {}
 
     def measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Values and levels of a node."""
+        """Return values and levels of a node."""
         if isinstance(node, yaml.ScalarNode):
             return 1, 0
         if id(node) not in self._known:
+            # None while the node is measured: meeting it again inside itself is an alias that contains itself.
             self._known[id(node)] = None
             pairs = isinstance(node, yaml.MappingNode)
             inner = [self.measure(x) for x in ([x for pair in node.value for x in pair] if pairs else node.value)]
             self._known[id(node)] = 1 + sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
-        known = self._known[id(node)]
-        if known is None:
-            raise self._refusal(node, "an alias stands for what it is in itself")
-        if known[0] > self._most:
-            raise self._refusal(
-                node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write out the needed"
-            )
-        if known[1] > DEEPEST:
+        size = self._known[id(node)]
+        if size is None:
+            raise self._refusal(node, "an alias contains itself")
+        if size[0] > self._most:
+            raise self._refusal(node, f"its aliases stand for more than {_MOST_REPEATED:,} values; write them out")
+        if size[1] > DEEPEST:
             raise self._refusal(node, f"nested deeper than {DEEPEST} levels")
-        return known
+        return size
 
     def _refusal(self, node: yaml.Node, message: str) -> SpecError:
         return SpecError(Problem(self._file, message, "", node.start_mark.line + 1, node.start_mark.column + 1))
@@ -182,7 +181,8 @@ def _too_deep(text: str) -> yaml.Mark | None:
                 mark: yaml.Mark = token.start_mark
                 return mark
     except yaml.YAMLError:
-        pass  # not nested too deeply up to the syntax error, which the caller reports
+        # The text up to the syntax error is not nested too deeply; the caller reports that error.
+        pass
     return None
 
 
@@ -246,7 +246,8 @@ def _represent_float(dumper: _Dumper, value: float) -> yaml.ScalarNode:
 
 
 def _represent_str(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    quoted = '"' if _BREAKS.search(value) else None  # only double quotes keep Unicode's line breaks
+    # Only double quotes keep Unicode's line breaks.
+    quoted = '"' if _BREAKS.search(value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=quoted)
 
 

@@ -97,7 +97,7 @@ def test_columns_may_say_what_prompts_share() -> None:
         ({"prompt_tokens": [0.5] * 60}, "prompt_tokens must be whole numbers of tokens from 1"),
         ({"output_tokens": [0] * 60}, "output_tokens must be whole numbers of tokens from 1"),
         ({"output_tokens": [1] * 59}, "must be of one length: arrival_s 60, prompt_tokens 60, output_tokens 59"),
-        ({"prompts": [1] * 60}, "column prompts is none of a trace's: arrival_s, prompt_tokens"),
+        ({"prompts": [1] * 60}, "unknown trace column prompts; expected one of arrival_s, prompt_tokens"),
     ],
 )
 def test_columns_that_are_no_trace(change: dict[str, Any], message: str) -> None:

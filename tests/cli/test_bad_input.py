@@ -55,8 +55,8 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
         pytest.param(
             "search:",
             "link: {}\nsearch:",
-            "study.yaml:9:1: link: all plans have mixed pools alone, so no request goes on from one to another; write "
-            "layouts: [prefill-decode] (or both) under search, or leave it out",
+            "study.yaml:9:1: link: has no effect if all plans have only mixed pools; write layouts: "
+            "[prefill-decode] (or both) under search, or remove it",
             id="a link that no plan has",
         ),
         pytest.param("name: tiny\n", "", "study.yaml:1:1: name: is required and missing", id="missing key"),
@@ -539,21 +539,20 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
         ),
         pytest.param(
             MINE + "link: {}\n",
-            "plan.yaml:9:1: link: all pools are mixed, so no request goes on from one to another; leave it out, "
-            "or give "
-            "pools the roles prefill and decode",
+            "plan.yaml:9:1: link: has no effect if all pools are mixed; remove it, or give pools the roles prefill "
+            "and decode",
             id="a link between mixed pools",
         ),
         pytest.param(
             MINE + "decode_router: {kind: least_tokens}\n",
-            "plan.yaml:9:1: decode_router: all pools are mixed, so no request goes on from one to another; "
-            "leave it out, "
-            "or give pools the roles prefill and decode",
+            "plan.yaml:9:1: decode_router: has no effect if all pools are mixed; remove it, or give pools the roles "
+            "prefill and decode",
             id="a router between mixed pools",
         ),
         pytest.param(
             APART + "link: {}\nlinks: [{from: a, to: b}]\n",
-            "plan.yaml:9:1: link: every pair of pools has a link of its own, so nothing takes this one; leave it out",
+            "plan.yaml:9:1: link: every pair of pools has a link of its own in `links`, so `link` is not used; remove "
+            "it",
             id="a link that nothing takes",
         ),
         pytest.param(
@@ -571,7 +570,8 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
         ),
         pytest.param(
             APART + "link: {costs: transfers.jsonl, path: intra_node}\n",
-            "plan.yaml:9:32: link.path: measured transfers stand in place of the link's rates; leave out costs or this",
+            "plan.yaml:9:32: link.path: cannot be combined with costs, whose measured transfers replace the link's "
+            "rates; remove one of the two",
             id="a link both measured and rated",
         ),
         pytest.param(
@@ -596,10 +596,10 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
             "policy vllm-fcfs predicts no output lengths; leave prediction_sigma out, or choose "
             "shortest-predicted-first",
         ),
-        (("parallelism.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or leave it out"),
+        (("parallelism.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or remove it"),
         (
             ("expert_exchange=all_gather", "parallelism={attention_dp: 2, expert_parallel: true, expert_locality: 1}"),
-            "all ranks gather all tokens, wherever their experts are; set expert_exchange to deepep, or leave it out",
+            "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
         ),
         (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),
         (("batching.policy=orca", "max_model_len=4096"), "policy orca never cuts prompts"),

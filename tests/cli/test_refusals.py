@@ -81,7 +81,10 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
             "the grid has more than 100,000 points; sweep fewer values",
         ),
         ("weights llama-3.1-8b --out w --rigged llama-3.2-1b", "--rigged DRAFT and --acceptance SHARE belong together"),
-        ("workload scrape.txt trace.csv", "trace.csv: is no scrape, and others of these files are; look at them apart"),
+        (
+            "workload scrape.txt trace.csv",
+            "trace.csv: is no scrape, and others of these files are; read them in separate commands",
+        ),
         ("show nothing-like-this", "nothing built in is called 'nothing-like-this'"),
         ("check plon.yaml", "plon.yaml: `schema` is 'simtune/plon@1', did you mean simtune/plan@1?"),
         ("check other.yaml", "other.yaml: `schema` is 'mine'; it must be one of "),

@@ -104,7 +104,7 @@ def test_a_journal_keeps_findings_until_what_they_depend_on_changes(own: Desk, m
 def test_a_page_that_is_there_stays(own: Desk) -> None:
     own.write("page.html", "mine")
     said = own.refused(call, "reproduce", "mine.yaml", "--html", "page.html", "--quiet")
-    assert said == "page.html: is there already; give --force to replace it"
+    assert said == "page.html: exists already; give --force to replace it"
     assert call("reproduce", "mine.yaml", "--html", "page.html", "--force", "--quiet", "--jobs", 1).code == 0
     assert "two at once take less" in (own.folder / "page.html").read_text()
 

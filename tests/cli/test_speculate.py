@@ -65,7 +65,7 @@ def test_a_page_is_written_once(call: Call, desk: Any) -> None:
     assert (said.code, said.err) == (0, "wrote page.html\n")
     assert "What engines can be told" in (desk.folder / "page.html").read_text()
     message = desk.refused(call, "speculate", *ASKED, "--drafter", "eagle3", "--html", "page.html")
-    assert message == "page.html: is there already; give --force to replace it"
+    assert message == "page.html: exists already; give --force to replace it"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
 def test_a_plan_may_draft_as_no_engine_does(call: Call, desk: Any, scheme: str, gpus: int) -> None:
     plan = PLAN.replace("{kind: eagle, checkpoint: org/head}", "{kind: draft_model, model: vicuna-7b}")
     files = simulated(call, desk, PLAN, plan.replace("{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", scheme))
-    assert files == {"none.txt": "No engine settings: no engine can be told its drafts.\n"}
+    assert files == {"none.txt": "No engine settings: no engine has settings for its drafts.\n"}
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     assert (summary["num_gpus"], summary["completed"]) == (gpus, 50)
     assert summary["speculation"]["tokens_per_round"] > 1
@@ -213,14 +213,14 @@ def test_a_study_with_a_drafter_tries_both_and_emits_what_it_chose(desk: Any) ->
                      id="no checkpoint"),
         pytest.param(DRAFTER.replace("eagle3-llama-3.1-8b", "medusa-vicuna-7b")
                      + "    scheme: {kind: static_tree, nodes: [[1], [2]]}\n",
-                     "vLLM cannot be told a static_tree scheme", id="a tree"),
+                     "vLLM has no setting for a static_tree scheme", id="a tree"),
         pytest.param(DRAFTER.replace("{kind: eagle, checkpoint: org/head, draft_vocab_size: 32000}",
                                      "{kind: draft_model, model: llama-3.2-1b}")
                      + "    scheme: {kind: pearl, tokens: 3}\n",
-                     "vLLM cannot be told a pearl scheme: it drafts and verifies in turn", id="beside the target"),
+                     "vLLM has no setting for a pearl scheme: it drafts and verifies in turn", id="beside the target"),
         pytest.param(DRAFTER
                      + "    scheme: {kind: frontier, tokens: 3, chunks: 2, draft_share: 0.4, verify_share: 0.6}\n",
-                     "vLLM cannot be told a frontier scheme: it drafts and verifies in turn", id="in chunks"),
+                     "vLLM has no setting for a frontier scheme: it drafts and verifies in turn", id="in chunks"),
         pytest.param(DRAFTER + "    scheme: {kind: pearl, tokens: 3}\n",
                      "speculation.0.scheme: scheme pearl drafts while the target verifies", id="a head beside it"),
         pytest.param(DRAFTER + "    scheme: {kind: chain, tokens: 5}\n",

@@ -92,8 +92,9 @@ def test_tables_of_servegen_become_a_spec(desk: Desk, call: Callable[..., Said])
     means = {one["what"]: one for one in document["agreement"]}
     assert means["prompt tokens, mean"]["recorded"] == pytest.approx((9 * 100 + 3 * (0.75 * 500 + 0.25 * 900)) / 12)
     desk.write("azure.csv", AZURE)
-    assert "azure.csv: is no table of ServeGen, and others of these files are; look at them apart" in desk.refused(
-        call, "workload", "rates.csv", "azure.csv"
+    assert (
+        "azure.csv: is no table of ServeGen, and others of these files are; read them in separate commands"
+        in desk.refused(call, "workload", "rates.csv", "azure.csv")
     )
     assert "without a table of lengths" in desk.refused(call, "workload", "rates.csv")
     assert "which --peak would need" in desk.refused(call, "workload", "rates.csv", "lengths.csv", "--peak", "1m")

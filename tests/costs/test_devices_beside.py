@@ -101,7 +101,7 @@ class TestContextParallelism:
         assert formula - 1e-9 <= env.now <= formula + compute + 1e-9
 
     def test_without_ranks_that_share_there_is_no_ring(self) -> None:
-        with pytest.raises(ValueError, match="set cp above 1, or leave it out"):
+        with pytest.raises(ValueError, match="set cp above 1, or remove cp_ring"):
             pool(parallelism={"cp_ring": "both_ways"})
 
     def test_each_rank_has_its_part_of_the_cache(self) -> None:
@@ -189,9 +189,12 @@ class TestOffload:
         [
             ({"kv_cache": 0.5, "memory_gib": 1}, "how fast it reads"),
             ({"kv_cache": 0.5, "bytes_per_s": 1e10}, "how much it has"),
-            ({"computed": 0.5, "bytes_per_s": 1e10}, "no weights stand"),
-            ({"weights": 0.5, "bytes_per_s": 1e10}, "the processor reads nothing: give computed or kv_cache a share"),
-            ({"weights": 0.5, "memory_gib": 64}, "it is for keys and values: give kv_cache a share, or leave it out"),
+            ({"computed": 0.5, "bytes_per_s": 1e10}, "requires weights in"),
+            ({"weights": 0.5, "bytes_per_s": 1e10}, "the processor reads nothing; give computed or kv_cache a share"),
+            (
+                {"weights": 0.5, "memory_gib": 64},
+                "has no effect without keys and values there; give kv_cache a share, or remove it",
+            ),
         ],
     )
     def test_what_the_host_must_have_is_asked_for(self, offload: dict[str, Any], message: str) -> None:
@@ -254,12 +257,12 @@ class TestAfd:
 
     @pytest.mark.parametrize("more", [{"overlap": "ladder"}, {"offload": {"weights": 0.5}}])
     def test_it_goes_with_no_other_second_device(self, more: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="afd overlaps its own parts"):
+        with pytest.raises(ValueError, match="afd, which overlaps its own parts"):
             pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 8}}, **more)
 
     @pytest.mark.parametrize("key", ["expert_replicas", "expert_locality"])
     def test_experts_are_not_placed_otherwise(self, key: str) -> None:
-        with pytest.raises(ValueError, match="devices of afd have equal shares of the experts"):
+        with pytest.raises(ValueError, match="whose devices have equal shares of the experts"):
             pool(parallelism={"expert_parallel": True, "afd": {"ffn_devices": 8}, key: 1})
 
     def test_too_few_devices_are_told(self) -> None:

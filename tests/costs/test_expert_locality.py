@@ -46,5 +46,5 @@ def test_only_the_exchange_becomes_less_and_at_the_ends_all_or_nothing_of_it(
 
 @pytest.mark.parametrize("given", [{"attention_dp": 1, "expert_parallel": True}, {"attention_dp": 2}])
 def test_without_an_exchange_there_is_nothing_to_spare(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="set expert_parallel and an attention_dp above 1, or leave it out"):
+    with pytest.raises(ValueError, match="set expert_parallel and an attention_dp above 1, or remove it"):
         Parallelism(**given, expert_locality=0.5)

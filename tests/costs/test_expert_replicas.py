@@ -66,5 +66,5 @@ def test_even_routing_gains_nothing_and_replicas_take_memory() -> None:
 
 
 def test_slices_of_experts_are_not_placed() -> None:
-    with pytest.raises(ValueError, match="whole experts are placed"):
+    with pytest.raises(ValueError, match="requires whole experts on each rank"):
         Parallelism(tp=8, expert_replicas=8)

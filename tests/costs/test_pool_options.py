@@ -277,6 +277,6 @@ def test_no_engine_is_told_what_it_does_not_have() -> None:
     ):
         assert [line.split(":")[0] for line in unsupported_settings(pool(**more))] == [key]
         plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(**more),))
-        with pytest.raises(UsageError, match=f"{key}: is simulated, and no engine is told of it"):
+        with pytest.raises(UsageError, match=f"{key}: is simulated only; remove it"):
             ENGINES["vllm"].files(plan, load_model("llama-3.1-8b"))
     assert list(unsupported_settings(pool())) == []

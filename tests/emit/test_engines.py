@@ -143,7 +143,7 @@ def test_an_engine_of_ones_own_is_written_for_where_it_schedules(monkeypatch: py
     assert "engine/vllm-mixed.yaml" in engine_files(plan_of(), MODEL, 8, {}), "the first that can run the plan is"
     tree = engine_files(plan_of(DynamicTree(steps=2, topk=2, tokens=4)), MODEL, 8, {})
     assert list(tree) == ["engine/sglang-speculation.yaml", "engine/tensorrt-llm-speculation.yaml"]
-    assert "The drafts of the plan, which vLLM cannot be told." in tree["engine/sglang-speculation.yaml"]
+    assert "The drafts of the plan, for which vLLM has no setting." in tree["engine/sglang-speculation.yaml"]
 
 
 def test_installed_packages_register_engines(monkeypatch: pytest.MonkeyPatch) -> None:

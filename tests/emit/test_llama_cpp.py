@@ -82,7 +82,7 @@ def test_what_it_sizes_itself_is_named() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both cuts": ({"parallelism": {"tp": 2, "pp": 2}}, "parallelism: llama.cpp cuts a model by layers or each layer"),
     "groups": ({"parallelism": {"attention_dp": 2}}, "parallelism.attention_dp: llama.cpp has none"),
-    "fp8 cache": ({"kv_cache": {"dtype": "fp8"}}, "kv_cache.dtype: llama.cpp is not told of a fp8 cache"),
+    "fp8 cache": ({"kv_cache": {"dtype": "fp8"}}, "kv_cache.dtype: llama.cpp has no setting for a fp8 cache"),
     "swap": ({"kv_cache": {"preemption": "swap"}}, "kv_cache.preemption: llama.cpp recomputes"),
     "whole prompts": (
         {"batching": {"chunked_prefill": False, "max_num_batched_tokens": 8192}},

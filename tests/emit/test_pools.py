@@ -237,5 +237,5 @@ def test_shares_of_a_gpu_are_refused_by_name(engine: str) -> None:
     plan["pools"][1]["share"] = {"processors": 0.5, "bandwidth": 0.5, "beside": "front"}
     for pool in plan["pools"]:
         pool["kv_cache"]["memory_utilization"] = 0.45
-    with pytest.raises(UsageError, match=r"pool back\.end: share: .* is not told of shares of a GPU"):
+    with pytest.raises(UsageError, match=r"pool back\.end: share: .* has no setting for shares of a GPU"):
         ENGINES[engine].files(Plan.model_validate(plan, strict=False), MODEL)

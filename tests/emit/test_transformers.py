@@ -63,7 +63,7 @@ def test_what_its_server_chooses_itself_is_named() -> None:
     [
         ({"parallelism": {"tp": 2}}, "parallelism: transformers serves on one GPU here"),
         ({"batching": {"chunked_prefill": False}}, "batching.chunked_prefill: transformers always cuts prompts"),
-        ({"kv_cache": {"dtype": "fp8"}}, "kv_cache.dtype: transformers is not told of a fp8 cache"),
+        ({"kv_cache": {"dtype": "fp8"}}, "kv_cache.dtype: transformers has no setting for a fp8 cache"),
     ],
 )
 def test_what_it_cannot_do_is_refused(pool: dict[str, Any], why: str) -> None:

@@ -59,17 +59,17 @@ def test_the_settings_name_what_they_leave_out(changed: dict[str, Any], said: st
         (
             "sglang",
             {"offload": {"weights": 0.5}},
-            "offload: is simulated, and no engine is told of it here; leave it out to have settings written",
+            "offload: is simulated only; remove it to have engine settings written",
         ),
         (
             "llamacpp",
             {"weight_dtype": "int4"},
-            "weight_dtype: llama.cpp is not told here to quantise weights to int4; leave it out, or name",
+            "weight_dtype: llama.cpp has no setting that quantises weights to int4; remove it, or name",
         ),
         (
             "vllm",
             {"weight_dtype": "nvfp4"},
-            "weight_dtype: vLLM is not told here to quantise weights to nvfp4; it is told of fp8",
+            "weight_dtype: vLLM has no setting that quantises weights to nvfp4; it has one for fp8",
         ),
         (
             "llamacpp",
@@ -87,7 +87,7 @@ def test_the_settings_name_what_they_leave_out(changed: dict[str, Any], said: st
                     "acceptance": "a",
                 }
             },
-            "speculation: vLLM cannot be told a static_tree scheme: ",
+            "speculation: vLLM has no setting for a static_tree scheme: ",
         ),
         (
             "tensorrt-llm",
@@ -122,7 +122,7 @@ def test_an_engine_of_drafts_alone_writes_no_plan() -> None:
 
     (pool,) = plan({}).pools
     assert not Drafts().schedules(pool)
-    with pytest.raises(UsageError, match="Drafts is told of drafts alone"):
+    with pytest.raises(UsageError, match="Drafts: only speculative-decoding settings can be emitted"):
         Drafts().files(plan({}), MODEL)
 
 
@@ -168,7 +168,7 @@ def test_a_plan_that_no_engine_has_says_why(policies: tuple[str, ...], why: str)
 def test_who_preempts_as_no_engine_does_has_none() -> None:
     swaps = plan({"kv_cache": {"preemption": "swap"}, "batching": {"policy": "sglang"}})
     assert why_none(swaps) == "no engine schedules and preempts as the plan does"
-    assert why_none(plan({})) == "no engine can be told its drafts"
+    assert why_none(plan({})) == "no engine has settings for its drafts"
 
 
 def test_what_to_type_has_every_switch() -> None:

@@ -95,7 +95,11 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gain: 2, band: [1.5, 2.5]", "gain: 2, band: [2.5, 1.5]", ":9:41: systems.0.claim.band: from 2.5 to 1.5"),
+        (
+            "gain: 2, band: [1.5, 2.5]",
+            "gain: 2, band: [2.5, 1.5]",
+            ":9:41: systems.0.claim.band: the lower bound 2.5 exceeds the upper bound 1.5",
+        ),
         ("gain: 2, band: [1.5, 2.5]", "gain: 2", ":6:3: systems.0: a variant is run to be held against a claim"),
         ("gain: 2,", "gain: 2, value: 3,", ":9:41: systems.0.claim.value: give a gain or a value, not both"),
         (

@@ -358,7 +358,7 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     document = json.loads(as_json.output)
     assert document["schema"] == "simtune/findings@1"
     assert [f["status"] for f in document["findings"]] == ["fitted", "differs", "needs"]
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         CliRunner().invoke(cli, [*asked, "--html", str(page)], catch_exceptions=False)
 
 

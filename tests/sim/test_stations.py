@@ -121,7 +121,7 @@ def test_requests_that_overtake_each_other_in_a_stage_keep_their_own_times() -> 
     [
         ("[{name: a, pool: encoder}]", "stages.0.pool: stage a serves no pool: there is no 'encoder'"),
         ("[{name: a}]", "stages.0.pool"),
-        ("[{name: a, pool: mixed, after: [b]}]", "stages.0.after: a goes on with 'b', which is no stage before it"),
+        ("[{name: a, pool: mixed, after: [b]}]", "stages.0.after: a goes on with 'b', which is no earlier stage"),
         ("[{name: a, pool: mixed}, {name: a, pool: mixed}]", "stages.1.name: two stages are called a"),
         (
             "[{name: a, pool: mixed, parts: 3}, {name: b, pool: mixed, parts: 2, after: [a]}]",

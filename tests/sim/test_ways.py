@@ -82,7 +82,7 @@ def test_bounds_hold_without_the_links_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ("links: [{from: p, to: near}]", "links: nothing leads from p to far; add a link, or one for all (`link`)"),
+        ("links: [{from: p, to: near}]", "links: no link leads from p to far; add a link, or one for all (`link`)"),
         ("links: [{from: p, to: naer}]", "links.0.to: the link names pool 'naer', which is not there, did you mean"),
         ("links: [{from: far, to: near}]", "links.0.from: pool far is a decode pool; give a prefill pool"),
         ("links: [{from: p, to: p}]", "links.0.to: pool p is a prefill pool; give a decode pool"),

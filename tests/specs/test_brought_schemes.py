@@ -133,7 +133,7 @@ def test_no_engine_is_told_of_it() -> None:
     for emitter in ENGINES.values():
         settings, why = drafting_settings(emitter, speculation)
         assert settings is None
-        assert f"{emitter.title} cannot be told a own_drafts:Halved scheme" in why
+        assert f"{emitter.title} has no setting for a own_drafts:Halved scheme" in why
     copying = Plan.from_text(plan_text(BY_BATCH, COPIER)).pools[0].speculation
     assert copying is not None
     settings, why = drafting_settings(ENGINES["vllm"], copying)

@@ -81,7 +81,7 @@ rates: {kind: per_position, conditional: [0.5]}
         (
             Study,
             f"{STUDY}search: {{layouts: [prefill-decode], prefill: {{gpus: [l40s]}}}}",
-            "search.prefill.gpus.0: 'l40s' is none of the study's: 'h100-sxm'",
+            "search.prefill.gpus.0: the study has no 'l40s'; expected one of 'h100-sxm'",
         ),
         (
             Study,

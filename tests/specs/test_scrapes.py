@@ -163,7 +163,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     alone = "\n".join(x for x in lines if not x.startswith(f"{PROMPT}_bucket") or "+Inf" in x)
     assert f'{PROMPT}: has no bucket but le="+Inf"' in wrong(alone)
     path.write_text(good.replace(f'{PROMPT}_bucket{{le="1.0",', f'{PROMPT}_bucket{{le="1.5",'))
-    with pytest.raises(SpecError, match=f"{path}: {PROMPT}: has other buckets than {good_file}; look at them apart"):
+    with pytest.raises(
+        SpecError, match=f"{path}: {PROMPT}: has other buckets than {good_file}; read them in separate commands"
+    ):
         intervals([read_scrape(good_file), read_scrape(path)])
 
 

@@ -134,7 +134,7 @@ def test_logs_of_two_hosts_become_one_by_their_clocks() -> None:
     with pytest.raises(UsageError, match="only some say what prompts share"):
         merged([one, made([0.0])])
     lengths = Trace("t", "", None, np.array([3]), np.array([4]))
-    with pytest.raises(UsageError, match="only some have arrival times; look at them apart"):
+    with pytest.raises(UsageError, match="only some have arrival times; read them in separate commands"):
         merged([one, lengths])
 
 

@@ -390,7 +390,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (written.name, written.origin) == ("mine", "measured")
     assert written.rates == estimate.from_counters(1000, [700, 520])
     code, _, err = run("bench.json", "--out", "mine.yaml")
-    assert (code, err) == (2, "mine.yaml: is there already; give --force to replace it\n")
+    assert (code, err) == (2, "mine.yaml: exists already; give --force to replace it\n")
     code, out, _ = run("bench.json", "--out", "mine.yaml", "--force", "--json")
     assert (code, json.loads(out)["acceptance"]["rates"]["kind"]) == (0, "per_position")
     bench["spec_decode_per_position_acceptance_rates"] = [0.5, 0.52]

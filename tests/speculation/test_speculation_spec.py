@@ -38,7 +38,7 @@ def test_trees() -> None:
     assert StaticTree(nodes=((1,), (2,), (2, 3))).nodes[-1] == (2, 3), "any node set, siblings may be missing"
     with pytest.raises(ValidationError, match=r"node \[2, 1\] has no parent \[2\]"):
         StaticTree(nodes=((1,), (2, 1)))
-    with pytest.raises(ValidationError, match="stands there twice"):
+    with pytest.raises(ValidationError, match="is listed twice"):
         StaticTree(nodes=((1,), (1,)))
     assert DynamicTree(steps=3, topk=1, tokens=3).tokens == 3
     with pytest.raises(ValidationError, match=r"tokens \(22\) must lie between steps \(3\) and the 10 nodes"):

@@ -266,7 +266,7 @@ def test_vllm_refuses_a_tree_together_with_all_else_that_is_wrong() -> None:
     )
     with pytest.raises(UsageError) as caught:
         VLLM.files(wrong, MODEL)
-    assert "speculation: vLLM cannot be told a dynamic_tree scheme" in str(caught.value)
+    assert "speculation: vLLM has no setting for a dynamic_tree scheme" in str(caught.value)
     assert "parallelism.tp: 3 does not divide" in str(caught.value)
 
 

@@ -100,7 +100,7 @@ def test_without_it_there_are_none() -> None:
     [
         ({"hardware": KINDS[:1]}, "needs two kinds of hardware"),
         ({"layouts": ("prefill-decode",)}, "layouts with mixed"),
-        ({"given": {"day": Day(startup_s=1.0, windows=(DayWindow(hours=1.0, rate_rps=1.0),))}}, "a day is followed by"),
+        ({"given": {"day": Day(startup_s=1.0, windows=(DayWindow(hours=1.0, rate_rps=1.0),))}}, "a day requires pools"),
     ],
 )
 def test_what_does_not_go_with_it_is_said(given: dict[str, Any], why: str) -> None:

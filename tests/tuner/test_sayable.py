@@ -130,7 +130,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     study.write_text(STUDY.replace("[64, 128]", "[64, 4096]"))
     said = call("optimize", study, "--dry-run")
     assert said.code == 0
-    assert "2 left out: vLLM: batching: vLLM wants max_num_batched_tokens to be at least max_num_seqs" in said.out
+    assert "2 left out: vLLM: batching: vLLM requires max_num_batched_tokens to be at least max_num_seqs" in said.out
     none = call("optimize", study, "--dry-run", "--set", "search.max_num_seqs=[4096]")
     assert none.code == 3
     assert "the engine refuses all 2 plans" in none.err

@@ -267,7 +267,7 @@ def test_the_census_says_what_is_left_out_and_why() -> None:
     assert found.left_out["constraint `tp < 8`"] == 2
     assert found.left_out["weights and KV cache do not fit the memory"] == 1
     assert found.left_out["vLLM: parallelism.tp: 3 does not divide the 64 attention heads of llama-3.1-70b"] == 1
-    refused = "vLLM: batching: vLLM wants max_num_batched_tokens to be at least max_num_seqs"
+    refused = "vLLM: batching: vLLM requires max_num_batched_tokens to be at least max_num_seqs"
     assert found.left_out[refused] == 3
     assert sum(found.left_out.values()) + found.plans == 8
 

@@ -142,7 +142,7 @@ def test_a_fixed_pool_keeps_its_own() -> None:
     [
         (question("a100-sxm-80g"), "no operator gemm.fp8, which this model needs"),
         (question(policy="tensorrt-llm"), "TensorRT-LLM: weight_dtype"),
-        (question(weight_dtype=("bf16", "int4")), "vLLM: weight_dtype: vLLM is not told here to quantise"),
+        (question(weight_dtype=("bf16", "int4")), "vLLM: weight_dtype: vLLM has no setting that quantises"),
     ],
 )
 def test_what_card_or_engine_lack_is_left_out_and_counted(asked: Question, why: str) -> None:
@@ -183,7 +183,7 @@ def test_a_run_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study.write_text(STUDY.replace("max_num_seqs: [64, 128]", "max_num_seqs: [64]\n  weight_dtype: [bf16, fp8, int4]"))
     counted = call("optimize", study, "--dry-run")
     assert counted.code == 0
-    assert "2 left out: vLLM: weight_dtype: vLLM is not told here to quantise weights to int4" in counted.out
+    assert "2 left out: vLLM: weight_dtype: vLLM has no setting that quantises weights to int4" in counted.out
     monkeypatch.setattr("sys.argv", ["simtune", "optimize", str(study), "--out", str(tmp_path / "run")])
     assert call("optimize", study, "--out", tmp_path / "run").code == 0
     rows = read_csv(tmp_path / "run" / "candidates.csv", CandidateRow)

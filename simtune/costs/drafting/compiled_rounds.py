@@ -28,8 +28,8 @@ contain whole ticks, and attention has whole ticks per context token between kno
 time: a jump is the sum of its rounds. If T is no multiple of B, attention is interpolated between the two nearest
 widths; if T is less than B, as in a chunk that not every decode got to, it is that of B.
 
-Known biases besides those of `simtune.costs.drafting.round_model`. Decode attention in steps with prefill chunks is that
-of steps without. A prompt just completed is taken to be as long as the chunks of its step are on average.
+Known biases besides those of `simtune.costs.drafting.round_model`. Decode attention in steps with prefill chunks is
+that of steps without. A prompt just completed is taken to be as long as the chunks of its step are on average.
 """
 
 from __future__ import annotations

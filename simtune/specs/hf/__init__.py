@@ -27,7 +27,7 @@ from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
 MODELOPT = "hf_quant_config.json"
-"""The file in which modelopt keeps number formats, beside a config.json that may name none."""
+"""File in which modelopt writes number formats, beside a config.json that may name none."""
 
 
 def from_config(
@@ -38,26 +38,26 @@ def from_config(
     modelopt: Document | None = None,
     notes: Sequence[str] = (),
 ) -> Model:
-    """The Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
+    """Return the Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
 
     A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
-    of the config where that has the key or is asked for it, else of the model spec that was read; what is neither is a
-    problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the config
-    names none. `notes` are kept in the model before those on what is assumed here.
+    of the config if it has the key or its architecture reads the key, else of the model spec that was read; any other
+    key is a problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the
+    config names none. `notes` are kept in the model before those on what is assumed here.
     """
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
     standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
-    asked = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
+    config_keys = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
     ours: list[str] = []
     theirs: list[str] = []
     for setting in settings:
-        (theirs if _head(setting) in asked else ours).append(setting)
+        (theirs if _head(setting) in config_keys else ours).append(setting)
     spec, _ = _read(Config(_overridden(document, theirs), modelopt), name, raising=True)
-    kept = [*notes, *spec.pop("notes")]
-    if kept:
-        spec["notes"] = kept
+    all_notes = [*notes, *spec.pop("notes")]
+    if all_notes:
+        spec["notes"] = all_notes
     return Model.from_document(override(Document(document.file, spec, None), ours))
 
 
@@ -66,8 +66,8 @@ def _head(setting: str) -> str:
 
 
 def _overridden(document: Document, settings: Sequence[str]) -> Document:
-    """With settings in place of what the file says: of its language part where the key stands there, under the name it
-    has there.
+    """Return the config with settings in place of its own values: in its language part if the key is there, under the
+    name that it has there.
     """
     part = Config(document).part
     nested = document.data.get(part, {}) if part else {}
@@ -81,9 +81,9 @@ def _overridden(document: Document, settings: Sequence[str]) -> Document:
 
 
 def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, Any], set[str]]:
-    """The spec as plain data, and the keys of the config that were asked for.
+    """Return the spec as plain data, and the keys of the config that were read.
 
-    Raises SpecError where the architecture is not known, and where anything is wrong if `raising`.
+    Raises SpecError if the architecture is not known, and where anything is wrong if `raising`.
     """
     architecture_name, architecture = _architecture(config)
     config.of_architecture(architecture.names, architecture.defaults)
@@ -125,7 +125,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
 
 
 def _architecture(config: Config) -> tuple[str, Architecture]:
-    """Raises SpecError at once: without a known architecture no other key has a meaning."""
+    """Raise SpecError at once: without a known architecture no other key has a meaning."""
     listed: Any = config.data.get("architectures")
     if listed is None and config.data.get("model_type") in LANGUAGE_MODELS:
         listed = [LANGUAGE_MODELS[config.data["model_type"]]]

@@ -1,4 +1,4 @@
-"""What an architecture takes the keys of its config for."""
+"""Meaning of the keys of a config for each architecture."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from simtune.specs.hf.config_reader import Config
 Layers = list[dict[str, Any]]
 """Attention or feed-forward block of each layer, as in a model spec."""
 Reader = Callable[[Config, Any], Layers]
-"""Of a config, for an architecture."""
+"""Function that reads layers from a config, for an architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one architecture reads its config: the attention and the feed-forward block of each layer.
+    """Reader of the configs of one architecture: the attention and the feed-forward block of each layer.
 
     window: what an integer `sliding_window` means without `layer_types`: nothing this architecture knows, every layer,
-    the layers from max_window_layers on if use_sliding_window, or all but every sliding_window_pattern-th.
-    expert_size: the key of an expert's width; None is a dense model. shared_size: the key of that of shared experts, or
-    of their number. dense_first: first_k_dense_replace and moe_layer_freq say which layers are dense. Switches that are
-    text are the keys that hold them. names: its own words for the usual keys. defaults: of absent keys. positions: rows
-    of a table of positions beyond max_position_embeddings, None without a table. knows: keys of
-    `NOT_MODELLED` it gives a meaning.
+    the layers from max_window_layers on if use_sliding_window, or all but every sliding_window_pattern-th. expert_size:
+    the key of an expert's width; None is a dense model. shared_size: the key of that of shared experts, or of their
+    number. dense_first: first_k_dense_replace and moe_layer_freq say which layers are dense. Switches that are text are
+    the keys that hold them. names: its own words for the usual keys. defaults: of absent keys. positions: rows of a
+    table of positions beyond max_position_embeddings, None without a table. knows: keys of `NOT_MODELLED` it gives a
+    meaning.
     """
 
     attention: Reader

@@ -146,7 +146,7 @@ _GRANITE_HYBRID = replace(
 _OLDER = _like(
     qkv_bias=True, output_bias=True, feed_forward_bias=True, gated=False, four_times_wide=True, norm_bias=True
 )
-"""Of the time of layer norms and biases everywhere."""
+"""Architectures of the time when layer norms and biases were used everywhere."""
 _FALCON = replace(
     _OLDER,
     attention=attention_layers.falcon,
@@ -275,7 +275,7 @@ FLAT_WRAPPERS = {
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
 }
-"""Those whose older configs have the keys of the language model beside those of the encoder."""
+"""Architectures whose older configs have the keys of the language model beside those of the encoder."""
 
 NOT_MODELLED = {
     "kv_lora_rank": "latent attention (MLA)",

@@ -44,7 +44,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 
 def _windows(config: Config, architecture: Architecture, num_layers: int) -> Sequence[int | None]:
-    """The sliding window of each layer in tokens; None is full attention."""
+    """Return the sliding window of each layer in tokens; None is full attention."""
     kinds = config.layer_kinds(num_layers, ("full_attention", "sliding_attention"))
     full: list[int | None] = [None] * num_layers
     if kinds is None and architecture.window == "patterned":
@@ -66,7 +66,9 @@ def _windows(config: Config, architecture: Architecture, num_layers: int) -> Seq
 
 
 def falcon(config: Config, architecture: Architecture) -> Layers:
-    """Falcon: with the new decoder architecture as many KV heads as told, else one, or one per query head."""
+    """Return the attention of Falcon: with the new decoder architecture the stated number of KV heads, else one, or one
+    per query head.
+    """
     shape = {**_shape(config, architecture), "kind": "full"}
     if not config.flag("new_decoder_architecture"):
         shape["kv_heads"] = 1 if config.flag("multi_query", True) else shape["heads"]
@@ -106,7 +108,9 @@ def latent(config: Config, architecture: Architecture) -> Layers:
 
 
 def delta_nets(config: Config, architecture: Architecture) -> Layers:
-    """Qwen3-Next and Qwen 3.5: gated delta nets, and full attention by layer_types or every so many layers."""
+    """Return the attention of Qwen3-Next and Qwen 3.5: gated delta nets, and full attention by layer_types or by an
+    interval of layers.
+    """
     num_layers = config.count("num_hidden_layers")
     full = {"kind": "full", **_shape(config, architecture)}
     linear = {
@@ -130,7 +134,7 @@ _RENAMED = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def one_sublayer_kinds(config: Config) -> list[str]:
-    """What each layer of Nemotron-H is: mamba, attention, mlp or moe."""
+    """Return the kind of each layer of Nemotron-H: mamba, attention, mlp or moe."""
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if isinstance(kinds, list):
         kinds = [_RENAMED.get(str(kind), str(kind)) for kind in kinds]
@@ -145,7 +149,7 @@ def one_sublayer_kinds(config: Config) -> list[str]:
 
 
 def one_sublayer(config: Config, architecture: Architecture) -> Layers:
-    """Nemotron-H: layers that are Mamba2, attention, or a feed-forward block alone."""
+    """Return the layers of Nemotron-H: Mamba2, attention only, or a feed-forward block only."""
     kinds = one_sublayer_kinds(config)
     full = {"kind": "full", **_shape(config, architecture)} if "attention" in kinds else NONE
     mamba = {

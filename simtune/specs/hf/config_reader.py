@@ -23,10 +23,10 @@ ALIASES = {
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 MOST, MOST_LAYERS = 2**27, 10_000
-"""Of any size of a model, and of its layers."""
+"""Bounds of any size of a model, and of the number of its layers."""
 
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
-"""Where multimodal configs keep that of their language model."""
+"""Keys under which multimodal configs contain that of their language model."""
 
 
 def language_parts(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def language_parts(data: dict[str, Any]) -> list[dict[str, Any]]:
 class Config:
     """Reads keys with their aliases, the language part first, and collects what is wrong.
 
-    A key that is absent has the default of its architecture, where it has one. Those that were `asked` for are known.
+    A key that is absent has the default of its architecture, if there is one. `asked` contains the keys that were read.
     """
 
     def __init__(self, document: Document, modelopt: Document | None = None) -> None:
@@ -58,7 +58,7 @@ class Config:
         self._own_names, self._defaults = own_names, defaults
 
     def key(self, *names: str) -> str:
-        """The name that stands in the file, or the first."""
+        """Return the first of these names that is in the file, else the first."""
         names = self._all_names(names)
         for part in (self.nested or {}, self.data):
             for name in names:
@@ -85,12 +85,12 @@ class Config:
         self.problems.append(Problem(self.document.file, message, ".".join([*part, key]), line, column))
 
     def raise_if_any(self) -> None:
-        """Raises SpecError with all that was noted."""
+        """Raise SpecError with all problems, if any were noted."""
         if self.problems:
             raise SpecError(sorted(dict.fromkeys(self.problems), key=lambda p: (p.line or 0, p.column or 0)))
 
     def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number. A wrong or missing one is reported and stands in as the minimum, at least 1."""
+        """Return a whole number. A wrong or missing one is reported, and the minimum (at least 1) is returned."""
         value = self.get(*names)
         if value is None and default is not None:
             return default
@@ -106,7 +106,7 @@ class Config:
         return max(minimum, 1)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A switch. A wrong one is reported and stands in as the default."""
+        """Return a switch. A wrong one is reported, and the default is returned."""
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return default if value is None else value
@@ -114,7 +114,7 @@ class Config:
         return default
 
     def switch(self, key: bool | str) -> bool:
-        """What an architecture always or never has, or has by a key."""
+        """Return a switch that an architecture always or never has, or that a key of the config sets."""
         return self.flag(key) if isinstance(key, str) else key
 
     def dtype(self) -> str:
@@ -128,7 +128,7 @@ class Config:
         return self.choice("dtype", DTYPES)
 
     def choice(self, what: str, values: Mapping[str, str]) -> str:
-        """One of some words, or of what they mean."""
+        """Return the meaning of a key that must be one of the words of `values`; note a problem if it is not."""
         names = ALIASES[what]
         value = self.get(*names)
         if isinstance(value, str) and (value in values or value in values.values()):
@@ -137,20 +137,20 @@ class Config:
         return next(iter(values.values()))
 
     def layer_kinds(self, num_layers: int, known: Sequence[str], name: str = "layer_types") -> list[str] | None:
-        """One known kind for each layer, None where none are given; what is wrong with them is reported."""
+        """Return one known kind for each layer, None if the config lists none; note a problem for what is wrong."""
         kinds = self.get(name)
         if kinds is None:
             return None
         if not isinstance(kinds, list) or len(kinds) != num_layers:
-            given = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
-            self.problem(name, f"must be a list of {num_layers} layer kinds, not {given}")
+            actual = f"{len(kinds)} kinds" if isinstance(kinds, list) else repr(kinds)
+            self.problem(name, f"must be a list of {num_layers} layer kinds, not {actual}")
             return [known[0]] * num_layers
         for kind in sorted({str(kind) for kind in kinds if kind not in known}):
             self.problem(name, f"the layer kind {kind} is not modelled; modelled: {', '.join(known)}")
         return [str(kind) for kind in kinds]
 
     def layer_numbers(self, name: str) -> list[int] | None:
-        """A list of layer numbers; None where there is none, or a wrong one, which is reported."""
+        """Return a list of layer numbers; None if there is none, or a wrong one, which is reported."""
         numbers = self.get(name)
         if numbers is None or (isinstance(numbers, list) and all(type(n) is int for n in numbers)):
             return numbers
@@ -158,16 +158,16 @@ class Config:
         return None
 
     def refuse_contradictions(self) -> None:
-        """Note names of one thing that say different things."""
+        """Note aliases of one key that have different values."""
         for names in ALIASES.values():
             part = (
                 self.nested if self.nested and any(self.nested.get(name) is not None for name in names) else self.data
             )
-            given = {name: part[name] for name in names if part.get(name) is not None}
-            first, *rest = given or ("",)
-            for other in rest:
-                if given[other] != given[first]:
-                    self.problem(other, f"{given[other]!r} contradicts {first}, which is {given[first]!r}")
+            stated = {name: part[name] for name in names if part.get(name) is not None}
+            first, *aliases = stated or ("",)
+            for alias in aliases:
+                if stated[alias] != stated[first]:
+                    self.problem(alias, f"{stated[alias]!r} contradicts {first}, which is {stated[first]!r}")
 
     def _all_names(self, names: Sequence[str]) -> tuple[str, ...]:
         every = tuple(dict.fromkeys(n for name in names for n in (name, *self._own_names.get(name, ()))))

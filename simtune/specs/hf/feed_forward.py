@@ -10,7 +10,7 @@ from simtune.specs.hf.config_reader import ALIASES, Config
 
 
 def dense_or_experts(config: Config, architecture: Architecture) -> Layers:
-    """Dense where the architecture has no experts; else experts, with the dense layers that its keys say."""
+    """Return dense blocks if the architecture has no experts; else experts, with dense layers as its keys state."""
     num_layers = config.count("num_hidden_layers")
     if architecture.expert_size is None:
         if config.get(*ALIASES["experts"]):
@@ -76,7 +76,9 @@ def one_sublayer(config: Config, architecture: Architecture) -> Layers:
 
 
 def shared_and_experts(config: Config, architecture: Architecture) -> Layers:
-    """Granite 4: a dense block of shared_intermediate_size in every layer, beside experts where there are any."""
+    """Return the blocks of Granite 4: a dense block of shared_intermediate_size in every layer, beside experts if there
+    are any.
+    """
     num_layers = config.count("num_hidden_layers")
     if config.get(*ALIASES["experts"]):
         return [_experts(config, architecture)] * num_layers

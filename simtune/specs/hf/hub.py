@@ -10,20 +10,22 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_id(reference: str) -> bool:
-    """Whether a reference has the form of a model's id on Hugging Face, `Qwen/Qwen3-8B`."""
+    """True if a reference has the form of a model's id on Hugging Face, `Qwen/Qwen3-8B`."""
     return _ID.fullmatch(reference) is not None and not reference.startswith(".")
 
 
 def folder() -> Path:
-    """The cache, where the environment puts it (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME) as huggingface_hub does."""
+    """Return the folder of the cache, set by the environment (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME) as for
+    huggingface_hub.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = Path(os.environ.get("HF_HOME") or base / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
 def cached_config(reference: str) -> Path | None:
-    """The config.json of a model that was fetched by its id: of the branch `main` where that is known, else of any
-    snapshot, the first by name; None where there is none.
+    """Return the config.json of a model that was fetched by its id: of the branch `main` if that is known, else of the
+    first snapshot by name; None if there is none.
     """
     if not is_id(reference):
         return None

@@ -1,8 +1,9 @@
-"""What number formats a checkpoint's quantisation block means, module by module.
+"""Number formats that a checkpoint's quantisation block gives to each module.
 
 A block names a format, and modules that are left in the dtype of activations: by their name, the beginning or a part of
-it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is asked of
-the names that their layers have in checkpoints. The head and embeddings are not, whatever the block says.
+it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is decided by
+the names that their layers have in checkpoints. The head and embeddings are never quantised, whatever the block
+contains.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ _KINDS = {
     ),
 }
 """Names that products have inside a layer of a checkpoint. No architecture has all: a layer's products of a kind are
-left out where any of the names is."""
+left out if any of the names is.
+"""
 
 _NO_PRODUCTS = re.compile(
     r"lm_head|embed|norm|gate|router|conv1d|in_proj_(ba|a|b)$|bias|indexer|weights_proj|kv_b_proj|A_log|dt_bias"
     r"|visual|vision|image|audio|projector|mtp|eh_proj|shared_head"
 )
-"""What a name or pattern may say besides: small modules, that no format is told for, and other parts of the model."""
+"""Other names and patterns that a block may list: small modules, for which no format is given, and other parts of the
+model.
+"""
 
 
 _WRAPPER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
@@ -60,11 +64,11 @@ class _Unread(Exception):
 
 
 class _Chosen(NamedTuple):
-    """Which modules a block is about."""
+    """Modules that a quantisation block covers."""
 
     left_out: Sequence[str]
     targets: Sequence[str]
-    """What alone is quantised; empty where all products are."""
+    """Patterns of the only modules that are quantised; empty if all products are."""
 
     @classmethod
     def of(cls, block: dict[str, Any]) -> _Chosen:
@@ -76,7 +80,7 @@ class _Chosen(NamedTuple):
         return cls(left_out, [] if "Linear" in targets else targets)
 
     def leaves_out(self, names: Sequence[str]) -> bool:
-        """Whether products that go by any of these names are not quantised."""
+        """True if products with any of these names are not quantised."""
 
         def named_in(patterns: Sequence[str]) -> bool:
             return any(_matches(pattern, name) for pattern in patterns for name in names)
@@ -95,16 +99,16 @@ class Formats(NamedTuple):
     """Number formats of a checkpoint, as dtype settings of a model spec."""
 
     of_model: dict[str, str]
-    """Of all weights, of modules that differ, and of the KV cache if the checkpoint names one."""
+    """Formats of all weights, of modules that differ, and of the KV cache if the checkpoint names one."""
     of_attention: Sequence[str | None]
-    """Of each layer's projections if they differ from those of the model, else None."""
+    """Format of each layer's projections if it differs from that of the model, else None."""
 
 
 def formats(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
     """Return the number formats that a checkpoint's quantisation block means; without a block all are `dtype`.
 
-    The block stands in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has
-    none. A block that cannot be read is noted as a problem of `config`.
+    The block is in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has none. A
+    block that cannot be read is noted as a problem of `config`.
     """
     plain = Formats({"weight_dtype": dtype}, [None] * len(attention))
     block = config.get(*ALIASES["quantization"])
@@ -138,12 +142,13 @@ def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: La
     if method not in _METHODS:
         raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
     format_ = _METHODS[method](block) or dtype
-    if method == "mxfp4":  # only ever experts
+    # Checkpoints have only experts in mxfp4.
+    if method == "mxfp4":
         return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(attention))
-    given = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
+    by_kind = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
     if _fp8_cache(block):
-        given.of_model["kv_dtype"] = "fp8"
-    return given
+        by_kind.of_model["kv_dtype"] = "fp8"
+    return by_kind
 
 
 def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> Formats:
@@ -157,14 +162,17 @@ def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_
         for kind, layers in names.items()
         if kind != "attention" and any(layers)
     }
-    if any(projections):  # the format of most layers is the model's, those of other layers are theirs
+    # The model gets the format of most layers; other layers state their own.
+    if any(projections):
         of["attention"] = max(filter(None, projections), key=projections.count)
     settings = _settings(of, format_)
     return Formats(settings, [None if p == of.get("attention") else p for p in projections])
 
 
 def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
-    """Of a model spec, by the formats of kinds. Raises _Unread where it has one setting for two that differ."""
+    """Return the settings of a model spec by the formats of kinds. Raises _Unread if the spec has one setting for two
+    kinds whose formats differ.
+    """
     dense = {of[kind] for kind in ("dense", "shared") if kind in of}
     if len(dense) == 2:
         raise _Unread("shared experts and dense feed-forward blocks are kept in different formats: not modelled")
@@ -175,7 +183,7 @@ def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
 
 
 def _is_out(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen) -> bool:
-    """Whether the products of a kind are left out in all layers that have them. Raises _Unread where layers differ."""
+    """True if the products of a kind are left out in all layers that have them. Raises _Unread if layers differ."""
     out = {chosen.leaves_out(names) for names in layers if names}
     if len(out) == 2:
         raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
@@ -203,21 +211,22 @@ def _root(name: str) -> str:
 
 
 def _refuse_unknown(patterns: Sequence[str], names: dict[str, list[list[str]]], num_layers: int) -> None:
-    """Raises _Unread where nobody knows what is meant: it may be what takes the time."""
-    known = [name for layers in names.values() for layer in layers for name in layer]
+    """Raise _Unread for a pattern that names no known module: it might be the module that takes the time."""
+    module_names = [name for layers in names.values() for layer in layers for name in layer]
     for pattern in patterns:
         layer = re.search(r"layers\.(\d+)", pattern)
-        further = layer is not None and int(layer[1]) >= num_layers  # it predicts further tokens
-        if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in known)):
+        # Layers beyond the last one predict further tokens (MTP).
+        further = layer is not None and int(layer[1]) >= num_layers
+        if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in module_names)):
             raise _Unread(f"it names {pattern}, which is no module that is known here")
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a module is meant: by regular expression, glob, its name, or that of what it is part of."""
+    """True if a pattern covers a module: by regular expression, glob, its name, or the name of what it is part of."""
     if pattern.startswith("re:"):
         inner = name.removeprefix("model.")
         wrapped = (name, f"language_model.{name}", f"model.language_model.{inner}", f"language_model.{inner}")
-        return any(re.match(pattern[3:], each) for each in wrapped)
+        return any(re.match(pattern[3:], wrapped_name) for wrapped_name in wrapped)
     pattern = _WRAPPER.sub("model.", pattern)
     if "*" in pattern:
         return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") or fnmatchcase(name, "*" + pattern)
@@ -277,7 +286,8 @@ def _modelopt(block: dict[str, Any]) -> str | None:
     algorithm = block.get("quant_algo")
     if algorithm is None and "config_groups" in block:
         return _compressed(block)
-    if algorithm is None and "quant_algo" in block:  # weights as they are; the KV cache may be quantised all the same
+    # Weights are unquantised; the KV cache may be quantised nevertheless.
+    if algorithm is None and "quant_algo" in block:
         return None
     if algorithm not in _MODELOPT:
         raise _Unread(f"modelopt with quant_algo {algorithm} is not modelled; modelled: {', '.join(_MODELOPT)}")
@@ -285,7 +295,9 @@ def _modelopt(block: dict[str, Any]) -> str | None:
 
 
 def _bitsandbytes(block: dict[str, Any]) -> str:
-    """Its 4 bits come in groups of 64; kernels and bytes are taken for those of other 4-bit weights."""
+    """Return the format of bitsandbytes weights. Its 4 bits come in groups of 64; kernels and bytes are taken for those
+    of other 4-bit weights.
+    """
     if block.get("load_in_4bit") or block.get("_load_in_4bit"):
         return "int4"
     if block.get("load_in_8bit") or block.get("_load_in_8bit"):

@@ -38,22 +38,22 @@ __all__ = [
 
 
 def recognised(text: str) -> tuple[TraceFormat, list[Any], list[int]] | None:
-    """The format of a text of JSON, its objects and the lines they begin in; None for any other text, and where a line
-    of several is damaged (which line by line reading then says).
+    """Return the format of a text of JSON, its objects and the lines they begin in; None for any other text, and if a
+    line of several is damaged (which reading line by line then reports).
     """
     start = text.lstrip()
     if start[:1] not in ("{", "["):
         return None
-    first, _, rest = start.partition("\n")
+    first, _, following = start.partition("\n")
     begin = text[: len(text) - len(start)].count("\n") + 1
     head = _parsed(first)
-    whole = head is None or not rest.strip()
-    if whole:
+    is_one_object = head is None or not following.strip()
+    if is_one_object:
         head = _parsed(text)
     form = None if head is None else next((f for f in FORMATS if f.recognises(head)), None)
     if form is None:
         return None
-    if whole:
+    if is_one_object:
         return form, [head], [begin]
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     objects = [_parsed(line) for _, line in lines]
@@ -61,9 +61,9 @@ def recognised(text: str) -> tuple[TraceFormat, list[Any], list[int]] | None:
 
 
 def title_of(text: str) -> str | None:
-    """What a text is called that is of one of the formats."""
-    known = recognised(text)
-    return None if known is None else known[0].title
+    """Return the title of the format of a text; None if it is of none of the formats."""
+    recognition = recognised(text)
+    return None if recognition is None else recognition[0].title
 
 
 def _parsed(text: str) -> Any:

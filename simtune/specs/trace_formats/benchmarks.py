@@ -1,4 +1,4 @@
-"""What load generators write: `vllm bench serve`, aiperf, guidellm, genai-perf.
+"""Files of load generators: `vllm bench serve`, aiperf, guidellm, genai-perf.
 
 Field names as these tools write them: vLLM 0.6 to 0.24 (`vllm/benchmarks/serve.py`), aiperf's export guide, guidellm's
 `GenerativeRequestStats`, Triton's `perf_analyzer` profile export.
@@ -29,7 +29,7 @@ def _mapping(first: Any) -> Mapping[str, Any]:
 
 
 def _chosen(runs: Sequence[Any], what: str, reading: LogReading, problems: Problems) -> Any:
-    """The run that was asked for, where a file holds several. Stops where none was."""
+    """Return the run that was selected, if a file contains several. Stops if none was selected."""
     if len(runs) > 1 and reading.part is None:
         problems.stop(f"holds {len(runs)} {what}; choose one, --part 1 to --part {len(runs)}", None)
     part = reading.part or 1
@@ -44,14 +44,14 @@ class VllmBench:
     title = "vllm bench serve"
 
     def recognises(self, first: Any) -> bool:
-        """By its totals, of which the lists of requests may be missing; or by the lists without them."""
+        """True if it has the totals (the lists of requests may be missing), or the lists without the totals."""
         keys = _mapping(first).keys()
         return {"request_throughput", "total_input_tokens"} <= keys or {"input_lens", "output_lens"} <= keys
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Answered requests, by the time each was sent; lengths alone where the file has no start_times."""
+        """Read answered requests, by the time each was sent; lengths only if the file has no start_times."""
         run = _chosen(objects, "results", reading, problems)
         present = self._lists(run, lines[0], problems)
         errors = look_up(run, "errors")
@@ -66,7 +66,7 @@ class VllmBench:
         return LogRequests(present, values, [lines[0]] * len(good), notes=notes)
 
     def _lists(self, run: Any, line: int, problems: Problems) -> dict[str, str]:
-        """The keys of the lists that are there, by field. Stops where one is missing or of another length."""
+        """Return the keys of the lists that exist, by field. Stops if one is missing or of another length."""
         for key in ("input_lens", "output_lens"):
             if not isinstance(look_up(run, key), list):
                 message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
@@ -86,16 +86,16 @@ class AiPerf:
     _prompt = ("metrics.input_sequence_length.value",)
     _output = ("metrics.output_sequence_length.value", "metrics.output_token_count.value")
     _arrival = ("metadata.request_start_ns", "metadata.timestamp_ns")
-    """Its first releases wrote the second."""
+    """Keys of the arrival time; the first releases wrote the second."""
 
     def recognises(self, first: Any) -> bool:
-        """By the time in its metadata."""
+        """True if the metadata have the time of the request."""
         return first_of(first, self._arrival) is not None and "metrics" in first
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """What was answered in the profiling phase; turns of one conversation are a session."""
+        """Read the requests that were answered in the profiling phase; turns of one conversation are a session."""
         measured = [_phase(row) for row in objects]
         good = [i for i, row in enumerate(objects) if measured[i] and not look_up(row, "error")]
         rows, at = [objects[i] for i in good], [lines[i] for i in good]
@@ -137,7 +137,7 @@ class GuideLlm:
     }
 
     def recognises(self, first: Any) -> bool:
-        """By benchmarks that hold requests by how they ended."""
+        """True if it has benchmarks with requests by how they ended."""
         runs = _mapping(first).get("benchmarks")
         return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
 
@@ -168,14 +168,14 @@ class GenAiPerf:
     title = "genai-perf"
 
     def recognises(self, first: Any) -> bool:
-        """By experiments that hold requests."""
+        """True if it has experiments with requests."""
         runs = _mapping(first).get("experiments")
         return isinstance(runs, list) and bool(runs) and "requests" in _mapping(runs[0])
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Lengths as the server counted them where it said so, else of the texts."""
+        """Return lengths as the server counted them if it did, else estimates from the texts."""
         requests = look_up(_chosen(objects[0]["experiments"], "experiments", reading, problems), "requests")
         if not isinstance(requests, list):
             problems.stop("has no list of requests", None)
@@ -192,13 +192,15 @@ class GenAiPerf:
 
 
 def _answered(row: Any) -> bool:
-    """Whether it is no request, which is a problem to be named, or one that something came back for."""
+    """True if something came back for a request, or if it is no request, which is then reported as a problem."""
     outputs = _mapping(row).get("response_outputs")
     return not isinstance(outputs, list) or any(look_up(output, "response") for output in outputs)
 
 
 def _messages(row: Any) -> Iterator[Any]:
-    """What came back, each message of a stream for itself; Perf Analyzer may have one in pieces, or several at once."""
+    """Yield the messages that came back, each message of a stream for itself; Perf Analyzer may have one in pieces, or
+    several at once.
+    """
     stream = ""
     outputs = look_up(row, "response_outputs")
     for output in outputs if isinstance(outputs, list) else ():
@@ -212,27 +214,27 @@ def _messages(row: Any) -> Iterator[Any]:
 
 
 def _counted(row: Any) -> tuple[int, int] | None:
-    """Prompt and output tokens as the server said."""
+    """Return prompt and output tokens as the server counted them; None if it did not."""
     for message in _messages(row):
-        said = look_up(message, "usage.prompt_tokens"), look_up(message, "usage.completion_tokens")
-        if isinstance(said[0], int) and isinstance(said[1], int):
-            return said[0], said[1]
+        usage = look_up(message, "usage.prompt_tokens"), look_up(message, "usage.completion_tokens")
+        if isinstance(usage[0], int) and isinstance(usage[1], int):
+            return usage[0], usage[1]
     return None
 
 
 def _guessed(row: Any, reading: LogReading) -> tuple[int, int]:
-    """Of the texts of the request and of its answer."""
+    """Estimate prompt and output tokens from the texts of the request and of its output."""
     inputs = look_up(row, "request_inputs")
-    asked = parsed_json(look_up(inputs, "payload")) or inputs
+    request = parsed_json(look_up(inputs, "payload")) or inputs
     answer = "".join(_texts([_mapping(message).get("choices") or message for message in _messages(row)]))
-    return tokens_of(" ".join(_texts(asked)), reading), tokens_of(answer, reading)
+    return tokens_of(" ".join(_texts(request)), reading), tokens_of(answer, reading)
 
 
 _TEXTS = ("content", "prompt", "text", "text_input", "inputs", "generated_text", "text_output")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Texts under the keys that hold some, however deep."""
+    """Yield the texts under keys that contain them, however deep."""
     if isinstance(value, list):
         for below in value:
             yield from _texts(below)
@@ -247,12 +249,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class PerfSummary:
-    """The summary of aiperf or genai-perf, which holds no requests."""
+    """The summary of aiperf or genai-perf, which contains no requests."""
 
     title = "the summary of aiperf or genai-perf"
 
     def recognises(self, first: Any) -> bool:
-        """By statistics in place of numbers."""
+        """True if it has statistics in place of numbers."""
         return "avg" in _mapping(_mapping(first).get("request_throughput"))
 
     def read(

@@ -12,7 +12,7 @@ NAMES = (
     "timestamp", "@timestamp", "time", "ts", "start_time", "startTime", "request_time", "received_at", "created_at",
     "created",
 )  # fmt: skip
-"""What logs call the time of a request, the surest first."""
+"""Names of the time of a request in logs, the surest first."""
 
 FORMS = (
     "2026-03-01T09:30:00+01:00, 2026-03-01 09:30:00.123 or 01.03.2026 09:30:00 (UTC unless an offset follows), or "
@@ -39,7 +39,7 @@ def per_second(value: float) -> float | None:
 
 
 def text_ns(text: str) -> tuple[np.datetime64, int] | None:
-    """Return the time that a text says, and how many minutes its clock is ahead of UTC; None for any other text."""
+    """Return the time in a text, and how many minutes its clock is ahead of UTC; None for a text that is no time."""
     parts = _TIME.fullmatch(text.strip())
     if parts is None:
         return None

@@ -1,4 +1,4 @@
-"""What readers of logs share: how a file may be read, the requests they give back, and looking up keys."""
+"""Shared parts of readers of logs: how a file may be read, the requests they return, and looking up keys."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ ZeroOutput = Literal["refuse", "drop", "one"]
 
 @dataclass(frozen=True, slots=True)
 class LogReading:
-    """How to read what a file leaves open. The defaults guess nothing but the length of texts, and say so."""
+    """Rules for what a file leaves open. The defaults guess nothing but the length of texts, and say so."""
 
     zero_output: ZeroOutput = "refuse"
-    """What becomes of requests of no output token: they are an error, left out, or given one token."""
+    """Treatment of requests without output tokens: they are an error, left out, or given one token."""
     characters_per_token: float = 4.0
-    """Where a file holds texts and no token counts."""
+    """Characters of a token, for a file that has texts and no token counts."""
     part: int | None = None
-    """Which of several runs in one file, from 1."""
+    """Number of the run in a file with several, from 1."""
     columns: tuple[tuple[str, str], ...] = ()
-    """Columns by the names that a file has for them: ("arrival", "ts"). Without them they are known by their names."""
+    """Columns and their names in the file: ("arrival", "ts"). Columns that are not listed are recognised by their usual
+    names.
+    """
 
 
 AS_IT_IS = LogReading()
@@ -31,41 +33,41 @@ class Problems(Protocol):
     """Collects what is wrong with one file."""
 
     def add(self, message: str, line: int | None, key: str = "") -> None:
-        """One thing that is wrong."""
+        """Add a problem; reading goes on."""
 
     def stop(self, message: str, line: int | None, key: str = "") -> None:
-        """One thing after which nothing else can be judged. Raises SpecError."""
+        """Add a problem after which nothing else can be judged. Raises SpecError."""
 
 
 @dataclass(slots=True)
 class LogRequests:
-    """Requests as a file holds them, still to be judged: field -> what the file calls it, and its values."""
+    """Requests as a file contains them, before they are checked: by field, its name in the file and its values."""
 
     names: dict[str, str]
     values: dict[str, list[Any]]
     lines: list[int]
     per_s: float = 1.0
-    """Arrivals count so many to a second."""
+    """Arrival times of one second: 1e3 if they are in milliseconds."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: what was left out or estimated."""
+    """Notes for the user: what was left out or estimated."""
 
 
 class TraceFormat(Protocol):
-    """One kind of file of JSON objects."""
+    """A kind of file that consists of JSON objects."""
 
     title: str
 
     def recognises(self, first: Any) -> bool:
-        """Whether the first object of a file says that it is of this kind."""
+        """True if the first object of a file shows that it is of this kind."""
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Its requests. `lines` are those that the objects begin in. Stops at what cannot be read."""
+        """Read the requests. `lines` are the lines in which the objects begin. Stops at what cannot be read."""
 
 
 def look_up(row: Any, key: str) -> Any:
-    """The value at a dotted key, `usage.prompt_tokens`; None where there is none."""
+    """Return the value at a dotted key, `usage.prompt_tokens`; None if there is none."""
     for name in key.split("."):
         row = row.get(name) if isinstance(row, Mapping) else None
     return row
@@ -77,20 +79,20 @@ def first_of(row: Any, keys: Sequence[str]) -> str | None:
 
 
 def first_value(row: Any, keys: Sequence[str]) -> Any:
-    """The first value at these dotted keys; None where there is none."""
+    """Return the first value at these dotted keys; None if there is none."""
     key = first_of(row, keys)
     return None if key is None else look_up(row, key)
 
 
 def cached_note(cached: Sequence[Any], prompts: Sequence[Any]) -> list[str]:
-    """A note on prompt tokens that were found in a prefix cache, of which requests say how many and not which."""
+    """Return a note on prompt tokens that were found in a prefix cache, if requests give their number and not which."""
     num_cached = sum(number for number in map(_whole, cached) if number)
     if not num_cached:
         return []
-    asked = sum(number for number in map(_whole, prompts) if number)
+    num_prompt = sum(number for number in map(_whole, prompts) if number)
     return [
-        f"{num_cached:,} of {asked:,} prompt tokens were found cached; this load says nothing of prefixes, so prefix "
-        "caching has nothing to find: say what prompts share by shared_prefix in a spec, or by hash_ids"
+        f"{num_cached:,} of {num_prompt:,} prompt tokens were found cached; this load says nothing of prefixes, so "
+        "prefix caching has nothing to find: say what prompts share by shared_prefix in a spec, or by hash_ids"
     ]
 
 
@@ -103,12 +105,12 @@ def _whole(value: Any) -> int:
 
 
 def left_out(count: int, why: str) -> list[str]:
-    """A note, where there is something to note."""
+    """Return a note on what was left out, if anything was."""
     return [f"{count:,} {why} left out"] if count else []
 
 
 def tokens_of(text: str, reading: LogReading) -> int:
-    """How many tokens a text is taken for, at least one where there is any text."""
+    """Estimate the number of tokens of a text, at least one if there is any text."""
     return max(1, round(len(text) / reading.characters_per_token)) if text else 0
 
 
@@ -118,7 +120,7 @@ def estimated(reading: LogReading) -> str:
 
 
 def sessions_of(rows: Sequence[Any], keys: Sequence[str]) -> dict[str, list[Any]]:
-    """The column `session`, where every row has one of the keys and some session has several rows."""
+    """Return the column `session`, if every row has one of the keys and some session has several rows."""
     for key in keys:
         values = [look_up(row, key) for row in rows]
         if all(isinstance(value, (str, int)) for value in values) and 1 < len(set(values)) < len(values):
@@ -127,7 +129,7 @@ def sessions_of(rows: Sequence[Any], keys: Sequence[str]) -> dict[str, list[Any]
 
 
 def parsed_json(text: Any) -> Any:
-    """What a text holds if it is JSON, else None."""
+    """Return the value of a text that is JSON, else None."""
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What was logged in front of an engine, and collections of conversations."""
+"""Logs written in front of an engine, and collections of conversations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simtune.specs.trace_formats.log_rows import (
 )
 
 SHARED_BLOCK_TOKENS = 16
-"""Conversations say what their turns share in blocks of so many tokens."""
+"""Tokens of a block of conversations: what turns share is counted in such blocks."""
 
 
 _USAGE = ("usage", "response.usage", "response.body.usage")
@@ -45,7 +45,9 @@ class OpenAiLog:
     _session = ("session_id", "conversation_id", "thread_id", "chat_id", "metadata.session_id")
 
     def recognises(self, first: Any) -> bool:
-        """By tokens that were used and a time of day; times since a start are columns of a trace of simtune's own."""
+        """True if it has tokens that were used and a time of day; times since a start are columns of a trace of
+        simtune's own.
+        """
         usage = any(isinstance(look_up(first, key), Mapping) for key in _USAGE)
         flat = first_of(first, self._prompt) is not None and first_of(first, self._output) is not None
         key = first_of(first, self._time)
@@ -55,7 +57,7 @@ class OpenAiLog:
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Requests that were answered, by their time; lines without usage had no answer."""
+        """Read the requests that were answered, by their time; lines without usage had no answer."""
         good = [i for i, row in enumerate(objects) if first_of(row, self._output) is not None and not _failed(row)]
         if not good:
             problems.stop("no line has prompt and completion tokens", lines[0], "usage")
@@ -66,8 +68,8 @@ class OpenAiLog:
         notes = left_out(len(objects) - len(good), "lines without an answer")
         time = first_of(rows[0], self._time)
         if time is None:
-            known = ", ".join(clocks.NAMES)
-            notes.append(f"it has no times, so it is lengths only; a time may be called {known}")
+            time_names = ", ".join(clocks.NAMES)
+            notes.append(f"it has no times, so it is lengths only; a time may be called {time_names}")
         else:
             names["arrival"], values["arrival"] = time, _clock([look_up(row, time) for row in rows], at, time, problems)
         sessions = sessions_of(rows, self._session)
@@ -93,10 +95,10 @@ def _clock(values: Sequence[Any], lines: Sequence[int], key: str, problems: Prob
 
 
 class ShareGpt:
-    """Conversations as ShareGPT holds them: a list, or JSON lines, of `conversations` with texts by turn.
+    """Conversations in the format of ShareGPT: a list, or JSON lines, of `conversations` with texts by turn.
 
-    Each answer is a request; its prompt is all that was said before. There are no times. Requests stand in the order
-    of the file, so turns of one conversation follow one another.
+    Each answer is a request; its prompt is all text before it. There are no times. Requests are in the order of the
+    file, so turns of one conversation follow one another.
     """
 
     title = "ShareGPT conversations"
@@ -104,14 +106,14 @@ class ShareGpt:
     _answers = ("gpt", "assistant", "chatgpt", "bing", "bard")
 
     def recognises(self, first: Any) -> bool:
-        """By its conversations."""
-        one = first[0] if isinstance(first, list) and first else first
-        return isinstance(one, Mapping) and isinstance(one.get("conversations"), list)
+        """True if it has conversations."""
+        talk = first[0] if isinstance(first, list) and first else first
+        return isinstance(talk, Mapping) and isinstance(talk.get("conversations"), list)
 
     def read(
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
-        """Turns, their sessions, and the blocks that they share with the turns before."""
+        """Read the turns, their sessions, and the blocks that they share with the turns before."""
         listed = isinstance(objects[0], list)
         talks = objects[0] if listed else objects
         columns: dict[str, list[Any]] = {"prompt": [], "output": [], "session": [], "hash_ids": []}
@@ -119,13 +121,13 @@ class ShareGpt:
         for number, talk in enumerate(talks):
             turns = self._turns(talk, reading)
             line = lines[0] if listed else lines[number]
-            for said, answer in turns:
-                columns["prompt"].append(said)
+            for prompt_tokens, answer in turns:
+                columns["prompt"].append(prompt_tokens)
                 columns["output"].append(answer)
                 columns["session"].append(number)
-                columns["hash_ids"].append(tuple(range(block, block + said // SHARED_BLOCK_TOKENS)))
+                columns["hash_ids"].append(tuple(range(block, block + prompt_tokens // SHARED_BLOCK_TOKENS)))
                 at.append(line)
-            block += max((said // SHARED_BLOCK_TOKENS for said, _ in turns), default=0)
+            block += max((prompt_tokens // SHARED_BLOCK_TOKENS for prompt_tokens, _ in turns), default=0)
         if not at:
             problems.stop("no conversation has an answer", lines[0], "conversations")
         return LogRequests(
@@ -133,13 +135,13 @@ class ShareGpt:
         )
 
     def _turns(self, talk: Any, reading: LogReading) -> list[tuple[int, int]]:
-        """(prompt tokens with all before, output tokens) of every answer that has any text before it."""
-        turns, said = [], 0
+        """Return (prompt tokens with all before, output tokens) of every answer that has any text before it."""
+        turns, prompt_tokens = [], 0
         for message in look_up(talk, "conversations") or ():
             who = look_up(message, "from") or look_up(message, "role")
             text = look_up(message, "value") or look_up(message, "content")
             length = tokens_of(text, reading) if isinstance(text, str) else 0
-            if who in self._answers and said and length:
-                turns.append((said, length))
-            said += length
+            if who in self._answers and prompt_tokens and length:
+                turns.append((prompt_tokens, length))
+            prompt_tokens += length
         return turns

@@ -51,10 +51,10 @@ _OBJECTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_keys("quantization", "producer"), "a checkpoint's hf_quant_config.json", "leave it beside its config.json"),
     (_keys("traceEvents"), "a timeline of a profiler", _STEPS),
 )
-"""Of the first JSON object of a file."""
+"""Test of the first JSON object of a file, title of the kind and what to do with it."""
 
 _HEAD = 1 << 16
-"""Characters in which a file says what it is."""
+"""Characters at the beginning of a file that show what kind of file it is."""
 
 
 def binary_title(raw: bytes) -> str | None:
@@ -67,10 +67,10 @@ def stranger(text: str) -> str | None:
     """Return what a text is and what to do with it, if it is of a kind that holds no requests; else None."""
     head = text[:_HEAD]
     start = head.lstrip()
-    known = None
+    verdict = None
     if start[:1] in ("{", "["):
         first = parsed_json(text) or parsed_json(start.partition("\n")[0])
         row = first[0] if isinstance(first, list) and first else first
-        known = next(((title, remedy) for is_one, title, remedy in _OBJECTS if is_one(row)), None)
-    known = known or next((said for words, said in _TEXTS.items() if words in head), None)
-    return None if known is None else f"looks like {known[0]}: {known[1]}"
+        verdict = next(((title, remedy) for is_one, title, remedy in _OBJECTS if is_one(row)), None)
+    verdict = verdict or next((entry for words, entry in _TEXTS.items() if words in head), None)
+    return None if verdict is None else f"looks like {verdict[0]}: {verdict[1]}"

@@ -18,15 +18,15 @@ DIGITS = 4
 
 
 def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: int | None = None) -> Iterator[Finding]:
-    """The findings of some systems, in their order, as they are made.
+    """Yield the findings of some systems, in their order, as they are made.
 
     `hardware` takes the place of each entry's own; nothing is judged then. Families run in `jobs` processes. An entry
     that cannot be run as it stands, or on that hardware, is a finding of its own, "failed" or "infeasible".
     """
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     with executor(jobs, len(families)) as pool:
-        for made in ordered_map(pool, partial(_family, hardware=hardware), families):
-            yield from made
+        for findings in ordered_map(pool, partial(_family, hardware=hardware), families):
+            yield from findings
 
 
 def _family(entries: Sequence[Entry], hardware: str | None) -> list[Finding]:
@@ -47,7 +47,9 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
 
 
 def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
-    """The finding of an entry that has two sides. Raises Infeasible, UsageError or SpecError if it cannot be run."""
+    """Return the finding of an entry that has two sides. Raises Infeasible, UsageError or SpecError if it cannot be
+    run.
+    """
     system = entry.system
     sides = {
         name: runner.measure(entry.family, side, system.measure) for name, side in entry.family.sides(system).items()
@@ -55,23 +57,25 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     variant, base = sides["variant"], sides.get("base")
     if hardware is not None:
         return _compared(entry, variant, base, "elsewhere", _inputs(system, []))
-    ends = [[_gain(entry, runner, otherwise) for otherwise in one.otherwise] for one in system.inputs]
+    ends = [[_gain(entry, runner, otherwise) for otherwise in setting.otherwise] for setting in system.inputs]
     inputs = _inputs(system, ends)
     status = judged(_over(system, variant, base)[0], system, inputs)
     probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
-    reasons = [f"{what} {_rounded(gain):g}" for what, gain in probed] if status == "differs" else []
+    reasons = [f"{probe_name} {_rounded(gain):g}" for probe_name, gain in probed] if status == "differs" else []
     return _compared(entry, variant, base, status, inputs, reasons)
 
 
 def _gain(entry: Entry, runner: Runner, otherwise: Otherwise, measure: Measure | None = None) -> float:
-    """Of the variant over the base, with something otherwise; 0, in no band, where one of them cannot do it at all."""
+    """Return the gain of the variant over the base, with something otherwise; 0, which is in no band, if a side is
+    infeasible.
+    """
     sides = entry.family.varied(entry.system, otherwise)
     measured_by = measure or entry.system.measure
     try:
-        done = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
+        results = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
     except Infeasible:
         return 0.0
-    return _over(entry.system, done["variant"], done.get("base"))[0]
+    return _over(entry.system, results["variant"], results.get("base"))[0]
 
 
 def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> tuple[float, float]:
@@ -85,39 +89,40 @@ def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None)
 
 
 def _by_formula(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> float:
-    """The gain that the claim's formula makes of these requests; 1 where it has none. Raises UsageError where it holds
-    for no such requests."""
+    """Return the gain that the claim's formula gives for these requests; 1 if the claim has no formula. Raises
+    UsageError if the formula does not hold for such requests.
+    """
     assert system.claim is not None
     formula = system.claim.formula
     if formula is None or base is None:
         return 1.0
     if formula not in base.by_formula or formula not in variant.by_formula:
         raise UsageError(f"{system.name}: {formula} says nothing of these requests: more come than are served")
-    said = base.by_formula[formula]
-    return said if formula == "padded_tokens" else said / variant.by_formula[formula]
+    of_base = base.by_formula[formula]
+    return of_base if formula == "padded_tokens" else of_base / variant.by_formula[formula]
 
 
 def _inputs(system: PublishedSystem, ends: Sequence[Sequence[float]]) -> tuple[FoundInput, ...]:
-    """All inputs; `ends` are the gains of each that is varied, none where nothing is judged."""
+    """Return all inputs; `ends` are the gains of each input that is varied, empty if nothing is judged."""
     gains = ends or [()] * len(system.inputs)
     varied = [
         FoundInput(
-            what=one.what,
-            source=one.source,
-            where=one.where,
+            what=item.what,
+            source=item.source,
+            where=item.where,
             gains=tuple(_rounded(gain) for gain in at_ends),
             decides=not all(_inside(gain, system) for gain in at_ends),
         )
-        for one, at_ends in zip(system.inputs, gains, strict=True)
+        for item, at_ends in zip(system.inputs, gains, strict=True)
     ]
     guesses = [
-        FoundInput(what=what, source="assumed", where=None, gains=(), decides=True) for what in system.unpublished
+        FoundInput(what=guess, source="assumed", where=None, gains=(), decides=True) for guess in system.unpublished
     ]
     return (*varied, *guesses)
 
 
 def _inside(gain: float, system: PublishedSystem) -> bool:
-    """Whether a gain, rounded as it is written, is in the band of the claim."""
+    """True if a gain, rounded as it is written, is in the band of the claim."""
     assert system.claim is not None
     assert system.claim.band is not None
     low, high = system.claim.band
@@ -153,16 +158,18 @@ def _compared(
 
 
 def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> Status:
-    """What a gain is called beside the claim's band; within it by what is published, or decides nothing."""
+    """Return the status of a gain: outside the claim's band, or inside it by chosen, by assumed or only by published
+    inputs.
+    """
     if not _inside(gain, system):
         return "differs"
     if system.chosen is not None:
         return "fitted"
-    return "assumed" if any(one.decides for one in inputs) else "reproduced"
+    return "assumed" if any(item.decides for item in inputs) else "reproduced"
 
 
 def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult | None, by_formula: float = 1.0) -> str:
-    """By how much it misses the band, and the parts of the time that change otherwise than the claim would have it.
+    """State by how much a gain misses the band, and the parts of the time that change otherwise than the claim implies.
 
     The band is of the gain over what a formula makes of it, where the claim has one.
     """
@@ -173,19 +180,20 @@ def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult 
     if base is None:
         most = sorted(variant.parts.items(), key=lambda part: -part[1])[:3]
         return f"{words}; it is made of {', '.join(f'{name} {_amount(x)}' for name, x in most)}"
-    wanted = {name: x / (edge * by_formula) for name, x in base.parts.items()}
-    names = sorted({*wanted, *variant.parts})
-    excess = {name: variant.parts.get(name, 0.0) - wanted.get(name, 0.0) for name in names}
+    by_claim = {name: x / (edge * by_formula) for name, x in base.parts.items()}
+    names = sorted({*by_claim, *variant.parts})
+    excess = {name: variant.parts.get(name, 0.0) - by_claim.get(name, 0.0) for name in names}
     sign = 1 if gain < low else -1
     parts = [
         f"{name} from {_amount(base.parts.get(name, 0.0))} to {_amount(variant.parts.get(name, 0.0))}, "
-        f"where the band has {_amount(wanted.get(name, 0.0))}"
+        f"where the band has {_amount(by_claim.get(name, 0.0))}"
         for name in sorted(names, key=lambda name: -sign * excess[name])[:2]
         if sign * excess[name] > 0
     ]
     if variant.tokens_per_round > 1:
-        needed = variant.tokens_per_round * edge / gain
-        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {needed:.3g}")
+        tokens_needed = variant.tokens_per_round * edge / gain
+        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {tokens_needed:.3g}")
+    # No single part explains the difference: compare the totals.
     if not parts:
         ends = (_amount(x) for x in (base.value, variant.value, base.value / (edge * by_formula)))
         parts = ["{} from {} to {}, where the band has {}".format(variant.unit, *ends)]
@@ -240,7 +248,7 @@ def _with(
         metric=in_words(system.measure) if system.variant is not None else None,
         reason=reason,
         inputs=tuple(inputs),
-        assumed=tuple(one.what for one in inputs if one.decides),
+        assumed=tuple(item.what for item in inputs if item.decides),
         chosen=system.chosen,
         not_modelled=system.not_modelled,
     )

@@ -1,4 +1,4 @@
-"""One side of a comparison: from settings to one number, and to where the time of it goes."""
+"""A side of a comparison: from settings to one number, and to the parts of its time."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ Parts = Mapping[str, float]
 """Seconds for each output token by part of the step, or bytes by what takes them."""
 
 REST = "drafts, host, waiting"
-"""What of the measured time is in no part of the target's steps."""
+"""Name of the measured time that is in no part of the target's steps."""
 
 
 @dataclass(frozen=True)
 class SideResult:
-    """What one side came to."""
+    """Result of one side."""
 
     value: float
     parts: Parts
     unit: str
     note: str = ""
-    """What of `best_of` was best, or that the system is saturated."""
+    """Alternative of `best_of` that was best, or a note that the system is saturated."""
     tokens_per_round: float = 1.0
-    """Of a request, where it drafts."""
+    """Tokens of a round of a request, if it drafts."""
     per: str = "token"
-    """What the parts are of: an output token, or a request."""
+    """Unit that the parts are given for: an output token, or a request."""
     by_formula: Mapping[str, float] = field(default_factory=dict)
-    """What published formulas make of the requests; their ratio between two sides is the gain that they say."""
+    """Results of published formulas for the requests; their ratio between two sides is the gain by the formula."""
 
 
 class Runner:
@@ -73,29 +73,29 @@ class Runner:
         self._measured: dict[str, SideResult] = {}
 
     def measure(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
-        """A side, with all its phases, each with the best of its alternatives."""
+        """Measure a side, with all its phases, each with the best of its alternatives."""
         phases = side.get("phases")
         if not phases:
             return self._best(family, side, measure)
         common = {key: value for key, value in side.items() if key not in ("phases", "beside")}
-        done = [
+        results = [
             (float(phase.get("times", 1.0)), self._best(family, merged(common, phase.get("setup", {})), measure))
             for phase in phases
         ]
-        totals = [times * one.value for times, one in done]
+        totals = [times * result.value for times, result in results]
         parts: dict[str, float] = {}
-        for times, one in done:
-            for part, seconds in one.parts.items():
+        for times, result in results:
+            for part, seconds in result.parts.items():
                 parts[part] = parts.get(part, 0.0) + times * seconds
-        return SideResult(max(totals) if side.get("beside") else sum(totals), parts, done[0][1].unit)
+        return SideResult(max(totals) if side.get("beside") else sum(totals), parts, results[0][1].unit)
 
     def _best(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
         wins = min if is_cost(measure) else max
-        tried = [self._once(family, one, measure) for one in alternatives(side)]
-        best = wins(tried, key=lambda one: one.value)
-        if len(tried) > 1:
+        results = [self._once(family, alternative, measure) for alternative in alternatives(side)]
+        best = wins(results, key=lambda one: one.value)
+        if len(results) > 1:
             best = replace(
-                best, note=f"{best.note} best of {len(tried)}: {_flat(side['best_of'][tried.index(best)])}".strip()
+                best, note=f"{best.note} best of {len(results)}: {_flat(side['best_of'][results.index(best)])}".strip()
             )
         return best
 
@@ -125,14 +125,14 @@ def _flat(settings: Mapping[str, Any]) -> str:
 
 
 def is_cost(measure: Measure) -> bool:
-    """Whether less of it is better."""
+    """True if less of the measure is better."""
     if isinstance(measure, UnderLoad):
         return measure.metric in (*LATENCIES, "duration", "group", "tokens")
     return isinstance(measure, StepSeconds)
 
 
 def in_words(measure: Measure) -> str:
-    """What is measured, for a column of a table."""
+    """Return what is measured, for a column of a table."""
     if isinstance(measure, HighestRate):
         return "highest rate, requests/s"
     if isinstance(measure, StepSeconds):
@@ -146,7 +146,7 @@ def in_words(measure: Measure) -> str:
 
 
 class Side:
-    """One plan under one load, or one step of it."""
+    """A plan under a load, or one step of it."""
 
     def __init__(
         self, family: Systems, side: Mapping[str, Any], hardware: str | None, deployed: dict[str, Deployment]
@@ -158,18 +158,18 @@ class Side:
 
     @cached_property
     def plan(self) -> Plan:
-        """Where things run."""
+        """Plan of the side."""
         return plan_of(self._side, "side")
 
     @cached_property
     def model(self) -> Model:
-        """Of the file, or by name."""
+        """Model of the file, or by name."""
         name = str(self._side.get("model"))
         return self._family.own_model(name) or load_model(name)
 
     @cached_property
     def hardware(self) -> dict[str, Hardware]:
-        """Of every pool, by the name that the plan has for it."""
+        """Hardware of every pool, by the name that the plan has for it."""
         return {pool.hardware: load_kernels(pool.hardware, pool.engine) for pool in self.plan.pools}
 
     @property
@@ -179,7 +179,7 @@ class Side:
 
     @cached_property
     def deployment(self) -> Deployment:
-        """What `simulate` runs; one for all sides that differ in their load only."""
+        """Deployment that `simulate` runs; the same for all sides that differ in their load only."""
         key = json.dumps([self._family.name, self.model.name, self.plan.to_data()], sort_keys=True)
         if key not in self._deployed:
             drafting = {pool.name: self._drafting(pool) for pool in self.plan.pools if pool.speculation is not None}
@@ -189,8 +189,8 @@ class Side:
 
     def _drafting(self, pool: Pool) -> Drafting:
         assert pool.speculation is not None
-        own, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
-        model = None if own is None else self._family.own_model(own) or load_model(own)
+        draft_model, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
+        model = None if draft_model is None else self._family.own_model(draft_model) or load_model(draft_model)
         return Drafting(self._family.own_acceptance(rates) or load_acceptance(rates), model)
 
     @cached_property
@@ -242,17 +242,17 @@ class Side:
         return float(getattr(result.summary(), metric))
 
     def highest_rate(self, measure: HighestRate) -> SideResult:
-        """By bisection on a logarithmic scale, the same requests at every rate."""
-        seen: dict[float, Result] = {}
+        """Find the highest rate by bisection on a logarithmic scale, with the same requests at every rate."""
+        results: dict[float, Result] = {}
 
         def ok(rate: float) -> bool:
-            seen[rate] = self.deployment.simulate(self.stream.at_rate(rate))
-            return _meets(seen[rate], measure)
+            results[rate] = self.deployment.simulate(self.stream.at_rate(rate))
+            return _meets(results[rate], measure)
 
         rate = bisected(ok, measure.from_rps, measure.to_rps, measure.tolerance)
         if rate is None:
             raise Infeasible(f"the limits are not met at {measure.from_rps:g} requests/s either; lower from_rps")
-        result = seen[rate]
+        result = results[rate]
         gpus = result.num_gpus if measure.per_gpu else 1
         return SideResult(rate / gpus, self._parts(result), in_words(measure))
 
@@ -278,7 +278,7 @@ class Side:
         return SideResult(seconds / delivers, parts, in_words(measure), f"{decodes} decodes" if decodes else "")
 
     def _most_within(self, model: StepModel, spec: OneStep, most: int, within_s: float) -> int:
-        """The most decodes, up to so many, whose step is no longer than that."""
+        """Return the most decodes, up to `most`, whose step takes no longer than `within_s`."""
         if model.seconds(_work(spec, 1)) > within_s:
             raise Infeasible(f"a step of one decode already takes longer than {within_s:g} s")
         low, high = 1, most + 1
@@ -382,13 +382,14 @@ def _work(spec: OneStep, decodes: int) -> StepWork:
 
 
 def per_round(result: Result) -> float:
-    """Tokens that a round of a request delivers, where it drafts; else one."""
+    """Return the tokens that a round of a request delivers, if it drafts; else one."""
     tally = result.drafted
     return 1 + tally.accepted / tally.rounds if tally.rounds else 1.0
 
 
 def by_formula(result: Result, seats: int) -> dict[str, float]:
-    """Of batches of so many prompts the tokens when padded, and the mean wait of an M/G/1 queue (Pollaczek, Khinchine).
+    """Return the padded tokens of batches of `seats` prompts over their real tokens, and the mean wait of an M/G/1
+    queue (Pollaczek, Khinchine).
 
     Real tokens stand for a side whose batches are not padded: the formula's gain is of a padded base over its tokens.
     """
@@ -406,7 +407,7 @@ def by_formula(result: Result, seats: int) -> dict[str, float]:
 
 
 def verified(model: StepModel, batch: int, context: float, width: int) -> dict[str, float]:
-    """Seconds by kind of a step in which so many sequences have `width` tokens each."""
+    """Return seconds by kind of a step in which `batch` sequences have `width` tokens each."""
     tokens = np.array([batch * width])
     parts = {kind: float(seconds[0]) for kind, seconds in (model.linear(tokens) | model.head(tokens)).items()}
     parts["decode_attention"] = float(model.decode(batch, np.array([context]), width)[0])
@@ -421,7 +422,7 @@ def moved(side: Mapping[str, Any], hardware: str) -> dict[str, Any]:
 
 
 def bisected(ok: Callable[[float], bool], low: float, high: float, tolerance: float) -> float | None:
-    """The highest x that is still ok, within a relative tolerance; None where `low` is not."""
+    """Return the highest x that is still ok, within a relative tolerance; None if `low` is not."""
     if not ok(low):
         return None
     if ok(high):
@@ -480,7 +481,8 @@ def at_once(stream: RequestStream, order: Ints) -> RequestStream:
 
 
 def grouped(stream: RequestStream, size: int, finish_first: int | None) -> RequestStream:
-    """Groups of so many requests, which arrive with their first; none goes further than the shortest but so many.
+    """Return the stream in groups of `size` requests, which arrive with their first; if `finish_first` is set, all of a
+    group stop when that many have finished.
 
     What a group stops at is known from the start: its branches run side by side, one token each per step, so that the
     n-th to finish is the n-th shortest.
