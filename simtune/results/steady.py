@@ -45,7 +45,7 @@ BEYOND = 10
 
 
 def stride(requests: int) -> int:
-    """Every how many arrivals one is looked at."""
+    """Return k such that every k-th arrival is sampled."""
     return max(1, requests // SAMPLES)
 
 
@@ -59,8 +59,8 @@ def in_system(arrival: Ints, finish: Ints, waiting: Ints) -> tuple[Ints, Ints]:
     at = arrival[order]
     gone = np.sort(np.where(finish[order] >= 0, finish[order], at))
     present = np.maximum(np.arange(len(at)) - np.searchsorted(gone, at, side="right"), 0)
-    each = stride(len(at))
-    return present[::each], waiting[order][::each]
+    every = stride(len(at))
+    return present[::every], waiting[order][::every]
 
 
 def steadiness(present: Ints, waiting: Ints, requests: int) -> Steadiness:
@@ -88,7 +88,7 @@ def wander(present_counts: Array) -> float:
 
 
 def _growth(queue: Array) -> float:
-    """Mean increment of BATCHES equal parts, in its standard errors."""
+    """Return the mean increment of BATCHES equal parts, in its standard errors."""
     size = len(queue) // BATCHES
     ends = queue[: BATCHES * size : size]
     steps = np.diff(np.append(ends, queue[-1]))
@@ -99,13 +99,14 @@ def _growth(queue: Array) -> float:
 
 
 def _rise(values: Array) -> float:
-    """From the first quarter to the last."""
+    """Return the rise of the mean from the first quarter to the last."""
     quarter = len(values) // 4
     return float(values[-quarter:].mean() - values[:quarter].mean())
 
 
 def needed_for(statistic: str) -> int:
-    """Values that a statistic needs: BEYOND of them beyond a percentile; one for a mean."""
+    """Return the number of values that a statistic needs: enough for BEYOND of them beyond a percentile; one for a
+    mean."""
     if statistic == "mean":
         return 1
     return math.ceil(BEYOND / (1 - float(statistic[1:]) / 100) - 1e-6)
