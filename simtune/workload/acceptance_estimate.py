@@ -1,8 +1,8 @@
-"""Acceptance from what engines count: rates, and how far off they may be.
+"""Estimates of acceptance from the counts of engines: rates and their standard errors.
 
 All of it is plain counting. R_j, the rounds that kept at least j draft tokens, fall from R_0, all rounds; the
 conditional acceptance is a_j = R_j / R_(j-1), a binomial share with standard error sqrt(a_j (1 - a_j) / R_(j-1)).
-Functions raise ValueError where the counts cannot have come from any engine.
+Functions raise ValueError if no engine could have produced the counts.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from simtune.specs.acceptance import BetaMixture, PerPosition, PerRank
 
 
 def from_counters(drafts: float, accepted: Sequence[float]) -> PerPosition:
-    """From vLLM's counters: rounds that drafted, and drafts kept at each position.
+    """Estimate acceptance from vLLM's counters: rounds that drafted, and drafts kept at each position.
 
-    The second count is unconditional: a draft at position 3 is kept only where those at 1 and 2 were. Every round
+    The second count is unconditional: a draft at position 3 is kept only if those at 1 and 2 were. Every round
     must have drafted as many tokens as there are positions; otherwise see `from_windows`.
     """
     return _conditional([drafts, *accepted])
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What was counted between two readings of the same counters. Counters never fall."""
+    """Return the counts between two readings of the same counters. Raise ValueError if a counter falls or
+    disappears."""
     for name, value in after.items():
         if value < before.get(name, 0.0):
             raise ValueError(
                 f"{name} goes backwards, from {before[name]:g} to {value:g}: the engine was started again in between, "
                 "or the files are in the wrong order"
             )
-    if missing := sorted(set(before) - set(after)):
-        raise ValueError(f"{missing[0]} is counted in the first reading and missing in the second")
+    if absent := sorted(set(before) - set(after)):
+        raise ValueError(f"{absent[0]} is counted in the first reading and missing in the second")
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def from_histogram(rounds: Mapping[int, float] | Sequence[float], window: int | None = None) -> PerPosition:
-    """From the number of rounds that kept exactly j draft tokens, j = 0 ... g. Missing entries are zero.
+    """Estimate acceptance from the number of rounds that kept exactly j draft tokens, j = 0 to g. Missing entries
+    are zero.
 
     All rounds must have drafted `window` tokens, as many as the largest entry unless given.
     """
@@ -55,10 +57,11 @@ def from_histogram(rounds: Mapping[int, float] | Sequence[float], window: int | 
 
 
 def from_windows(rounds: Iterable[tuple[int, int]]) -> PerPosition:
-    """From (accepted, drafted) of each round where rounds draft differently many: the Kaplan-Meier estimate.
+    """Estimate acceptance from (accepted, drafted) of each round, if rounds draft different numbers: the Kaplan-Meier
+    estimate.
 
-    At position j only rounds that drafted j tokens and kept the j - 1 before are at risk. Taking all rounds for
-    granted instead is far too low, .52 for .70.
+    At position j only rounds that drafted j tokens and kept the j - 1 before are at risk. Using all rounds
+    instead gives far too low a rate, .52 for .70.
     """
     pairs = np.array(list(rounds), dtype=np.int64).reshape(-1, 2)
     accepted, drafted = pairs.T
@@ -77,9 +80,9 @@ def from_windows(rounds: Iterable[tuple[int, int]]) -> PerPosition:
 
 
 def from_mean_length(length: float, window: int, rounds: float | None = None) -> PerPosition:
-    """From the mean tokens per round alone, the bonus token included, where each round drafted `window` tokens.
+    """Estimate acceptance from the mean tokens per round, bonus token included, if each round drafted `window` tokens.
 
-    One number tells one: the same acceptance a at every position, the root of 1 + a + ... + a^window = length.
+    One number determines one: the same acceptance a at every position, the root of 1 + a + ... + a^window = length.
     The standard error needs the number of rounds; it is that of the mean length over the slope of this sum.
     """
     from scipy.optimize import brentq
@@ -106,7 +109,7 @@ def from_mean_length(length: float, window: int, rounds: float | None = None) ->
 
 
 def from_requests(histograms: Sequence[Sequence[float]]) -> BetaMixture:
-    """From one histogram per request, as for `from_histogram`: how acceptance differs between requests.
+    """Estimate the distribution of acceptance over requests from one histogram per request, as for `from_histogram`.
 
     Maximum likelihood of Beta(a, b), given that request i kept s_i draft tokens and lost f_i: a beta-binomial.
     Standard errors are those of the curvature at the maximum.
@@ -115,13 +118,13 @@ def from_requests(histograms: Sequence[Sequence[float]]) -> BetaMixture:
     from scipy.special import betaln
 
     if len(histograms) < 2:
-        raise ValueError("how requests differ cannot be told from fewer than two of them")
-    kept = np.array([sum(j * n for j, n in enumerate(h)) for h in histograms], dtype=np.float64)
+        raise ValueError("a distribution over requests needs at least two requests")
+    num_kept = np.array([sum(j * n for j, n in enumerate(h)) for h in histograms], dtype=np.float64)
     lost = np.array([sum(h[:-1]) for h in histograms], dtype=np.float64)
 
     def loss(log_ab: Array) -> float:
         a, b = np.exp(log_ab)
-        return -float((betaln(a + kept, b + lost) - betaln(a, b)).sum())
+        return -float((betaln(a + num_kept, b + lost) - betaln(a, b)).sum())
 
     fit = minimize(loss, [1.0, 0.5], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-8})
     a, b = (float(x) for x in np.exp(fit.x))
@@ -130,9 +133,8 @@ def from_requests(histograms: Sequence[Sequence[float]]) -> BetaMixture:
 
 
 def from_ranks(taken: Sequence[Sequence[float]], reached: Sequence[Sequence[float]]) -> PerRank:
-    """From how often the candidate of each depth and rank was taken, and how many rounds reached that depth with
-    at least so many candidates.
-    """
+    """Estimate acceptance from the number of times that the candidate of each depth and rank was taken, and the number
+    of rounds that reached that depth with at least that many candidates."""
     rates, errors = [], []
     for depth, (hits, rounds) in enumerate(zip(taken, reached, strict=True), start=1):
         if len(hits) != len(rounds) or any(not 0 <= h <= n or n <= 0 for h, n in zip(hits, rounds, strict=True)):
@@ -144,7 +146,8 @@ def from_ranks(taken: Sequence[Sequence[float]], reached: Sequence[Sequence[floa
 
 
 def from_top_k(accuracy: Sequence[Sequence[float]]) -> PerRank:
-    """From cumulative accuracies: `accuracy[d][k]`, the token is among the k + 1 likeliest at depth d + 1."""
+    """Estimate acceptance from cumulative accuracies: `accuracy[d][k]`, the token is among the k + 1 likeliest at depth
+    d + 1."""
     rows = []
     for depth, row in enumerate(accuracy, start=1):
         ranks = np.diff(np.array([0.0, *row]))
@@ -155,16 +158,16 @@ def from_top_k(accuracy: Sequence[Sequence[float]]) -> PerRank:
 
 
 def _conditional(at_least: Sequence[float]) -> PerPosition:
-    """From R_0, R_1, ... R_g."""
+    """Return conditional rates from R_0, R_1, ... R_g."""
     if len(at_least) < 2 or at_least[0] <= 0:
         raise ValueError("there is no round that drafted anything")
     for j, (before, now) in enumerate(pairwise(at_least), start=1):
         if not 0 <= now <= before:
             raise ValueError(
                 f"position {j} was kept {now:g} times and the one before {before:g} times: a draft is kept only "
-                "where all before it were, so counts cannot rise"
+                "if all before it were, so counts cannot rise"
             )
-    # Positions nobody reached are unknown, not 0.
+    # The rates of positions that no round reached are unknown, not 0.
     reached = [(a, b) for a, b in pairwise(at_least) if a > 0]
     rates = [now / before for before, now in reached]
     errors = [_binomial_error(rate, before) for rate, (before, _) in zip(rates, reached, strict=True)]
@@ -176,7 +179,8 @@ def _binomial_error(share: float, trials: float) -> float:
 
 
 def standard_errors(loss: Callable[[Array], float], at: Array) -> Array:
-    """Of maximum-likelihood estimates in the coordinates of `loss`: the inverse of its curvature, by differences."""
+    """Return standard errors of maximum-likelihood estimates in the coordinates of `loss`: from the inverse of its
+    curvature, by differences."""
     step = 1e-3
     size = len(at)
     hessian = np.empty((size, size))

@@ -1,6 +1,6 @@
-"""Reading acceptance from the files that engines, their benchmarks and publications leave.
+"""Acceptance read from the files of engines, their benchmarks and publications.
 
-What a file is, is found in it:
+The kind of a file is recognised by its content:
 
     Prometheus text         vllm:spec_decode_* counters; of two files the difference, before and after a run
     log of vLLM             its `SpecDecoding metrics:` lines, added up
@@ -31,17 +31,17 @@ _LOG_LINE = re.compile(
 
 
 class Reading(NamedTuple):
-    """Rates, and in words what they were read from."""
+    """Rates, and a description of their source."""
 
     rates: Rates
     source: str
 
 
 def read_acceptance(paths: Sequence[Path], draft_tokens: int | None = None, model: str | None = None) -> Reading:
-    """The rates in one file, or between two readings of the same counters.
+    """Read the rates in one file, or between two readings of the same counters.
 
-    `draft_tokens` of each round are needed where a file does not tell; `model` chooses among several in a table.
-    Raises SpecError or UsageError where a file is none of these, or cannot be true.
+    `draft_tokens` of each round are needed if a file does not state them; `model` chooses among several in a table.
+    Raises SpecError or UsageError if a file is none of these, or its counts are impossible.
     """
     texts = [read_text(path) for path in paths]
     counted = all(_COUNTER.search(text) for text in texts)
@@ -55,8 +55,8 @@ def read_acceptance(paths: Sequence[Path], draft_tokens: int | None = None, mode
             return _log(path, text)
         return _table(path, text, model) if path.suffix == ".csv" else _json(path, text, draft_tokens)
     except (KeyError, TypeError, ArithmeticError, ValueError, AttributeError, IndexError) as error:
-        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise SpecError(Problem(str(path), f"not as its writer would leave it: {what}")) from None
+        cause = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise SpecError(Problem(str(path), f"invalid content: {cause}")) from None
 
 
 def _estimated(path: Path, key: str, counting: Callable[[], Rates]) -> Rates:
@@ -153,7 +153,7 @@ def _mean_length(path: Path, data: dict[str, Any], draft_tokens: int | None) -> 
         raise _unknown(path)
     if draft_tokens is None:
         raise UsageError(
-            f"{path}: a mean length tells nothing without the draft tokens of a round: give --draft-tokens "
+            f"{path}: a mean length needs the draft tokens per round; give --draft-tokens "
             "(SGLang's speculative-num-steps)"
         )
     rates = _estimated(path, key, lambda: acceptance_estimate.from_mean_length(float(length), draft_tokens))
@@ -161,7 +161,7 @@ def _mean_length(path: Path, data: dict[str, Any], draft_tokens: int | None) -> 
 
 
 def _per_request(document: Any) -> list[float] | None:
-    """The histogram of one response of vLLM, None if it has none."""
+    """Return the histogram of one response of vLLM, None if it has none."""
     metrics = document.get("metrics") if isinstance(document, dict) else None
     speculative = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     histogram = speculative.get("acceptance_histogram") if isinstance(speculative, dict) else None
@@ -181,8 +181,8 @@ def _table(path: Path, text: str, model: str | None) -> Reading:
             counts = (int(row["rank"]), float(row["taken"]), float(row["reached"]))
             by_depth.setdefault(int(row["depth"]), []).append(counts)
         ordered = [sorted(by_depth[d]) for d in sorted(by_depth)]
-        taken, reached = ([[x[i] for x in row] for row in ordered] for i in (1, 2))
-        rates: Rates = _estimated(path, "taken", lambda: acceptance_estimate.from_ranks(taken, reached))
+        num_taken, reached = ([[x[i] for x in row] for row in ordered] for i in (1, 2))
+        rates: Rates = _estimated(path, "taken", lambda: acceptance_estimate.from_ranks(num_taken, reached))
         return Reading(rates, f"counts by depth and rank, {path.name}")
     if {"accepted", "drafted"} <= columns:
         rounds = [(int(row["accepted"]), int(row["drafted"])) for row in rows]
