@@ -321,7 +321,7 @@ def length_limit(model: Model, stream: RequestStream) -> int:
     """Return a max_model_len for a load: its longest request rounded up to a multiple of 256 tokens, within the model's
     limit.
 
-    Raises UsageError where that is below every request.
+    Raises UsageError if that is below every request.
     """
     tokens = stream.prompt_tokens + stream.output_tokens
     longest = int(tokens.max())

@@ -1,6 +1,6 @@
-"""Work for several processes, here or on a Dask cluster; its results come back in the order in which it was given out.
+"""Parallel work in several processes, on this machine or on a Dask cluster; results keep the order of the tasks.
 
-Where a task is worked on makes no difference to what comes of it.
+The result of a task does not depend on the process that works on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simtune.errors import UsageError
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
 
 ANSWERS_S = 10.0
-"""How long a cluster may take to answer, and to have a worker."""
+"""Seconds that a cluster may take to answer, and to have a worker."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,17 +35,17 @@ class DaskCluster:
         self._client = client
 
     def pool(self) -> Executor:
-        """Workers to give tasks to; ending the pool leaves the cluster as it is."""
+        """Return an executor over the workers; shutting it down leaves the cluster as it is."""
         return _ClusterPool(self._client)
 
 
 Jobs = int | DaskCluster | None
-"""Who works: so many processes, one per core by default, or a cluster."""
+"""Workers: a number of processes (None: one per core), or a cluster."""
 
 
 @contextmanager
 def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
-    """A pool of `jobs` processes (default: one per core), at most `most`; None when one would do."""
+    """Yield a pool of `jobs` processes (default: one per core), at most `most`; None if one process would do."""
     if isinstance(jobs, DaskCluster):
         with jobs.pool() as workers:
             yield workers
@@ -58,55 +58,56 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     try:
         yield pool
     except Exception:
-        pool.shutdown(wait=True, cancel_futures=True)  # or the process may end while the pool still closes its pipes
+        # Without waiting, the process could end while the pool still closes its pipes.
+        pool.shutdown(wait=True, cancel_futures=True)
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _enter_worker(parent: int) -> None:
-    """An interrupt is the parent's affair: workers finish what they are at and are given no more. Where the parent ends
-    however suddenly, so do they."""
+    """Prepare a worker process: it ignores interrupts, which the parent handles, and finishes its task; on Linux it is
+    killed when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it had ended before
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             os._exit(1)
 
 
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-    """`work(task)` for every task, in the order of the tasks.
+    """Yield `work(task)` for every task, in the order of the tasks.
 
-    Where the system kills a worker, as it does when memory runs out, what is left is done in this process. A cluster
-    gives the tasks of a lost worker to the others; what is left when it has nobody any more is done here too.
+    If the system kills a worker, as it does when memory runs out, this process does the remaining tasks. A cluster
+    gives the tasks of a lost worker to the others; if none is left, this process does the remaining tasks too.
     """
-    done = 0
+    num_done = 0
     if pool is not None:
         try:
             for result in pool.map(work, tasks):
                 yield result
-                done += 1
+                num_done += 1
             return
         except BrokenProcessPool as lost:
             say_alone(lost)
-    yield from map(work, tasks[done:])
+    yield from map(work, tasks[num_done:])
 
 
 def say_alone(lost: BrokenExecutor) -> None:
-    """Say on stderr why one process goes on with the work of several."""
-    what = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, perhaps for want of memory"
-    sys.stderr.write(f"{what}; going on with one process\n")
+    """Report on stderr why one process continues the work of several."""
+    reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, probably out of memory"
+    sys.stderr.write(f"{reason}; going on with one process\n")
 
 
 # --- a Dask cluster ---------------------------------------------------------------------------------------
 
 
 class ClusterLost(BrokenProcessPool):
-    """A cluster that can do nothing any more."""
+    """Raised when a cluster cannot work on any task any more."""
 
 
 class _ClusterFuture(Future[Any]):
-    """What comes of one task of a cluster."""
+    """Future of one task on a cluster."""
 
     def __init__(self, its: Any) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class _ClusterFuture(Future[Any]):
         its.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Here and there."""
+        """Cancel the task on the cluster and here."""
         self._its.cancel(force=True)
         return super().cancel()
 
@@ -129,32 +130,32 @@ class _ClusterFuture(Future[Any]):
 
 @contextmanager
 def _lost_as_broken() -> Iterator[None]:
-    """What Dask says of tasks that nobody gets done, as executors say it. Raises ClusterLost."""
+    """Translate Dask's errors for tasks that no worker could do. Raises ClusterLost."""
     from distributed import KilledWorker
     from distributed.comm import CommClosedError
 
     try:
         yield
     except KilledWorker as error:
-        raise ClusterLost("workers of the cluster were killed by one task, perhaps for want of memory") from error
+        raise ClusterLost("workers of the cluster were killed by one task, probably out of memory") from error
     except (CancelledError, CommClosedError) as error:
         raise ClusterLost("the cluster does not answer any more") from error
 
 
 class _ClusterPool(Executor):
-    """The workers of a cluster as an executor. Tasks whose worker is lost are given to another."""
+    """Executor on the workers of a cluster. Tasks whose worker is lost are given to another one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Of a single task; its result raises ClusterLost where the cluster does not get it done."""
+        """Submit a single task; its result raises ClusterLost if the cluster cannot do it."""
         return _ClusterFuture(self._client.submit(fn, *args, pure=False, **kwargs))
 
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[Any]:
-        """Results in order. Raises ClusterLost where the cluster does not get them done."""
+        """Return the results in order. Raises ClusterLost if the cluster cannot compute them."""
         futures = self._client.map(fn, *(list(tasks) for tasks in iterables), pure=False)
         try:
             with _lost_as_broken():
@@ -166,10 +167,11 @@ class _ClusterPool(Executor):
 
 @contextmanager
 def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]:
-    """The cluster at an address (tcp://host:port), or `local:N` for N workers of its own on this machine, which listen
-    on 127.0.0.1 alone and end with it.
+    """Connect to the cluster at an address (tcp://host:port), or start `local:N`: N workers on this machine, which
+    listen on 127.0.0.1 only and end with this process.
 
-    Raises UsageError where Dask is not installed, nobody answers, there is no worker, or workers have another release.
+    Raises UsageError if Dask is not installed, no scheduler answers, there is no worker, or workers have another
+    release.
     """
     try:
         from distributed import Client, LocalCluster
@@ -184,19 +186,19 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # its page of metrics, at any free port
+                dashboard_address="127.0.0.1:0",  # the dashboard listens on any free port
                 silence_logs=logging.ERROR,
-            ) as own,
-            Client(own) as client,
+            ) as local_cluster,
+            Client(local_cluster) as client,
         ):
             yield DaskCluster(client)
         return
     try:
         client = Client(where, timeout=answers_s)
     except (OSError, ValueError, TypeError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({said}); start one, or add "
+            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({cause}); start one, or add "
             "--cluster-fallback to go on without it"
         ) from None
     with client:
@@ -205,7 +207,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
 
 
 def _check_workers(client: Any, where: str, answers_s: float) -> None:
-    """Raises UsageError where a cluster has no worker that could do the same as this process."""
+    """Raise UsageError if a cluster has no worker, or a worker with another release of simtune."""
     try:
         client.wait_for_workers(1, timeout=answers_s)
     except TimeoutError:
@@ -216,7 +218,7 @@ def _check_workers(client: Any, where: str, answers_s: float) -> None:
     for worker, release in sorted(client.run(_release, on_error="return").items()):
         if isinstance(release, ImportError):
             raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
-        if isinstance(release, str) and release != __version__:  # one that was lost meanwhile answers with an error
+        if isinstance(release, str) and release != __version__:  # a worker lost meanwhile returns an error
             raise UsageError(
                 f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "
                 "differ; install the same there"

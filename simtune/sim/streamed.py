@@ -86,7 +86,9 @@ class StreamedLoad:
         assert self.offered_rate_rps is not None
         self._stretch = self.offered_rate_rps / rate_rps
         if last_s * self._stretch > LONGEST_S:
-            raise UsageError(f"rate {rate_rps:g}: the last of {len(self):,} requests comes too late; ask for fewer")
+            raise UsageError(
+                f"rate {rate_rps:g}: the last of {len(self):,} requests comes too late; reduce the number of requests"
+            )
         self.offered_rate_rps = rate_rps
 
     def __len__(self) -> int:
@@ -534,14 +536,14 @@ def simulate_streamed(
     """Run a load through a deployment and keep only the requests that are in the system. `watch` is told now and then
     how far it is.
 
-    Raises UsageError where a part of the plan would have to know all requests before: drafts, policies that go by
+    Raises UsageError if a part of the plan needs all requests in advance: drafts, policies that go by
     predicted lengths or deadlines, routers that go by conversations.
     """
     plan, slo = deployment.plan, slo or Slo()
     drafting = [pool.spec.name for pool in deployment.pools if pool.spec.speculation is not None]
     if drafting:
-        raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, whose luck is drawn for all requests at once; "
-                         "leave --stream out")  # fmt: skip
+        raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, and acceptance is drawn for all requests "
+                         "at once; leave --stream out")  # fmt: skip
     if plan.stages:
         raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
     brought = plan_parts.brought(plan, [pool.costs for pool in deployment.pools])
@@ -550,7 +552,7 @@ def simulate_streamed(
         routers = [router for router in (wiring.router, wiring.decode_router) if router is not None]
         by_session = any("session" in router.needs for router in routers)
         if wiring.predicted_tokens is not None or wiring.deadlines is not None or by_session:
-            raise UsageError(f"plan {plan.name}: its policy or router goes by what is known of all requests before; "
+            raise UsageError(f"plan {plan.name}: its policy or router needs data of all requests in advance; "
                              "leave --stream out")  # fmt: skip
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,

@@ -109,7 +109,7 @@ def test_what_kills_every_worker_is_done_here(capfd: pytest.CaptureFixture[str])
     dask()
     with connected("local:1") as one, executor(one, 4) as pool:
         assert [*ordered_map(pool, die, [(n, os.getpid()) for n in range(3)])] == [0, 1, 4]
-    assert "killed by one task, perhaps for want of memory; going on with one process" in capfd.readouterr().err
+    assert "killed by one task, probably out of memory; going on with one process" in capfd.readouterr().err
 
 
 def run(folder: Path, *more: str) -> dict[str, bytes]:
