@@ -42,7 +42,7 @@ class EngineCoreUse(NamedTuple):
     drafting: Tally = Tally()
     """Tally of the core's verifications; empty if it does not draft."""
     queried_tokens: int = 0
-    """Prompt tokens looked for in its prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     hit_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     sampled: tuple[SampledStep, ...] = ()

@@ -38,7 +38,7 @@ COUNTS = StepRecord._fields[:10]
 
 
 class RecordedSteps(Sequence[StepRecord]):
-    """The jumps in the order in which they ended. Items are made as they are asked for; `column` is quicker."""
+    """The jumps in the order in which they ended. Items are made on access; `column` is quicker."""
 
     def __init__(self) -> None:
         self._counts = array("q")

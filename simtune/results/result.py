@@ -234,6 +234,7 @@ class Result(RequestTimes):
         for index, name, slo in self._objectives():
             for metric, statistic, limit in slo.limits():
                 values = self.values(metric, index)
+                # Latencies of a saturated system grow with the length of the run, so it has no value.
                 value = statistic_of(values, statistic) if len(values) and not self.saturated else None
                 lines.append(
                     SloLimit(
@@ -298,7 +299,8 @@ class Result(RequestTimes):
             return x * self.scale / duration if duration > 0 else None
 
         output_rate = per_second(output)
-        where_it_applies: dict[str, Any] = {}  # fields that do not apply are left out of the file
+        # Fields that do not apply are left out of the file.
+        where_it_applies: dict[str, Any] = {}
         if cached := prefix_cache(self.outcome.cores):
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
@@ -426,6 +428,7 @@ class MissBudget:
                 n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
                 ticks = limit * TICKS_PER_SECOND
                 if statistic == "mean":
+                    # The margin keeps rounding of the sum from ending a run whose mean meets the limit.
                     self._lines.append((index, metric, None))
                     self._left.append((ticks * n + 1) * (1 + _ROUNDING))
                 else:
@@ -445,7 +448,8 @@ class MissBudget:
             elif metric == "tpot":
                 took, gaps = finish - first_token, self._gaps[request]
             else:
-                continue  # families are judged when the run is over
+                # Families are judged when the run is over.
+                continue
             if limit is None:
                 self._left[line] -= took / (gaps or 1)
             elif took > limit * gaps:

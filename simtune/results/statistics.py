@@ -23,7 +23,8 @@ def warm_up(values: Array) -> int:
     if groups < 4:
         return 0
     y = values[: 5 * groups].reshape(groups, 5).mean(axis=1)
-    y -= y.mean()  # cumulative sums of squares lose no digits to a common offset
+    # Cumulative sums of squares would lose digits to a common offset.
+    y -= y.mean()
     remaining = np.arange(groups, 0, -1.0)
     sums = np.cumsum(y[::-1])[::-1]
     squares = np.cumsum(y[::-1] ** 2)[::-1]
@@ -38,7 +39,7 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
 
     The values are cut into BATCHES equal batches after the warm-up; the statistic of each batch counts as one
     independent observation. The interval is that of Student's t about their mean, which for a percentile of a finite
-    batch is a little biased. None where the batches would have fewer values than the statistic needs: 10 for a mean,
+    batch is a little biased. None if the batches would have fewer values than the statistic needs: 10 for a mean,
     10 beyond the percentile.
     """
     from scipy.special import stdtrit
@@ -54,7 +55,8 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     else:
         of_batches = np.percentile(batches, float(statistic[1:]), axis=1)
     centre = float(of_batches.mean())
-    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)  # further digits are those of a release of scipy
+    # Further digits differ between releases of scipy.
+    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)
     half = quantile * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
     return centre - half, centre + half
 
@@ -63,8 +65,8 @@ class TokenIntervals:
     """Distribution of the times between tokens (ITL): every token counts once, none is stored. The tokens of one round
     of speculation come together and count as one, as for a client that times what is streamed to it.
 
-    A token's time is that of the step that made it. What a request waited besides, after a preemption or for its KV
-    cache to come, is not in it.
+    A token's time is that of the step that made it. Further waits of a request, after a preemption or for its KV
+    cache to come, are not in it.
     """
 
     def __init__(self, intervals: NDArray[np.int64]) -> None:

@@ -57,7 +57,7 @@ class SloLimit(Record):
     metric: SloMetric
     statistic: str = Field(description="mean, or a percentile such as p99")
     limit_s: Positive
-    value_s: Uncertain[NonNegative | None] = Field(description="null where nothing finished or the system is saturated")
+    value_s: Uncertain[NonNegative | None] = Field(description="null if nothing finished or the system is saturated")
     met: bool
 
     def __str__(self) -> str:
@@ -91,9 +91,7 @@ class Verifications(Record):
     tokens_per_round: Uncertain[Positive] = Field(description="delivered by one verification")
     draft_tokens: Uncertain[Whole]
     accepted_tokens: Uncertain[Whole]
-    acceptance: Uncertain[NonNegative | None] = Field(
-        description="share of the draft tokens; null where there were none"
-    )
+    acceptance: Uncertain[NonNegative | None] = Field(description="share of the draft tokens; null if there were none")
     wasted_tokens: Uncertain[Whole]
     wasted_share: Uncertain[Share] = Field(description="of the verified tokens")
 
@@ -113,7 +111,8 @@ class SimulationSummary(Record):
     )
     saturated: bool = Field(description="requests pile up faster than they are served")
     steadiness: Steadiness | None = Field(
-        None, description="whether the load is kept up with; null for a closed loop, a batch and a single instant"
+        None,
+        description="whether the plan keeps up with the load; null for a closed loop, a batch and a single instant",
     )
     lifetimes: Uncertain[NonNegative | None] = Field(
         None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
@@ -132,21 +131,21 @@ class SimulationSummary(Record):
     output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]
     output_tokens_per_s_per_user: Uncertain[NonNegative | None] = Field(description="1 / mean TPOT")
     energy_j: Uncertain[NonNegative | None] = Field(
-        None, description="of all GPUs while it lasts; left out where a hardware profile names no power"
+        None, description="of all GPUs over duration_s; left out if a hardware profile states no power"
     )
     joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
     num_gpus: Count
     metrics: dict[Metric, Distribution]
     warm_up_requests: Whole | None = Field(
-        description="requests before the TTFT settles; null where requests are not kept"
+        description="requests before the TTFT settles; null if requests are not kept"
     )
     resent: Uncertain[Whole] = Field(description="times a request was sent to another instance after a failure")
     transferred_bytes: Uncertain[Whole] = Field(description="KV cache sent from prefill to decode instances")
     role_switches: Uncertain[Whole | None] = Field(
-        None, description="instances that took the other role; left out where no controller lets them"
+        None, description="instances that took the other role; left out without a controller"
     )
     instances: Seq[InstanceUse]
-    prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that keep what prompts share")
+    prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 
@@ -157,7 +156,7 @@ class SimulationSummary(Record):
 
 
 class LatencyQuantiles(Record):
-    """Latencies at evenly spaced levels from 0 to 1; empty where nothing was counted."""
+    """Latencies at evenly spaced levels from 0 to 1; empty if nothing was counted."""
 
     ttft_s: Seq[float]
     tpot_s: Seq[float]
@@ -165,7 +164,7 @@ class LatencyQuantiles(Record):
 
 
 class BasisShares(Record):
-    """Shares of time by what it rests on; they add up to 1 but for rounding."""
+    """Shares of time by its basis; they add up to 1 but for rounding."""
 
     measured: Share = Field(description="of shapes that were measured on this device")
     interpolated: Share = Field(description="of shapes among those measured")

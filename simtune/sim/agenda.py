@@ -37,7 +37,7 @@ STOP: Event = (-1, 0, 0, 0)
 
 
 class Agenda:
-    """The events to come. Knows nothing of what they mean."""
+    """The events to come, whatever their meaning."""
 
     __slots__ = ("handled", "heap", "held", "post", "stopped")
 

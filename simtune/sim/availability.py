@@ -107,6 +107,7 @@ class Availability:
             abandoned = core.scheduler.abandon()
             core.count_waiting()
             for request in abandoned:
+                # The handover has informed the routers of its own requests already.
                 if request.id not in handled_elsewhere:
                     self._routers.over(now, request, core)
                     lost.append(request)

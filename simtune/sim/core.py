@@ -1,9 +1,9 @@
-"""An engine core: one scheduler with one batch under way, its steps in time, and the way in and out of it.
+"""Engine core: one scheduler with one running batch, its steps in time, and the KV caches that enter and leave it.
 
-What vLLM calls an engine core: an instance without pipeline parallelism, one of the pp virtual engines of an instance
-with it, or with data-parallel attention one group of ranks. A core runs a step as often as the scheduler says nothing
-can change and the cost model says its time is known, in one event: a *jump*. Whatever the scheduler would notice, an
-arrival or a KV cache, cuts such a jump at the end of the step in which it falls.
+The term is vLLM's: an instance without pipeline parallelism, one of the pp virtual engines of an instance with it, or
+with data-parallel attention one group of ranks. A core repeats a step in one event, a *jump*, for as long as the
+scheduler reports that nothing can change and the cost model knows the times. An event that the scheduler would notice,
+such as an arrival or a KV cache, cuts a jump at the end of the step in which the event falls.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class EngineCore:
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
         """Attach the core to a world.
 
-        With `single_steps` no step is repeated. With `runs_ahead` steps that nothing comes between are run without
-        asking the agenda, unless the core shares its GPUs; not for cores that take requests over.
+        With `single_steps` no step is repeated. With `runs_ahead` steps without other events between them bypass the
+        agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
         self._agenda, self._recorder = agenda, recorder
         self.stepping.wire(agenda, stepwise=single_steps or recorder.jumps is not None)

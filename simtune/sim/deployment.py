@@ -113,6 +113,7 @@ class Deployment:
         if instances is not None:
             all_instances = self.pools[0].spec.instances
             scale, stream = all_instances / instances, stream.share_of(instances, all_instances)
+        # Stages do not depend on the engines, so all requests pass the stages before the world begins.
         through = passed(self.plan, stream)
         stream = through.stream
         brought = plan_parts.brought(self.plan, [pool.costs for pool in self.pools])
@@ -126,6 +127,7 @@ class Deployment:
                     stop_when=_stop_when(stream, slo, stop_when_lost, watch),
                 ).run()
             )
+        # A run that was stopped early leaves requests waiting without any fault of a policy.
         if brought and not outcome.aborted:
             plan_parts.check_nobody_waits(self.plan, wiring.cores)
         power = power_of(self.pools, self.plan.stages, stream)
@@ -171,13 +173,13 @@ def deploy(
 ) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
-    `hardware` is that of all pools, or of each pool by the name the plan gives. `factors` multiply the times of
-    operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. `drafting` is what the
-    speculation of all pools, or of each by the pool's name, names. `costs` are those of all pools, of which only a
-    user's own serve pools that speculate, or those of each pool by its name; what is missing is compiled.
+    `hardware` is that of all pools, or a mapping by the name that pools use. `factors` multiply the times of operator
+    kinds (`simtune.costs.iteration.KINDS`), for a world in which they are off. `drafting` holds the loaded parts of the
+    speculation of all pools, or of each pool by its name. `costs` are those of all pools, or of each pool by its name;
+    missing ones are compiled. One cost model for all pools serves pools that speculate only if it comes from outside.
 
-    Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself, and PartError
-    where a part that the plan names cannot be used.
+    Raises Infeasible if the model does not fit or the plan contradicts itself, and PartError if a part that the plan
+    names cannot be used.
     """
     wrong = [f"plan {plan.name}: {'.'.join(map(str, at))}: {why}" for at, why in plan_parts.problems(plan)]
     if wrong:
@@ -232,6 +234,7 @@ def _deployed(
         costs = plan_parts.OwnCosts(read_costs(Path(pool.costs)))
     if isinstance(costs, plan_parts.OwnCosts):
         costs.check_for(pool)
+    # `drafting` may be given for all pools, also for those that do not speculate.
     if pool.speculation is None:
         drafts = None
     if drafts is not None and not isinstance(costs, plan_parts.OwnCosts):

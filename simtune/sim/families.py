@@ -160,7 +160,8 @@ class FamilySource(RequestSource):
         if request is not None:
             self._aborted[number] = request
             if self._recorder.core[number] < 0:
-                return  # it is in the front end
+                # The request is still in the front end; `gave_up` stops it there.
+                return
             core = self._cores[self._recorder.core[number]]
             core.inbox.aborted.append(request)
             core.notify(now)

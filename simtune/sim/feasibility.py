@@ -134,6 +134,7 @@ def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | N
         check_drafting(pool, drafting, max_model_len)
         extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
         if pool.devices > pool.parallelism.devices:
+            # The weights and KV cache of a drafter on separate GPUs take nothing of the target's memory.
             most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)
     memory = kv_capacity(model, hardware, pool, *extra)
     return replace(memory, num_blocks=min(memory.num_blocks, most))

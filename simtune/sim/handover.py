@@ -1,9 +1,10 @@
 """Handover of requests from prefill to decode cores, with the transfer of their KV caches.
 
-A prompt that is done on a prefill core is handed to a decode core at once, but its KV cache stays where it is until the
-decode core has reserved a seat and blocks for it, first come first served; then it is sent, and freed when the last
-byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when the prompt is done, or by
-the decode core: as the KV cache has come, or with its first step, which then samples that token again.
+A request whose prompt is done on a prefill core is handed to a decode core at once, but its KV cache stays on the
+prefill core until the decode core has reserved a seat and blocks for it, first come first served. Then the KV cache is
+sent, and its blocks are freed when the last byte has been sent. So a full decode pool fills the prefill pool. The first
+token is delivered when the prompt is done, or by the decode core: when the KV cache has arrived, or with the decode
+core's first step, which then samples that token again.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Handover:
         """Start sending a request's KV cache."""
         transfer = self._transfers.get(number)
         if transfer is None or transfer.serial != serial:
-            return  # cancelled
+            # The transfer was cancelled, and may have begun anew with another serial number.
+            return
         computing = transfer.ready - self._recorder.scheduled[number]
         link = transfer.connector.link
         link.join(now, number, transfer.connector.left_to_send(transfer.blocks, computing))
@@ -117,7 +119,8 @@ class Handover:
         """End the transfers whose last byte has arrived over link `number`."""
         link = self._links[number]
         if link.version != version:
-            return  # transfers came or went since
+            # Transfers came or went since, which changed the rates of all; a later event has the new end.
+            return
         for request in link.ended(now):
             transfer = self._transfers.pop(request)
             source, target = transfer.source, transfer.target
@@ -128,6 +131,8 @@ class Handover:
                 self._recorder.transferred[request] = now
             if transfer.request.emitted:
                 self._delivered(now, request)
+            # The prefill core holds its blocks until the last byte is sent, so a full decode pool fills the prefill
+            # pool.
             source.scheduler.release(transfer.held)
             source.holding -= 1
             source.notify(now)

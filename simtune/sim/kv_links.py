@@ -74,8 +74,7 @@ class Links:
         self._made: dict[tuple[int, str, int], TransferLink] = {}
 
     def out_of(self, core: EngineCore, way: KvLink, bytes_per_s: float) -> TransferLink:
-        """Return the link over which an instance sends. A shared link has the rate of the first instance that asks for
-        it."""
+        """Return the link over which an instance sends. A shared link has the rate of the first instance that sends."""
         key = (id(way), "", 0) if way.shared else (id(way), core.pool, core.instance)
         if key not in self._made:
             self._made[key] = TransferLink(bytes_per_s, len(self._made))

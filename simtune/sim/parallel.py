@@ -71,7 +71,8 @@ def _enter_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before prctl took effect
+        # The parent ended before prctl took effect, so no signal will come.
+        if os.getppid() != parent:
             os._exit(1)
 
 
@@ -218,7 +219,8 @@ def _check_workers(client: Any, where: str, answers_s: float) -> None:
     for worker, release in sorted(client.run(_release, on_error="return").items()):
         if isinstance(release, ImportError):
             raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
-        if isinstance(release, str) and release != __version__:  # a worker lost meanwhile returns an error
+        # A worker that was lost meanwhile returns an error, which is no string.
+        if isinstance(release, str) and release != __version__:
             raise UsageError(
                 f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "
                 "differ; install the same there"

@@ -43,7 +43,7 @@ def power_of(
 
 
 def _shared_processors(pool: Pool, pools: Sequence[DeployedPool]) -> float:
-    """Share of the processors that a pool and the one on the same GPUs have together."""
+    """Return the share of the processors that a pool and the one on the same GPUs have together."""
     assert pool.share is not None
     shared = (other_pool.spec for other_pool in pools if other_pool.spec.share is not None)
     neighbours = [

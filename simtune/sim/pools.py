@@ -93,6 +93,7 @@ class DeployedPool:
         offers."""
         pool, batching, kv_cache = self.spec, self.spec.batching, self.spec.kv_cache
         num_blocks = self.memory.num_blocks // pool.parallelism.pp
+        # A step can be scheduled ahead only if its number of drafts is known before they are made.
         ahead = pool.schedules_async and (pool.speculation is None or pool.speculation.scheme.counts_ahead)
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {

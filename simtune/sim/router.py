@@ -22,8 +22,8 @@ Need = Literal["block_tokens", "seed", "session"]
 
 
 class Router(ABC):
-    """Base class of routers, which choose among `cores`, in order of their numbers. Of a core it may look at `number`,
-    `instance`, `pool` and `up`.
+    """Base class of routers, which choose among `cores`, in order of their numbers. A router may read `number`,
+    `instance`, `pool` and `up` of a core.
 
     Further arguments of the constructor are options that a plan may set.
     """
@@ -269,7 +269,8 @@ class PrefixAware(LoadAware):
     def over(self, request: Request, core: EngineCore, now: int) -> None:
         """Subtract the request from the load of its core; a core that is down by then has lost its cache."""
         super().over(request, core, now)
-        if not core.up:  # it has left, or is lost with everything it had cached
+        # The core has left, or was lost with everything it had cached.
+        if not core.up:
             all_but_it = ~(1 << self._at[core.number])
             for generation in (self._young, self._old):
                 for block in generation:

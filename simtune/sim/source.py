@@ -78,7 +78,8 @@ class RequestSource:
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
-        if self._plain:  # else `made`
+        # Requests without blocks, predictions and deadlines have no further fields to fill, so `made` is not called.
+        if self._plain:
             output = self._output[number]
             return Request(
                 number, self._prompt[number], output, self._priority[number], max_tokens=max(output, self._max_tokens)

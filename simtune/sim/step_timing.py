@@ -44,13 +44,13 @@ class JumpTime:
         return n * self.first + self.slope * (n * (n - 1) // 2)
 
     def elapsed(self, repetitions: int) -> int:
-        """Ticks of the first `repetitions` repetitions."""
+        """Return the ticks of the first `repetitions` repetitions."""
         if self.ends is not None:
             return self.ends[repetitions - 1] if repetitions else 0
         return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
 
     def reaching(self, ticks: int) -> tuple[int, int]:
-        """(n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
+        """Return (n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
 
         Solves first*n + slope*n(n-1)/2 = ticks for n in floating point, exact or a little too small once it is cut to
         a whole number, which is stepped up.

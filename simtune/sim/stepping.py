@@ -54,7 +54,7 @@ class Flight:
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
 
-    A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
+    A step of D ticks takes D / stages in each (the first ones a tick longer if that leaves a remainder); it enters a
     stage when it has left the one before and the stage is free.
 
     A core that is alone jumps. Cores that decode beside one another fly: while nothing else happens, their steps are

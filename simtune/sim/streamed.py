@@ -1,7 +1,7 @@
 """Simulation of any number of requests in memory that does not grow with their number.
 
-Requests are drawn a chunk at a time, and forgotten as soon as they are answered: what is summed up of them are counts
-and sketches (`simtune.results.sketch`). Requests in the system at once are kept, so a saturated system still grows.
+Requests are drawn a chunk at a time, and forgotten as soon as they are answered: only counts and sketches of them are
+kept (`simtune.results.sketch`). Requests in the system at once are kept, so the memory of a saturated system grows.
 """
 
 from __future__ import annotations
@@ -298,6 +298,7 @@ class StreamRecorder(Recorder):
             of_class = np.ones(len(kind), dtype=bool) if index is None else kind == index
             for name in ("ttft", "tpot", "e2el"):
                 limits = [limit for m, _, limit in slo.limits() if m == name]
+                # A single request is held to the widest limit of each metric, as in `Result.good`.
                 if limits:
                     good = good & ~(of_class & (latencies[name] > max(limits) * TICKS_PER_SECOND))
                 if limits and index is not None:
@@ -520,7 +521,8 @@ class StreamedResult:
         for index, name, slo in objectives(self.load.head, self.slo):
             for metric, statistic, limit in slo.limits():
                 if metric == "family":
-                    continue  # streamed loads have no request graph
+                    # Streamed loads have no request graph.
+                    continue
                 metric_: Metric = metric
                 sketch = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
                 value = sketch.statistic_s(statistic) if sketch.count and not self.saturated else None
@@ -533,11 +535,11 @@ class StreamedResult:
 def simulate_streamed(
     deployment: Deployment, load: StreamedLoad, slo: Slo | None = None, *, seed: int = 0, watch: Watch | None = None
 ) -> StreamedResult:
-    """Run a load through a deployment and keep only the requests that are in the system. `watch` is told now and then
-    how far it is.
+    """Run a load through a deployment and keep only the requests that are in the system. `watch` is called at
+    intervals with the progress.
 
     Raises UsageError if a part of the plan needs all requests in advance: drafts, policies that go by
-    predicted lengths or deadlines, routers that go by conversations.
+    predicted lengths or deadlines, routers that use conversations.
     """
     plan, slo = deployment.plan, slo or Slo()
     drafting = [pool.spec.name for pool in deployment.pools if pool.spec.speculation is not None]

@@ -133,6 +133,7 @@ def uncertainty(
     Raises UsageError if the costs of a pool come from outside: the times of their operators are not known.
     """
     blueprint = Blueprint.of(deployment)
+    # The errors are as wide as those of the shapes in the steps of an unperturbed run.
     log_sd = spreads(deployment, deployment.simulate(stream, slo, seed=seed))
     errors = draws(count, seed)[ACCEPTANCE]
     tasks = [
@@ -202,6 +203,7 @@ def interval(values: Sequence[Any]) -> list[float | None]:
     """Return the smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the
     largest."""
     ordered = sorted(math.inf if v is None else float(v) for v in values)
-    cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)  # 100 x 0.05 must give 5, not 4.999...
+    # 100 x 0.05 must give 5, not 4.999...
+    cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)
     low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
     return [None if math.isinf(v) else v for v in (low, high)]

@@ -86,6 +86,7 @@ def wire(
     if stream.graph is not None:
         check_graph_runs(plan)
     block_tokens = _hash_block_tokens(pools, stream)
+    # Instances that may join a pool later have cores from the beginning, which `_changes` marks as down.
     joining = _joining(plan)
     by_pool = {
         p.spec.name: p.cores(
@@ -296,6 +297,7 @@ def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
                 if recover_s is not None:
                     changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), cores, up=True))
             case Switch(to=to, delay_s=delay_s):
+                # An instance that changes pools takes the next place after the instances that the pool begins with.
                 then = _of_instance(by_pool[to], spare[to])
                 spare[to] += 1
                 changes.append(Change(tick, cores, up=False, then=then, delay=round(delay_s * TICKS_PER_SECOND)))

@@ -153,7 +153,8 @@ class World:
     def _end_step(self, now: int, number: int, version: int) -> None:
         core = self._cores[number]
         if core.version != version:
-            return  # the step was cut or has failed
+            # The step was cut or has failed.
+            return
         if core.runs_ahead:
             core.run_ahead(now, self._deliver)
         else:
@@ -162,7 +163,8 @@ class World:
     def _deliver(self, now: int, core: EngineCore, progress: Progress) -> None:
         """Record the progress of a step: first tokens, and requests that are answered or handed over."""
         recorder, first_token = self._recorder, self._recorder.first_token
-        late = core.connector is not None and self._handover.first_token != "prefill"  # a decode core delivers it
+        # The handover or a decode core delivers the first token then.
+        late = core.connector is not None and self._handover.first_token != "prefill"
         for request in () if late else progress.first_token:
             if first_token[request.id] < 0:
                 first_token[request.id] = now

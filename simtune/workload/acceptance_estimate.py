@@ -101,6 +101,7 @@ def from_mean_length(length: float, window: int, rounds: float | None = None) ->
     errors = None
     if rounds:
         alive = np.power(a, powers)
+        # Rounds keep exactly j drafts with probability a^j - a^(j + 1), and all of them with a^window.
         pmf = alive - np.append(alive[1:], 0.0)
         variance = float(pmf @ powers**2 - (pmf @ powers) ** 2)
         slope = float((powers[1:] * np.power(a, powers[1:] - 1)).sum())

@@ -42,7 +42,7 @@ class LoadFacts(Record):
     prompt_tokens: LengthFacts
     output_tokens: LengthFacts
     shared_prompt_share: Share | None = Field(
-        description="of all prompt tokens those that an endless prefix cache would find; null where none are named"
+        description="of all prompt tokens those that an endless prefix cache would find; null if no blocks are named"
     )
     sessions: Whole | None
 

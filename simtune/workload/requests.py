@@ -60,7 +60,7 @@ class RequestStream:
 
     arrival_s is None in a closed loop: there `users` clients each wait for their answer, think for think_s
     and send the next request of the stream. class_index points into class_names and slos. hash_ids, when the
-    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () where
+    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () if
     nothing is shared.
     """
 
@@ -162,8 +162,8 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
 
     For a workload with a request graph, `requests` is the number of families.
 
-    A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
-    with the round before. Raises UsageError when the workload needs a trace that is not given or has no
+    A trace is repeated end to end if `requests` exceeds its length; a repeat shares no prefix
+    with the round before. Raises UsageError if the workload needs a trace that is not given or has no
     arrival times.
     """
     if requests < 1:
@@ -302,7 +302,8 @@ def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
     expected = np.concatenate([[0.0], np.cumsum(lengths * rates)])
     begin = np.concatenate([[0.0], np.cumsum(lengths)])
     cycle, remainder = np.divmod(unit, expected[-1])
-    at = np.searchsorted(expected, remainder, side="right") - 1  # never a segment of rate zero: it adds nothing
+    # This never finds a segment of rate zero, because such a segment adds nothing to `expected`.
+    at = np.searchsorted(expected, remainder, side="right") - 1
     times: Array = cycle * begin[-1] + begin[at] + (remainder - expected[at]) / rates[at]
     return times
 
@@ -316,6 +317,7 @@ def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array
         return trace.arrival_s[span.first : span.end]
     if trace.rate_rps is None:
         raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
+    # A trace is repeated end to end: each round begins one mean gap after the last arrival of the round before.
     round_, row = np.divmod(span.numbers, len(trace))
     times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
     return times if rate_rps is None else times * (trace.rate_rps / rate_rps)
@@ -340,6 +342,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
         "output",
         Span(0, requests),
     ).reshape(families, graph.size)
+    # All requests of a node use the number of its first one, so that samples have equally long prompts.
     alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
     prompt_lengths = [nodes[name].prompt or workload.prompt for name in graph.names]
     prompts = graph.prompts(
@@ -534,6 +537,7 @@ def _shared_by_turns(
     of_group = np.minimum(most, added[first] // size)
     most_own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
     _room_for_names(workload, known_tokens // size)
+    # Names of the prefixes of groups come first, then `most_own` names for each conversation.
     hash_ids = tuple(
         (
             *range(of * most, of * most + min(shared, blocks)),

@@ -111,6 +111,7 @@ def _lengths(histogram: Histogram) -> Quantiles:
     flat = sum((b - a) * low for a, b, low, _ in cells)
     width = sum((b - a) * (high - low) for a, b, low, high in cells)
     mean = histogram.mean or 0.0
+    # The distribution below has the mean flat + (tilt / 2 + 1 / 4) * width; solve that for tilt.
     tilt = min(1.0, max(0.0, 2 * ((mean - flat) / width - 0.25))) if width else 0.5
     knots = [(0.0, cells[0][2])]
     for a, b, low, high in cells:

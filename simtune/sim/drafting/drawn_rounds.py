@@ -53,13 +53,15 @@ class RoundDrawer:
     def enough(self, requests: Ints) -> Ints:
         """Return the rounds that each of the requests may need; for a few of them more may be needed."""
         output, columns = self._output[requests], self._survival.columns(requests)
-        if self._shape.overlapped:  # a token after every round, or after as many as there are replicas
+        # A token comes after every round, or after as many rounds as there are replicas.
+        if self._shape.overlapped:
             per_token = 1 + (self._shape.replicas - 1) * (1 - columns[:, 0])
             return np.ceil(output * per_token).astype(np.int64)
         columns = columns[:, : self._shortest]
         mean_accepted, squared = columns.sum(axis=1), columns @ np.arange(1.0, 2 * columns.shape[1], 2)
         rounds = output / (1 + mean_accepted)
-        more = 4 * np.sqrt(rounds * (squared - mean_accepted**2)) / (1 + mean_accepted)  # standard deviations
+        # Four standard deviations above the mean number of rounds.
+        more = 4 * np.sqrt(rounds * (squared - mean_accepted**2)) / (1 + mean_accepted)
         enough: Ints = np.minimum(output, (rounds + more).astype(np.int64) + 3)
         return enough
 
@@ -77,12 +79,14 @@ class RoundDrawer:
             accepted, stops = overlapped(accepted, starts, self._shape.depth, self._shape.replicas)
         if self._lengths is not None:
             accepted, stops = adapted(accepted, starts, self._lengths)
+        # Every round yields one token more than accepted drafts; a round of -1 drafts yields none.
         tokens = accepted.cumsum(dtype=np.int64)
         tokens += np.arange(1, len(tokens) + 1)
         return DrawnRounds(starts, accepted, stops, tokens)
 
     def _by_survival(self, requests: Ints, counts: Ints, bits: Bits) -> Counts:
         """Return the drafts accepted in each round: the number of survivals above the random number of the round."""
+        # 2^64 does not fit 64 bits; the largest double below it is 2^64 - 2048.
         limits = np.minimum(self._survival.columns(requests) * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         alike = bool((limits == limits[0]).all())
         accepted: Counts = np.zeros(len(bits), dtype=np.uint8)
@@ -138,7 +142,7 @@ def overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int)
     """Return (drafts accepted, drafts computed) in rounds of DSI, of requests that begin at `starts`, given the number
     of drafts that are right in each round. PEARL is DSI with one replica.
 
-    Of m drafts to verify the target computes all but the last, and its own next token comes on top where that is not
+    Of m drafts to verify the target computes all but the last, and its own next token is added unless that is
     the last draft itself: min(right + 1, m) tokens. With no drafts yet it computes one token and looks whether the
     first draft made meanwhile is the same. Before that verdict come replicas - 1 rounds without any, here and in
     `simtune.engine` rounds of -1 drafts: not even the token that is certain is verified, and none delivered.

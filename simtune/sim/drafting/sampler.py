@@ -6,9 +6,10 @@ being the weights of its nodes at depth d added up. So of two chains the longer 
 one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
 of theirs.
 
-Where the drafter drafts on while the target verifies (PEARL, DSI), what a round verifies depends on those before: each
-still has its own number, which says how many of the drafts are right, and a request's rounds are gone through from the
-first. They go on as if no round was cut short by the token budget, and as if a preempted request's drafts were kept.
+If the drafter continues while the target verifies (PEARL, DSI), the drafts that a round verifies depend on the rounds
+before. Each round still has its own number, which determines how many of the drafts are right, and the rounds of a
+request are computed from the first. They continue as if no round was cut short by the token budget, and as if a
+preempted request's drafts were kept.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class AcceptanceSampler:
         prompt, output = self._prompt[of_group], self._output[of_group]
         before = np.concatenate([[0], rounds.tokens])
         passed = before[begins[:-1]]
-        ends = rounds.tokens.searchsorted(passed + output - 1) + 1  # its prompt's own step delivers one
+        # The step that completes the prompt delivers the first token, so rounds deliver the others.
+        ends = rounds.tokens.searchsorted(passed + output - 1) + 1
         final = prompt + before[np.minimum(ends, len(rounds.tokens))] - passed
         before = before[:-1] + np.repeat(prompt - passed, np.diff(begins))
         rows = lay_out(before, prompt, rounds.starts)

@@ -22,8 +22,9 @@ _OWN = -1
 class Survival:
     """P(at least d drafts are accepted) of the requests of a stream under one scheme, d = 1 ... `depth`.
 
-    It is that of a request's class; where that is a distribution over requests, each is given an acceptance of its own
-    by the quantile of a number that belongs to it, and where that drifts, each has what it has come to when it arrives.
+    The survival is that of a request's class. If the class has a distribution over requests, each request is given an
+    acceptance of its own, the quantile at a random number that belongs to the request. If acceptance drifts, a request
+    has the acceptance at its arrival.
     Raises Infeasible if the scheme drafts more than the acceptance covers, UsageError if rates drift by the
     clock and requests come when others have ended.
     """

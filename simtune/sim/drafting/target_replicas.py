@@ -18,8 +18,8 @@ def useful_replicas(scheme: Scheme, rates: Rates, tick: Callable[[int], int]) ->
     """Return the number of replicas of a scheme that brings the most tokens per second; `tick` gives the ticks of a
     round by the number of replicas.
 
-    In lockstep a verdict comes as many ticks later as there are replicas. Once the drafter is what a tick waits for, a
-    further replica makes none shorter and every verdict later: it is left idle. So more replicas are never slower.
+    In lockstep a verdict comes as many ticks later as there are replicas. Once the drafter limits the tick, a further
+    replica shortens no tick and delays every verdict: it is left idle. So more replicas are never slower.
     """
     survival = np.array(scheme.survival(rates))
     accepted_drafts = (np.random.default_rng(0).random((ROUNDS, 1)) < survival).sum(axis=1).astype(np.uint8)
