@@ -15,29 +15,29 @@ from simtune.results.summary import InstanceUse
 
 
 class InstancePower(NamedTuple):
-    """Of all GPUs of an instance, a drafter's among them."""
+    """Power of all GPUs of an instance, including a drafter's."""
 
     idle_w: float
     tdp_w: float
     instances: int
-    """That the pool begins with: GPUs of those that come to it from other pools are counted there while idle."""
+    """Instances that the pool begins with; while idle, GPUs that come from other pools are counted there."""
     stage_busy_s: float | None = None
-    """Of a stage: seconds in which its servers, the instances, work, all together."""
+    """Busy seconds of all servers of a stage together; None for a pool."""
 
 
 Power = Mapping[str, InstancePower]
-"""By pool, and by `stage NAME`."""
+"""Power by pool, and by `stage NAME`."""
 
 
 class Energy(TypedDict, total=False):
-    """As a summary has it; empty where power is not known."""
+    """Energy fields of a summary; empty if power is not known."""
 
     energy_j: float
     joules_per_token: float | None
 
 
 def energy_of(power: Power | None, used: Sequence[InstanceUse], duration_s: float, tokens: int, scale: float) -> Energy:
-    """Of these instances, which put out so many tokens and stand for `scale` times as many."""
+    """Return the energy of these instances, which generated `tokens` tokens and stand for `scale` times as many."""
     if power is None:
         return {}
     joules = energy_j(power, used, duration_s)
@@ -45,12 +45,12 @@ def energy_of(power: Power | None, used: Sequence[InstanceUse], duration_s: floa
 
 
 def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) -> float:
-    """What these instances take in so many seconds."""
+    """Return the joules that these instances use in `duration_s` seconds."""
     watts = 0.0
     for instance in instances:
         of = power[instance.pool]
-        own = of.idle_w if instance.instance < of.instances else 0.0
-        watts += own + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
+        idle_w = of.idle_w if instance.instance < of.instances else 0.0
+        watts += idle_w + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
     joules = watts * duration_s
     for of in power.values():
         if of.stage_busy_s is not None:

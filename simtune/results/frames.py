@@ -1,4 +1,4 @@
-"""Results as tables of pandas or Arrow, where these are installed, as figures of Plotly, and as HTML for notebooks."""
+"""Results as tables of pandas or Arrow if these are installed, as figures of Plotly, and as HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from simtune.errors import UsageError
 
 
 def frame(columns: Mapping[str, Any]) -> Any:
-    """A `pandas.DataFrame` of these columns. Raises UsageError where pandas is not installed."""
+    """Return a `pandas.DataFrame` of these columns. Raise UsageError if pandas is not installed."""
     try:
         import pandas
     except ImportError:
-        raise UsageError("to_pandas() needs pandas; pip install pandas, or take the columns themselves") from None
+        raise UsageError("to_pandas() needs pandas; pip install pandas, or use the columns themselves") from None
     return pandas.DataFrame(dict(columns))
 
 
 def arrow(columns: Mapping[str, Any]) -> Any:
-    """A `pyarrow.Table` of these columns. Raises UsageError where pyarrow is not installed."""
+    """Return a `pyarrow.Table` of these columns. Raise UsageError if pyarrow is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -28,7 +28,7 @@ def arrow(columns: Mapping[str, Any]) -> Any:
 
 
 class PlainCurve(NamedTuple):
-    """A named curve, or points where `mode` says so."""
+    """A named curve, or points if `mode` is "markers"."""
 
     name: str
     x: Sequence[Any]
@@ -37,7 +37,8 @@ class PlainCurve(NamedTuple):
 
 
 def plotted(across: str, up: str, curves: Sequence[PlainCurve], **axes: Any) -> Any:
-    """A `plotly.graph_objects.Figure` of curves between two titled axes; `axes` are further settings of its layout."""
+    """Return a `plotly.graph_objects.Figure` of curves between two titled axes; `axes` are further settings of its
+    layout."""
     from plotly.graph_objects import Figure
 
     data = [
@@ -49,6 +50,6 @@ def plotted(across: str, up: str, curves: Sequence[PlainCurve], **axes: Any) -> 
 
 
 def html_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns under a title, everything escaped."""
-    body = "".join(f"<tr><th>{escape(what)}</th><td>{escape(how)}</td></tr>" for what, how in rows)
+    """Return a table of two columns under a title, with all text escaped."""
+    body = "".join(f"<tr><th>{escape(label)}</th><td>{escape(how)}</td></tr>" for label, how in rows)
     return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -1,4 +1,4 @@
-"""What a simulated world leaves behind."""
+"""Outcome of a simulated world: columns of its requests and use of its cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ticks = NDArray[np.int64]
 
 
 class SampledStep(NamedTuple):
-    """What a step worked on; `ticks` of a core's busy time are taken to have gone to steps like it."""
+    """Work of a step; `ticks` of a core's busy time count as spent on steps like it."""
 
     ticks: int
     num_decodes: int
@@ -24,13 +24,13 @@ class SampledStep(NamedTuple):
     verify_tokens: int
     """Tokens that the decodes compute, drafts included."""
     num_samples: int
-    """Sequences that get a token."""
+    """Sequences that sample a token."""
     chunks: tuple[tuple[int, int], ...]
     """(past tokens, new tokens) of prefill chunks."""
 
 
 class EngineCoreUse(NamedTuple):
-    """What became of a core."""
+    """Use of a core in a run."""
 
     pool: str
     instance: int
@@ -40,64 +40,67 @@ class EngineCoreUse(NamedTuple):
     busy: int
     """Ticks spent in steps."""
     drafting: Tally = Tally()
-    """What its verifications came to, where it drafts."""
+    """Tally of the core's verifications; empty if it does not draft."""
     queried_tokens: int = 0
-    """Prompt tokens looked for in its prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     hit_tokens: int = 0
-    """How many of them were there."""
+    """Prompt tokens found in the prefix cache."""
     sampled: tuple[SampledStep, ...] = ()
     """Some of its steps, evenly spaced in its busy time."""
     most_tokens: int = 0
-    """Of a step with prefill chunks."""
+    """Most tokens of a step with prefill chunks."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened to every request, as columns in order of request number; times in ticks, -1 where it never came."""
+    """Events of every request, as columns in order of request number; times in ticks, -1 if the event never came."""
 
     arrival: Ticks
     scheduled: Ticks
     first_token: Ticks
     finish: Ticks
     core: Ticks
-    """Where it was answered; with prefill and decode apart, where it was decoded."""
+    """Core that answered the request; with separate prefill and decode, the core that decoded it."""
     preemptions: Ticks
     waiting_at_arrival: Ticks
     """Requests waiting in the whole deployment when this one arrived, itself not counted."""
     transferred: Ticks
-    """When its KV cache had come to the decode instance for the first time (of a request that was lost before its first
-    token, for the last time); -1 where nothing was sent."""
+    """Tick at which the KV cache first reached the decode instance (for a request that was lost before its first token,
+    last reached it); -1 if none was sent."""
     prefilled: Ticks
-    """When its prompt was done at the prefill instance, if a decode instance delivers the first token; otherwise -1."""
+    """Tick at which the prompt was done on the prefill instance, if a decode instance delivers the first token; else
+    -1."""
     family_begin: Ticks
-    """When each family of a request graph arrived; empty without a graph."""
+    """Tick at which each family of a request graph arrived; empty without a graph."""
     family_end: Ticks
-    """When its last node was over."""
+    """Tick at which the family's last node was over."""
     resent: Ticks
-    """How often it was sent again because an instance failed; those that waited at one that left are not counted."""
+    """Times the request was sent again because an instance failed; waiting requests of instances that leave do not
+    count."""
     refused: int
-    """Requests that no instance takes, for they are too long."""
+    """Requests that no instance accepts because they are too long."""
     stopped: dict[int, int]
-    """Requests of families that were aborted, by number, and how many tokens had been delivered of each."""
+    """Tokens delivered of each request of a family that was aborted, by request number."""
     aborted: bool
     events: int
     steps: int
     transferred_bytes: int
     cores: list[EngineCoreUse]
     intervals: Ticks
-    """Times between tokens, without a value per token, for a jump's are an arithmetic progression. A row (first, slope,
-    steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope ticks."""
+    """Times between tokens, without a value per token, because those of a jump are an arithmetic progression. A row
+    (first, slope, steps, decodes) stands for `steps` steps of `decodes` tokens, the k-th taking first + k * slope
+    ticks."""
     records: RecordedSteps = field(default_factory=RecordedSteps)
-    """Every jump, if that was asked for."""
+    """All jumps, if the run recorded them."""
     role_switches: int | None = None
-    """Instances that took the other role, where a controller lets them."""
+    """Instances that took the other role; None without a controller."""
 
     @property
     def prompt_done(self) -> Ticks:
-        """When the prompt of each request was done: with the first token, unless a decode instance delivers that."""
+        """Ticks at which the prompts were done: with the first token, unless a decode instance delivers that."""
         return np.where(self.prefilled >= 0, self.prefilled, self.first_token)
 
     @property
     def controlled(self) -> dict[str, int]:
-        """What a controller did, by its name in a summary; nothing where there is none."""
+        """Counts of a controller, by their names in a summary; empty without a controller."""
         return {} if self.role_switches is None else {"role_switches": self.role_switches}

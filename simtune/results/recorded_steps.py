@@ -1,4 +1,4 @@
-"""The jumps of a simulation as columns of whole numbers: about a hundred bytes each, an eighth of what objects take."""
+"""Jumps of a simulation as columns of whole numbers: about a hundred bytes each, an eighth of what objects need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simtune.engine import Step
 
 
 class StepRecord(NamedTuple):
-    """One jump of one core, for timelines: `steps` equal steps from start to end."""
+    """A jump of one core, for timelines: `steps` equal steps from tick `start` to `end`."""
 
     core: int
     start: int
@@ -26,19 +26,19 @@ class StepRecord(NamedTuple):
     waiting: int
     free_blocks: int
     draft_tokens: int = 0
-    """Drafts that each of the steps verifies."""
+    """Drafts verified by each of the steps."""
     chunks: tuple[tuple[int, int], ...] = ()
-    """(request, tokens) of the prompts computed."""
+    """(request, tokens) of the prompts that are computed."""
     preempted: tuple[int, ...] = ()
-    """Requests that lost their seat when it was scheduled."""
+    """Requests that lost their seat when the step was scheduled."""
 
 
 COUNTS = StepRecord._fields[:10]
-"""The fields that are one number each."""
+"""Fields of StepRecord that are a single number."""
 
 
 class RecordedSteps(Sequence[StepRecord]):
-    """The jumps in the order in which they ended. Items are made as they are asked for; `column` is quicker."""
+    """The jumps in the order in which they ended. Items are made on access; `column` is quicker."""
 
     def __init__(self) -> None:
         self._counts = array("q")
@@ -91,7 +91,7 @@ class RecordedSteps(Sequence[StepRecord]):
 
     @staticmethod
     def _listed(values: array[int], ends: array[int], width: int) -> NDArray[np.int64]:
-        """Rows of the lists of all jumps, the jump's number first."""
+        """Return rows of the lists of all jumps, each beginning with the jump's number."""
         rows = np.array(values, dtype=np.int64).reshape(-1, width)
         last = np.array([0, *ends], dtype=np.int64)
         lengths = (last[1:] - last[:-1]) // width

@@ -1,9 +1,9 @@
-"""What a simulation says: columns per request, and the statistics people ask of them.
+"""Result of a simulation: columns per request, and the statistics over them.
 
 TTFT is first token - arrival, TPOT is (finish - first token) / (output tokens - 1), undefined for one-token answers,
-E2EL is finish - arrival; all in seconds. Percentiles interpolate linearly between order statistics. As vLLM's benchmark
-client counts them. E2EL is made up of queue (until first scheduled), prefill (until the first token), transfer (until
-the KV cache has come to the decode instance, where there is one) and decode (until the last token).
+E2EL is finish - arrival; all in seconds. Percentiles interpolate linearly between order statistics, as in vLLM's
+benchmark client. E2EL is the sum of queue (until first scheduled), prefill (until the first token), transfer (until
+the KV cache has reached the decode instance, if there is one) and decode (until the last token).
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from simtune.workload.requests import RequestStream
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
 PERCENTILES = ("p50", "p90", "p95", "p99")
-"""Of a summary."""
+"""Percentiles of a summary."""
 _ROUNDING = 1e-9
-"""Relative; what adding up may come to."""
+"""Relative error that adding up may cause."""
 _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps", "slo_attainment", "num_gpus")
-"""Numbers that a notebook shows first."""
+"""Fields of the summary that a notebook shows first."""
 
 
 @dataclass
 class RequestTimes:
-    """Arrays in order of request number, NaN where something never came."""
+    """Times of requests as arrays in order of request number, in seconds; NaN if the event never came."""
 
     stream: RequestStream
     outcome: Outcome
 
     @cached_property
     def arrival_s(self) -> Array:
-        """When each request came; NaN where one never did."""
+        """Arrival of each request; NaN if it never arrived."""
         return _seconds(self.outcome.arrival)
 
     @cached_property
     def scheduled_s(self) -> Array:
-        """When each was first in a step."""
+        """Begin of the first step that each request took part in."""
         return _seconds(self.outcome.scheduled)
 
     @cached_property
     def first_token_s(self) -> Array:
-        """When its first token was there."""
+        """Time of each request's first token."""
         return _seconds(self.outcome.first_token)
 
     @cached_property
     def finish_s(self) -> Array:
-        """When its last token was there."""
+        """Time of each request's last token."""
         return _seconds(self.outcome.finish)
 
     @cached_property
@@ -74,38 +74,38 @@ class RequestTimes:
 
     @cached_property
     def queue_s(self) -> Array:
-        """Until it was first in a step."""
+        """Time from arrival to the first step."""
         return self.scheduled_s - self.arrival_s
 
     @cached_property
     def e2el_s(self) -> Array:
-        """From arrival to the last token."""
+        """Time from arrival to the last token (end-to-end latency)."""
         return self.finish_s - self.arrival_s
 
     @cached_property
     def prefill_s(self) -> Array:
-        """From the first step until the prompt was done."""
+        """Time from the first step until the prompt was done."""
         return _seconds(self.outcome.prompt_done) - self.scheduled_s
 
     @cached_property
     def transferred_s(self) -> Array:
-        """When the KV cache had come to the decode instance; NaN where none was sent."""
+        """Time at which the KV cache reached the decode instance; NaN if none was sent."""
         return _seconds(self.outcome.transferred)
 
     @cached_property
     def transfer_s(self) -> Array:
-        """From the end of the prompt until the KV cache had come to the decode instance; NaN where none was sent."""
+        """Time from the end of the prompt until the KV cache reached the decode instance; NaN if none was sent."""
         return self.transferred_s - _seconds(self.outcome.prompt_done)
 
     @cached_property
     def decode_s(self) -> Array:
-        """From there, or from the first token, to the last."""
+        """Time from the end of the transfer, or from the first token without one, to the last token."""
         sent = np.isfinite(self.transferred_s)
         return self.finish_s - np.where(sent, self.transferred_s, self.first_token_s)
 
     @cached_property
     def itl(self) -> TokenIntervals | None:
-        """The times between tokens; None when there are none."""
+        """Times between tokens; None if there are none."""
         return TokenIntervals(self.outcome.intervals) if len(self.outcome.intervals) else None
 
     @cached_property
@@ -118,13 +118,13 @@ class RequestTimes:
 
     @cached_property
     def completed(self) -> NDArray[np.bool_]:
-        """Which requests were answered to the end."""
+        """True for each request that was answered to the end."""
         return self.outcome.finish >= 0
 
 
 @dataclass
 class Result(RequestTimes):
-    """Times of requests, and the statistics and verdicts that follow from them."""
+    """Result of a simulation: times of requests, and the statistics and verdicts that follow from them."""
 
     num_gpus: int
     """GPUs of the whole deployment."""
@@ -132,13 +132,13 @@ class Result(RequestTimes):
     offered_rate_rps: float | None = None
     """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
     scale: float = 1.0
-    """How many equal and independent cores each simulated one stands for; throughputs are those of all of them."""
+    """Number of equal, independent cores that each simulated one stands for; throughputs are those of all of them."""
     power: Power | None = None
-    """What instances draw; None where a hardware profile does not say."""
+    """Power of the instances; None if a hardware profile does not state it."""
 
     @property
     def refused(self) -> int:
-        """Requests that exceed max_model_len; 0 for a run that was stopped early, where it cannot be told."""
+        """Requests that exceed max_model_len; 0 for a run that was stopped early, where the number is not known."""
         return 0 if self.outcome.aborted else self.outcome.refused
 
     @property
@@ -148,17 +148,17 @@ class Result(RequestTimes):
 
     @cached_property
     def duration_s(self) -> float:
-        """From the first arrival to the last finish; 0 when nothing finished."""
+        """Seconds from the first arrival to the last finish; 0 if nothing finished."""
         if not self.completed.any():
             return 0.0
         return float(np.nanmax(self.finish_s) - self.arrival_s[self.outcome.arrival >= 0].min())
 
     @cached_property
     def steadiness(self) -> Steadiness | None:
-        """Whether the load is kept up with (`simtune.results.steady`).
+        """Verdict on whether the deployment keeps up with the load (`simtune.results.steady`).
 
-        None where that is no question: in a closed loop, whose users wait; of a batch and of requests that all come at
-        once; and of a run that was stopped early. Requests that are left when no instance is up saturate any system.
+        None if the question does not apply: to a closed loop, whose users wait; to a batch, to requests that all come
+        at once, and to a run that was stopped early. Requests left when no instance is up make any system saturated.
         """
         if self.unserved:
             return "saturated"
@@ -168,13 +168,13 @@ class Result(RequestTimes):
 
     @cached_property
     def _at_arrivals(self) -> tuple[Ints, Ints]:
-        """Requests in the system, and requests waiting, as arrivals find them."""
+        """Requests in the system, and requests waiting, as sampled arrivals find them."""
         return in_system(self.outcome.arrival, self.outcome.finish, self.outcome.waiting_at_arrival)
 
     @property
     def wander(self) -> float | None:
-        """How far the number in the system strays in the second half (`simtune.results.steady.wander`); None where the
-        verdict is None."""
+        """Wander of the number in the system over the second half of the run (`simtune.results.steady.wander`); None if
+        `steadiness` is None."""
         present = self._at_arrivals[0]
         return (
             None
@@ -184,7 +184,7 @@ class Result(RequestTimes):
 
     @property
     def saturated(self) -> bool:
-        """True if requests pile up for certain."""
+        """True if requests certainly pile up."""
         return self.steadiness == "saturated"
 
     @cached_property
@@ -197,7 +197,7 @@ class Result(RequestTimes):
 
     @cached_property
     def too_few_for(self) -> tuple[str, ...]:
-        """Percentiles of the summary and of the objective that fewer requests ended for than they need."""
+        """Percentiles of the summary and of the SLO for which too few requests ended."""
         finished = int(self.completed.sum())
         short = {p: finished for p in PERCENTILES if finished < needed_for(p)}
         for index, name, slo in self._objectives():
@@ -208,11 +208,11 @@ class Result(RequestTimes):
 
     @cached_property
     def family_s(self) -> Array:
-        """Of each request, how long its family took from its arrival until its last node was over; NaN without one."""
+        """Seconds from the arrival of each request's family until the family's last node was over; NaN without one."""
         return family_latencies(self.outcome, len(self.stream))
 
     def values(self, metric: str, request_class: int | None = None) -> Array:
-        """Finite values of one of METRICS, of one class or of all; of families, each once."""
+        """Return the finite values of one of METRICS, of one class or of all; for `family` one value per family."""
         column: Array = getattr(self, metric + "_s")
         if metric == "family":
             column = column[:: max(1, len(column) // max(1, len(self.outcome.family_end)))]
@@ -223,17 +223,18 @@ class Result(RequestTimes):
         return column[keep]
 
     def statistic(self, metric: str, statistic: str) -> float | None:
-        """`mean` or a percentile such as `p99` of one of METRICS; None when no request has a value."""
+        """Return `mean` or a percentile such as `p99` of one of METRICS; None if no request has a value."""
         values = self.values(metric)
         return statistic_of(values, statistic) if len(values) else None
 
     @cached_property
     def limits(self) -> list[SloLimit]:
-        """Every line of the objective, the run's own and those of classes that have one."""
+        """All lines of the SLO, the run's own and those of classes that have one, with their values."""
         lines = []
         for index, name, slo in self._objectives():
             for metric, statistic, limit in slo.limits():
                 values = self.values(metric, index)
+                # Latencies of a saturated system grow with the length of the run, so it has no value.
                 value = statistic_of(values, statistic) if len(values) and not self.saturated else None
                 lines.append(
                     SloLimit(
@@ -249,14 +250,15 @@ class Result(RequestTimes):
 
     @property
     def meets_slo(self) -> bool:
-        """All lines hold, nothing was refused, the system is not saturated, and the run was not stopped for misses."""
+        """True if all lines hold, nothing was refused, the system is not saturated, and the run was not stopped for
+        misses."""
         if self.outcome.aborted or self.saturated or self.refused:
             return False
         return all(limit.met for limit in self.limits)
 
     @cached_property
     def good(self) -> NDArray[np.bool_]:
-        """Requests that were answered within every limit that applies to them.
+        """True for each request that was answered within every limit that applies to it.
 
         A single request is held to the widest limit of each metric (that of the highest percentile).
         """
@@ -277,8 +279,8 @@ class Result(RequestTimes):
 
     @property
     def goodput_rps(self) -> float | None:
-        """Requests per second answered within their limits: of a stable system the offered rate times the attainment,
-        of any other those that were answered so, over the time that took."""
+        """Requests per second answered within their limits: for a stable system the offered rate times the attainment,
+        for any other one the number of such requests over the duration."""
         if self.offered_rate_rps is not None and self.steadiness == "stable":
             return self.offered_rate_rps * (self.slo_attainment or 0.0)
         return float(self.good.sum()) * self.scale / self.duration_s if self.duration_s > 0 else None
@@ -287,8 +289,8 @@ class Result(RequestTimes):
         return objectives(self.stream, self.slo)
 
     def summary(self, *, noise: bool = True) -> SimulationSummary:
-        """What it comes to in numbers; None stands for a number that does not exist or is unbounded. Without `noise`
-        intervals are left out, which take longer than all the rest."""
+        """Return the statistics of the run; None stands for a number that does not exist or is unbounded. Without
+        `noise` intervals are left out, which take longer than all the rest."""
         completed, duration, tpot = self.completed, self.duration_s, self.values("tpot")
         output = int(self.stream.output_tokens[completed].sum())
         total = output + int(self.stream.prompt_tokens[completed].sum())
@@ -297,13 +299,14 @@ class Result(RequestTimes):
             return x * self.scale / duration if duration > 0 else None
 
         output_rate = per_second(output)
-        where_it_applies: dict[str, Any] = {}  # the rest is left out of the file
+        # Fields that do not apply are left out of the file.
+        where_it_applies: dict[str, Any] = {}
         if cached := prefix_cache(self.outcome.cores):
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
-        used = instances(self.outcome.cores, self._answered_on(completed), duration)
-        where_it_applies |= self.outcome.controlled | energy_of(self.power, used, duration, output, self.scale)
+        core_use = instances(self.outcome.cores, self._answered_on(completed), duration)
+        where_it_applies |= self.outcome.controlled | energy_of(self.power, core_use, duration, output, self.scale)
         return SimulationSummary(
             requests=len(completed),
             completed=int(completed.sum()),
@@ -330,29 +333,30 @@ class Result(RequestTimes):
             warm_up_requests=warm_up(self.values("ttft")),
             resent=int(self.outcome.resent.sum()),
             transferred_bytes=self.outcome.transferred_bytes,
-            instances=used,
+            instances=core_use,
             slo=tuple(self.limits),
             **where_it_applies,
         )
 
     def _answered_on(self, completed: NDArray[np.bool_]) -> list[int]:
-        """How many requests each core answered."""
+        """Return the number of requests that each core answered."""
         return list(np.bincount(self.outcome.core[completed], minlength=len(self.outcome.cores)).tolist())
 
     def to_pandas(self) -> Any:
-        """Every request as a row of a `pandas.DataFrame`, times in seconds. Raises UsageError without pandas."""
+        """Return every request as a row of a `pandas.DataFrame`, times in seconds. Raise UsageError without pandas."""
         return frame(self._columns())
 
     def to_arrow(self) -> Any:
-        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        """Return every request as a row of a `pyarrow.Table`, times in seconds. Raise UsageError without pyarrow."""
         return arrow(self._columns())
 
     def figures(self) -> dict[str, Any]:
-        """Distributions of TTFT, TPOT and E2EL as figures of Plotly, by metric; none of what no request has."""
+        """Return the distributions of TTFT, TPOT and E2EL as figures of Plotly, by metric; metrics without values are
+        left out."""
         return _drawn({metric: quantiles(self.values(metric)) for metric in ("ttft", "tpot", "e2el")})
 
     def _columns(self) -> dict[str, Any]:
-        """Of all requests, by name."""
+        """Return the columns of all requests, by name."""
         stream, outcome = self.stream, self.outcome
         columns: dict[str, Any] = {
             "class": [stream.class_names[i] for i in stream.class_index.tolist()],
@@ -367,7 +371,7 @@ class Result(RequestTimes):
         return {**columns, "preemptions": outcome.preemptions, "good": self.good}
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the table that a notebook shows."""
         summary = self.summary()
         rows = [(key, f"{value:,.4g}") for key in _SHOWN if (value := getattr(summary, key)) is not None]
         if summary.saturated:
@@ -380,37 +384,37 @@ class Result(RequestTimes):
         return html_table("simtune.Result", rows)
 
     def latency_quantiles(self) -> LatencyQuantiles:
-        """What the curves of the latencies are drawn from."""
+        """Return the quantiles from which the curves of the latencies are drawn."""
         ttft, tpot, e2el = (quantiles(self.values(metric)) for metric in ("ttft", "tpot", "e2el"))
         return LatencyQuantiles(ttft_s=ttft, tpot_s=tpot, e2el_s=e2el)
 
     @cached_property
     def drafted(self) -> Tally:
-        """What all verifications came to; nothing where nobody drafts."""
+        """Tally of all verifications; zeros if no pool drafts."""
         tallies = [core.drafting for core in self.outcome.cores]
         return Tally(*(sum(column) for column in zip(*tallies, strict=True)))
 
 
 def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
-    """(class index, class name, objective): one for all requests, or one per class where classes have their own.
+    """Return (class index, class name, SLO): one entry for all requests, or one per class if classes have their own.
 
     Raises UsageError for a limit of families if the requests are none.
     """
-    if stream.graph is None and any(one.family_s for one in (slo, *stream.slos) if one is not None):
+    if stream.graph is None and any(limits.family_s for limits in (slo, *stream.slos) if limits is not None):
         raise UsageError("slo.family_s limits families of a request graph, and this load has none; leave it out")
-    if all(own is None for own in stream.slos):
+    if all(class_slo is None for class_slo in stream.slos):
         return [(None, None, slo)]
     return [
-        (index, name, slo if own is None else own)
-        for index, (name, own) in enumerate(zip(stream.class_names, stream.slos, strict=True))
+        (index, name, slo if class_slo is None else class_slo)
+        for index, (name, class_slo) in enumerate(zip(stream.class_names, stream.slos, strict=True))
     ]
 
 
 class MissBudget:
-    """Tells a run to stop once an SLO cannot be met any more.
+    """Stop condition that ends a run once an SLO cannot be met any more.
 
     The p-th percentile of n values lies above the limit as soon as n - floor((n - 1) p) of them do, and their mean as
-    soon as some of them add up to more than n times the limit: so the verdict is the one the whole run would give.
+    soon as some of them add up to more than n times the limit: so the verdict equals that of the whole run.
     """
 
     def __init__(self, stream: RequestStream, slo: Slo) -> None:
@@ -424,6 +428,7 @@ class MissBudget:
                 n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
                 ticks = limit * TICKS_PER_SECOND
                 if statistic == "mean":
+                    # The margin keeps rounding of the sum from ending a run whose mean meets the limit.
                     self._lines.append((index, metric, None))
                     self._left.append((ticks * n + 1) * (1 + _ROUNDING))
                 else:
@@ -431,7 +436,7 @@ class MissBudget:
                     self._left.append(n - math.floor((n - 1) * float(statistic[1:]) / 100))
 
     def __call__(self, request: int, arrival: int, first_token: int, finish: int) -> bool:
-        """Account for a finished request (times in ticks); True once a limit is lost for good."""
+        """Account for a finished request (times in ticks); return True once a limit can no longer be met."""
         for line, (index, metric, limit) in enumerate(self._lines):
             if index is not None and index != self._class_of[request]:
                 continue
@@ -443,7 +448,8 @@ class MissBudget:
             elif metric == "tpot":
                 took, gaps = finish - first_token, self._gaps[request]
             else:
-                continue  # of families, which are judged when the run is over
+                # Families are judged when the run is over.
+                continue
             if limit is None:
                 self._left[line] -= took / (gaps or 1)
             elif took > limit * gaps:
@@ -454,21 +460,21 @@ class MissBudget:
 
 
 def _drawn(of_metrics: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Figures of quantiles in seconds, by metric."""
-    drawn = {}
+    """Return figures of quantiles in seconds, by metric."""
+    figures = {}
     for metric, seconds in of_metrics.items():
         values = [1e3 * x for x in seconds]
         if len(values) > 1:
             levels = [100 * i / (len(values) - 1) for i in range(len(values))]
-            drawn[metric] = plotted(
+            figures[metric] = plotted(
                 f"{metric.upper()}, ms", "requests, %", [PlainCurve(metric.upper(), values, levels)]
             )
-    return drawn
+    return figures
 
 
 def family_latencies(outcome: Outcome, requests: int) -> Array:
-    """Seconds from the arrival of each request's family until its last node was over; NaN without families, and of
-    families that never were."""
+    """Return the seconds from the arrival of each request's family until the family's last node was over; NaN without
+    families, and for families that never arrived."""
     families = len(outcome.family_end)
     if not families:
         return np.full(requests, np.nan)
@@ -476,7 +482,7 @@ def family_latencies(outcome: Outcome, requests: int) -> Array:
 
 
 def statistic_of(values: Array, statistic: str) -> float:
-    """`mean` or a percentile such as `p99` or `p99.9` of non-empty values."""
+    """Return `mean` or a percentile such as `p99` or `p99.9` of non-empty values."""
     return float(values.mean()) if statistic == "mean" else float(np.percentile(values, float(statistic[1:])))
 
 

@@ -14,13 +14,13 @@ ERROR = 0.001
 """Percentiles are off by at most this share of their value."""
 _LOG_GAMMA = math.log((1 + ERROR) / (1 - ERROR))
 _BINS = 2 + math.ceil(62 * math.log(2) / _LOG_GAMMA)
-"""Of values from 1 to 2^62 ticks, and one for those below."""
+"""Number of bins: for values from 1 to 2^62 ticks, and one for smaller values."""
 
 
 class Sketch:
     """Counts values in bins whose bounds grow by a fixed factor (DDSketch; Masson, Rim and Lee 2019).
 
-    A percentile is within ERROR of what `numpy.percentile` says of all values; count, mean, deviation and extremes are
+    A percentile is within ERROR of `numpy.percentile` over all values; count, mean, deviation and extremes are
     exact but for rounding. Values are ticks, and not negative.
     """
 
@@ -31,7 +31,7 @@ class Sketch:
         self._mean, self._squares = 0.0, 0.0  # of deviations
 
     def add(self, values: Array | Ints, weights: Ints | None = None) -> None:
-        """Count values, each once or so many times."""
+        """Count values, each `weights` times (once unless given)."""
         if not len(values):
             return
         x = np.asarray(values, dtype=np.float64)
@@ -42,32 +42,37 @@ class Sketch:
         self._least, self._most = min(self._least, float(x.min())), max(self._most, float(x.max()))
         count = int(w.sum())
         mean = float(np.average(x, weights=w))
-        apart, both = mean - self._mean, self.count + count
-        self._squares += float((w * (x - mean) ** 2).sum()) + apart**2 * self.count * count / both
-        self._mean += apart * count / both
-        self.count = both
+        apart, total = mean - self._mean, self.count + count
+        # Merging means and squared deviations of two sets (Chan, Golub and LeVeque 1979) loses no digits to a common
+        # offset.
+        self._squares += float((w * (x - mean) ** 2).sum()) + apart**2 * self.count * count / total
+        self._mean += apart * count / total
+        self.count = total
 
     @property
     def mean_s(self) -> float:
-        """In seconds; of one value at least."""
+        """Mean in seconds; needs at least one value."""
         return self._mean / TICKS_PER_SECOND
 
     def percentile_s(self, percent: float) -> float:
-        """In seconds, between order statistics as `numpy.percentile`; of one value at least."""
+        """Return a percentile in seconds, interpolated between order statistics as `numpy.percentile` does; needs at
+        least one value."""
         rank = (self.count - 1) * percent / 100
         low, high = self._nth(math.floor(rank)), self._nth(math.ceil(rank))
         return (low + (high - low) * (rank - math.floor(rank))) / TICKS_PER_SECOND
 
     def quantile_s(self, share: float) -> float:
-        """In seconds, the smallest value that at least `share` of the values do not exceed; of one value at least."""
+        """Return in seconds the smallest value that at least `share` of the values do not exceed; needs at least one
+        value."""
         return self._nth(max(1, math.ceil(share * self.count)) - 1) / TICKS_PER_SECOND
 
     def statistic_s(self, statistic: str) -> float:
-        """`mean` or a percentile such as `p99`, in seconds; of one value at least."""
+        """Return `mean` or a percentile such as `p99`, in seconds; needs at least one value."""
         return self.mean_s if statistic == "mean" else self.percentile_s(float(statistic[1:]))
 
     def distribution(self) -> Distribution:
-        """What it comes to; without intervals, for values are not kept in their order."""
+        """Return the statistics of the values, without confidence intervals, because the order of the values is not
+        kept."""
         if not self.count:
             return Distribution(unit="s", count=0)
         p50, p90, p95, p99 = (self.percentile_s(p) for p in (50, 90, 95, 99))
@@ -85,7 +90,7 @@ class Sketch:
         )
 
     def _nth(self, number: int) -> float:
-        """The value that so many are not above, from 0."""
+        """Return the value at rank `number` in ascending order, from 0."""
         at = int(self._counts.cumsum().searchsorted(number, side="right"))
         middle = 0.0 if at == 0 else 2 * math.exp((at - 1) * _LOG_GAMMA) / (1 + math.exp(_LOG_GAMMA))
         return min(max(middle, self._least), self._most)

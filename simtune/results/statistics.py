@@ -1,4 +1,4 @@
-"""What one run says about the long run: warm-up, intervals of means and percentiles, times between tokens."""
+"""Long-run statistics from one run: warm-up, intervals of means and percentiles, times between tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCHES = 20
 
 
 def warm_up(values: Array) -> int:
-    """How many leading values belong to the start, by MSER-5 (White, Cobb and Spratt 2000).
+    """Return the number of leading values that belong to the warm-up, by MSER-5 (White, Cobb and Spratt 2000).
 
     Values are averaged in fives; the cut is where the variance of what remains over the square of its number is
     least. A cut in the second half means that no steady state was reached: then it is the half.
@@ -23,7 +23,8 @@ def warm_up(values: Array) -> int:
     if groups < 4:
         return 0
     y = values[: 5 * groups].reshape(groups, 5).mean(axis=1)
-    y -= y.mean()  # cumulative sums of squares lose no digits to a common offset
+    # Cumulative sums of squares would lose digits to a common offset.
+    y -= y.mean()
     remaining = np.arange(groups, 0, -1.0)
     sums = np.cumsum(y[::-1])[::-1]
     squares = np.cumsum(y[::-1] ** 2)[::-1]
@@ -34,11 +35,11 @@ def warm_up(values: Array) -> int:
 
 
 def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
-    """A 95 % interval of the mean or of a percentile (`p99`) in the long run, from one run's values in order.
+    """Return a 95 % interval of the mean or of a percentile (`p99`) in the long run, from one run's values in order.
 
     The values are cut into BATCHES equal batches after the warm-up; the statistic of each batch counts as one
     independent observation. The interval is that of Student's t about their mean, which for a percentile of a finite
-    batch is a little biased. None where the batches would have fewer values than the statistic needs: 10 for a mean,
+    batch is a little biased. None if the batches would have fewer values than the statistic needs: 10 for a mean,
     10 beyond the percentile.
     """
     from scipy.special import stdtrit
@@ -54,7 +55,8 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     else:
         of_batches = np.percentile(batches, float(statistic[1:]), axis=1)
     centre = float(of_batches.mean())
-    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)  # further digits are those of a release of scipy
+    # Further digits differ between releases of scipy.
+    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)
     half = quantile * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
     return centre - half, centre + half
 
@@ -63,18 +65,18 @@ class TokenIntervals:
     """Distribution of the times between tokens (ITL): every token counts once, none is stored. The tokens of one round
     of speculation come together and count as one, as for a client that times what is streamed to it.
 
-    A token's time is that of the step that made it. What a request waited besides, after a preemption or for its KV
-    cache to come, is not in it.
+    A token's time is that of the step that made it. Further waits of a request, after a preemption or for its KV
+    cache to come, are not in it.
     """
 
     def __init__(self, intervals: NDArray[np.int64]) -> None:
-        """`intervals` are those of `simtune.results.outcome.Outcome`, at least one row."""
+        """Sort `intervals`, those of `simtune.results.outcome.Outcome`, at least one row."""
         self._first, self._slope, self._steps, self._decodes = intervals.T
         even = (self._slope == 0) | (self._steps == 1)
         order = self._first[even].argsort()
         tokens = (self._steps * self._decodes)[even][order]
         self._even = self._first[even][order]  # times that all tokens of a row have, ascending
-        self._up_to = np.concatenate([[0], tokens.cumsum()])  # tokens of so many such rows
+        self._up_to = np.concatenate([[0], tokens.cumsum()])  # tokens of the rows before each position
         self._rising = intervals[~even].T
 
     @property
@@ -83,29 +85,29 @@ class TokenIntervals:
         return int((self._steps * self._decodes).sum())
 
     def mean_s(self) -> float:
-        """Over all tokens."""
+        """Return the mean over all tokens, in seconds."""
         n = self._steps.astype(np.float64)
         total = self._decodes * (n * self._first + self._slope * (n * (n - 1) / 2))
         return float(total.sum()) / self.count / TICKS_PER_SECOND
 
     def max_s(self) -> float:
-        """Of any token."""
+        """Return the longest time of a token, in seconds."""
         return int((self._first + (self._steps - 1) * self._slope).max()) / TICKS_PER_SECOND
 
     def quantile_s(self, share: float) -> float:
-        """The smallest time that at least `share` of the tokens do not exceed, to the tick."""
-        wanted = max(1, math.ceil(share * self.count))
+        """Return the smallest time that at least `share` of the tokens do not exceed, to the tick."""
+        num_tokens = max(1, math.ceil(share * self.count))
         low, high = int(self._first.min()), int((self._first + (self._steps - 1) * self._slope).max())
         while low < high:
             middle = (low + high) // 2
-            if self._at_most(middle) >= wanted:
+            if self._at_most(middle) >= num_tokens:
                 high = middle
             else:
                 low = middle + 1
         return low / TICKS_PER_SECOND
 
     def _at_most(self, ticks: int) -> int:
-        """Tokens whose time is at most `ticks`."""
+        """Return the number of tokens whose time is at most `ticks`."""
         first, slope, steps, decodes = self._rising
         within = np.clip((ticks - first) // slope + 1, 0, steps)
         return int(self._up_to[self._even.searchsorted(ticks, "right")] + (within * decodes).sum())

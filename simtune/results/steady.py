@@ -1,4 +1,4 @@
-"""Judge from one run whether a load is kept up with: stable, saturated, or too short to tell.
+"""Judge from one run whether a deployment keeps up with its load: stable, saturated, or too short to tell.
 
 Judged are the requests in the system (waiting and running) that each arrival of the second half finds; the first half
 is the warm-up and is cut. By Little's law the mean number in the system is the mean rate times the mean lifetime, so
@@ -9,12 +9,12 @@ more than GROWTH standard errors above zero (batch means); running requests grow
 second half is at least SETTLED lifetimes of running requests long, so that the first fill of the seats is over.
 
 *Stable*: the run is at least LIFETIMES lifetimes long, neither the queue nor the number in the system grows by more
-than DRIFT standard errors, and that number has forgotten its past often enough. Where nothing pulls it back it is a
+than DRIFT standard errors, and that number has forgotten its past often enough. If nothing pulls it back it is a
 random walk: over n arrivals, each of which changes it by c (root mean square), it spreads by 0.41 c sqrt(n). It must
 have spread by less than SPREAD c sqrt(n), which a free walk does about once in a thousand runs (the lower tail of
 the distribution of Cramer and von Mises).
 
-Anything else is too short to tell: near the capacity, and where a run is short beside the time a request takes. Of
+Anything else is too short to tell: near the capacity, and if a run is short compared with the time a request takes. Of
 1,000 random loads between 0.3 and 3 times the capacity, each judged at nine lengths from 50 to 20,000 requests, one
 turns from stable to saturated (`tests/sim/test_steady.py` has such loads).
 """
@@ -31,7 +31,7 @@ from simtune.arrays import Array, Ints
 Steadiness = Literal["stable", "saturated", "too short to tell"]
 
 LEAST = 40
-"""Requests; fewer are too short to tell."""
+"""Least number of requests; a run with fewer is too short to tell."""
 LIFETIMES = 10
 SETTLED = 2
 BATCHES = 20
@@ -39,13 +39,13 @@ GROWTH = 4.5
 DRIFT = 2.5
 SPREAD = 0.13
 SAMPLES = 2000
-"""Arrivals that are looked at, at most: every k-th one."""
+"""Most arrivals that are sampled: every k-th one."""
 BEYOND = 10
 """Values that must lie beyond a percentile before it is reliable: p99 of 1,000."""
 
 
 def stride(requests: int) -> int:
-    """Every how many arrivals one is looked at."""
+    """Return k such that every k-th arrival is sampled."""
     return max(1, requests // SAMPLES)
 
 
@@ -59,8 +59,8 @@ def in_system(arrival: Ints, finish: Ints, waiting: Ints) -> tuple[Ints, Ints]:
     at = arrival[order]
     gone = np.sort(np.where(finish[order] >= 0, finish[order], at))
     present = np.maximum(np.arange(len(at)) - np.searchsorted(gone, at, side="right"), 0)
-    each = stride(len(at))
-    return present[::each], waiting[order][::each]
+    every = stride(len(at))
+    return present[::every], waiting[order][::every]
 
 
 def steadiness(present: Ints, waiting: Ints, requests: int) -> Steadiness:
@@ -88,7 +88,7 @@ def wander(present_counts: Array) -> float:
 
 
 def _growth(queue: Array) -> float:
-    """Mean increment of BATCHES equal parts, in its standard errors."""
+    """Return the mean increment of BATCHES equal parts, in its standard errors."""
     size = len(queue) // BATCHES
     ends = queue[: BATCHES * size : size]
     steps = np.diff(np.append(ends, queue[-1]))
@@ -99,13 +99,14 @@ def _growth(queue: Array) -> float:
 
 
 def _rise(values: Array) -> float:
-    """From the first quarter to the last."""
+    """Return the rise of the mean from the first quarter to the last."""
     quarter = len(values) // 4
     return float(values[-quarter:].mean() - values[:quarter].mean())
 
 
 def needed_for(statistic: str) -> int:
-    """Values that a statistic needs: BEYOND of them beyond a percentile; one for a mean."""
+    """Return the number of values that a statistic needs: enough for BEYOND of them beyond a percentile; one for a
+    mean."""
     if statistic == "mean":
         return 1
     return math.ceil(BEYOND / (1 - float(statistic[1:]) / 100) - 1e-6)

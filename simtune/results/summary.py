@@ -1,6 +1,6 @@
-"""The numbers a simulation is summed up in: one declaration, that they are computed, written and read by.
+"""Summary of a simulation: one declaration of its numbers, by which they are computed, written and read.
 
-What the file of a run says beside them stands in `simtune.runs.schema`. Seconds, bytes, tokens, requests per second.
+Further fields of a run's file are in `simtune.runs.schema`. Seconds, bytes, tokens, requests per second.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 class Redrawn:
-    """Marks a field that comes out differently in another world, where operators take other times."""
+    """Mark of a field whose value differs between worlds, in which operators take other times."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(core_schema), "uncertain": True}
 
 
 Uncertain = Annotated[T, Redrawn()]
-"""A number that `simulate --uncertainty` gives an interval; all others are the same in every world, or speak of one
-run's own noise."""
+"""A number for which `simulate --uncertainty` gives an interval; all others are the same in every world, or describe
+the noise of a single run."""
 
 Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "queue", "prefill", "transfer", "decode"]
-"""`family` is of families of a request graph, from their arrival until their last node is over."""
+"""Latency metrics; `family` is that of the families of a request graph, from arrival until the last node is over."""
 
 
 class Distribution(Record):
-    """One latency metric over all that was counted, in seconds; only the count where nothing was."""
+    """Distribution of one latency metric, in seconds; only the count if it is 0."""
 
     unit: Literal["s"]
     count: Whole = Field(description="requests, or tokens of itl")
@@ -51,13 +51,13 @@ class Distribution(Record):
 
 
 class SloLimit(Record):
-    """One line of a service level objective and how the run stands to it."""
+    """Line of a service level objective, with its value in the run."""
 
     request_class: str | None = Field(alias="class", description="null: all requests")
     metric: SloMetric
     statistic: str = Field(description="mean, or a percentile such as p99")
     limit_s: Positive
-    value_s: Uncertain[NonNegative | None] = Field(description="null where nothing finished or the system is saturated")
+    value_s: Uncertain[NonNegative | None] = Field(description="null if nothing finished or the system is saturated")
     met: bool
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class SloLimit(Record):
 
 
 class InstanceUse(Record):
-    """One simulated instance."""
+    """Use of one simulated instance."""
 
     pool: str
     instance: Whole = Field(description="its number within the pool, from 0")
@@ -76,7 +76,7 @@ class InstanceUse(Record):
 
 
 class PrefixCacheUse(Record):
-    """Of the prompt tokens a pool admitted, how many it had cached."""
+    """Prompt tokens that a pool admitted, and the share of them that its prefix cache held."""
 
     pool: str
     queried_tokens: Uncertain[Count]
@@ -85,21 +85,19 @@ class PrefixCacheUse(Record):
 
 
 class Verifications(Record):
-    """What drafting came to. A wasted token was verified and not delivered."""
+    """Totals of drafting. A wasted token was verified and not delivered."""
 
     rounds: Uncertain[Count] = Field(description="verifications of one request")
     tokens_per_round: Uncertain[Positive] = Field(description="delivered by one verification")
     draft_tokens: Uncertain[Whole]
     accepted_tokens: Uncertain[Whole]
-    acceptance: Uncertain[NonNegative | None] = Field(
-        description="share of the draft tokens; null where there were none"
-    )
+    acceptance: Uncertain[NonNegative | None] = Field(description="share of the draft tokens; null if there were none")
     wasted_tokens: Uncertain[Whole]
     wasted_share: Uncertain[Share] = Field(description="of the verified tokens")
 
 
 class SimulationSummary(Record):
-    """What a simulation says of one plan under one load; null is a number that does not exist or has no bound."""
+    """Numbers of a simulation of one plan under one load; null is a number that does not exist or has no bound."""
 
     requests: Whole
     completed: Uncertain[Whole]
@@ -113,7 +111,8 @@ class SimulationSummary(Record):
     )
     saturated: bool = Field(description="requests pile up faster than they are served")
     steadiness: Steadiness | None = Field(
-        None, description="whether the load is kept up with; null for a closed loop, a batch and a single instant"
+        None,
+        description="whether the plan keeps up with the load; null for a closed loop, a batch and a single instant",
     )
     lifetimes: Uncertain[NonNegative | None] = Field(
         None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
@@ -132,32 +131,32 @@ class SimulationSummary(Record):
     output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]
     output_tokens_per_s_per_user: Uncertain[NonNegative | None] = Field(description="1 / mean TPOT")
     energy_j: Uncertain[NonNegative | None] = Field(
-        None, description="of all GPUs while it lasts; left out where a hardware profile names no power"
+        None, description="of all GPUs over duration_s; left out if a hardware profile states no power"
     )
     joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
     num_gpus: Count
     metrics: dict[Metric, Distribution]
     warm_up_requests: Whole | None = Field(
-        description="requests before the TTFT settles; null where requests are not kept"
+        description="requests before the TTFT settles; null if requests are not kept"
     )
     resent: Uncertain[Whole] = Field(description="times a request was sent to another instance after a failure")
     transferred_bytes: Uncertain[Whole] = Field(description="KV cache sent from prefill to decode instances")
     role_switches: Uncertain[Whole | None] = Field(
-        None, description="instances that took the other role; left out where no controller lets them"
+        None, description="instances that took the other role; left out without a controller"
     )
     instances: Seq[InstanceUse]
-    prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that keep what prompts share")
-    speculation: Verifications | None = Field(None, description="left out where nobody drafts")
+    prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
+    speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 
     @property
     def power_w(self) -> float | None:
-        """Mean over its duration, of all GPUs; None where no energy is known."""
+        """Mean power over the duration, of all GPUs; None if the energy is not known."""
         return None if self.energy_j is None or not self.duration_s else self.energy_j / self.duration_s
 
 
 class LatencyQuantiles(Record):
-    """Latencies at evenly spaced levels from 0 to 1; empty where nothing was counted."""
+    """Latencies at evenly spaced levels from 0 to 1; empty if nothing was counted."""
 
     ttft_s: Seq[float]
     tpot_s: Seq[float]
@@ -165,7 +164,7 @@ class LatencyQuantiles(Record):
 
 
 class BasisShares(Record):
-    """Shares of time by what it rests on; they add up to 1 but for rounding."""
+    """Shares of time by its basis; they add up to 1 but for rounding."""
 
     measured: Share = Field(description="of shapes that were measured on this device")
     interpolated: Share = Field(description="of shapes among those measured")
@@ -174,11 +173,11 @@ class BasisShares(Record):
     other_engine: Share = Field(
         0.0, description="kernels of another engine than the one that runs; written only if there are any"
     )
-    data_sheet: Share = Field(description="measured by nobody, or assumed")
+    data_sheet: Share = Field(description="not measured: from the data sheet, or assumed")
 
 
 class OperatorBasis(Record):
-    """What the time of one operator kind rests on, and how far off it may be."""
+    """Basis of the time of one operator kind, and its typical error."""
 
     operator: str
     share: Share = Field(description="of the time of all kinds")
@@ -187,13 +186,13 @@ class OperatorBasis(Record):
 
 
 class CostBasis(BasisShares):
-    """What the simulated steps' time in kernels and collectives rests on: steps of the run, weighted by their time."""
+    """Basis of the simulated steps' time in kernels and collectives: steps of the run, weighted by their time."""
 
     operators: Seq[OperatorBasis] = Field(description="the longest first")
 
 
 class Uncertainty(Record):
-    """What redrawn worlds say: intervals that hold the middle `level` of them, and shares of worlds."""
+    """Results over redrawn worlds: intervals that hold the middle `level` of them, and shares of worlds."""
 
     worlds: Count
     level: Share
@@ -204,7 +203,7 @@ class Uncertainty(Record):
     )
 
     def of(self, *keys: str) -> tuple[float | None, float | None] | None:
-        """The interval of the number at these nested keys, if there is one."""
+        """Return the interval of the number at these nested keys; None if there is none."""
         below: Any = self.intervals
         for key in keys:
             below = below.get(key) if isinstance(below, dict) else None
@@ -212,5 +211,5 @@ class Uncertainty(Record):
 
 
 def is_uncertain(record: type[Record], name: str) -> bool:
-    """Whether a field is declared `Uncertain`."""
+    """True if a field is declared `Uncertain`."""
     return any(isinstance(mark, Redrawn) for mark in record.model_fields[name].metadata)

@@ -1,4 +1,4 @@
-"""Sums up columns and engine cores in the numbers of a summary."""
+"""Sums of columns and engine cores for the numbers of a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from simtune.results.summary import Distribution, InstanceUse, PrefixCacheUse, V
 
 
 def distribution(values: Array, noise: bool = True) -> Distribution:
-    """Of latencies in seconds, in order of arrival. Of those that never settle there is no `noise` to be told."""
+    """Return the distribution of latencies in seconds, in order of arrival. Without `noise` it has no confidence
+    intervals, which mean nothing for latencies that never settle."""
     if not len(values):
         return Distribution(unit="s", count=0)
     p50, p90, p95, p99 = (float(np.percentile(values, p)) for p in (50, 90, 95, 99))
@@ -36,7 +37,8 @@ def distribution(values: Array, noise: bool = True) -> Distribution:
 
 
 def between_tokens(itl: TokenIntervals | None) -> Distribution:
-    """Of the times between tokens; they have neither a deviation nor a minimum, for they are not kept one by one."""
+    """Return the distribution of the times between tokens; without deviation and minimum, because single times are not
+    kept."""
     if itl is None:
         return Distribution(unit="s", count=0)
     p50, p90, p95, p99 = (itl.quantile_s(p / 100) for p in (50, 90, 95, 99))
@@ -46,12 +48,12 @@ def between_tokens(itl: TokenIntervals | None) -> Distribution:
 
 
 def quantiles(values: Array) -> tuple[float, ...]:
-    """The 101 quantiles at 0, 1, ..., 100 %; empty when there are no values."""
+    """Return the 101 quantiles at 0, 1, ..., 100 %; empty if there are no values."""
     return tuple(np.percentile(values, np.arange(101)).tolist()) if len(values) else ()
 
 
 def verifications(tally: Tally) -> Verifications:
-    """Of one verification at least."""
+    """Return the totals of a tally with at least one verification."""
     rounds, drafts, accepted, tokens = tally
     return Verifications(
         rounds=rounds,
@@ -65,7 +67,7 @@ def verifications(tally: Tally) -> Verifications:
 
 
 def prefix_cache(cores: Sequence[EngineCoreUse]) -> tuple[PrefixCacheUse, ...]:
-    """One for each pool that looked for prompt tokens in its cache."""
+    """Return the cache use of each pool that looked prompt tokens up."""
     tokens: dict[str, list[int]] = {}
     for core in cores:
         counts = tokens.setdefault(core.pool, [0, 0])
@@ -79,7 +81,8 @@ def prefix_cache(cores: Sequence[EngineCoreUse]) -> tuple[PrefixCacheUse, ...]:
 
 
 def instances(cores: Sequence[EngineCoreUse], answered: Sequence[int], duration_s: float) -> tuple[InstanceUse, ...]:
-    """Every simulated instance; it is as busy as the busiest of its cores, each of which answered so many requests."""
+    """Return the use of every simulated instance; it is as busy as its busiest core. `answered` are the requests that
+    each core answered."""
     busy: dict[tuple[str, int], float] = {}
     requests: Counter[tuple[str, int]] = Counter()
     for core, finished in zip(cores, answered, strict=True):

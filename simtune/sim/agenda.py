@@ -1,4 +1,4 @@
-"""What happens when, and what first when two things happen at once.
+"""Agenda of a simulation: the order of events, also of those at the same instant.
 
 Time is an integer number of ticks (2**-40 s). At one instant the order is fixed, and it is the order of a real engine's
 loop:
@@ -20,58 +20,58 @@ from functools import partial
 from heapq import heappop, heappush
 
 STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, LOOK, DRAINED, ARRIVAL, WAKE = range(8)
-"""The phases of an instant. A core is found to be drained only when it has nothing to schedule, so nothing else of that
-instant is left but other cores to wake."""
+"""Phases of an instant, in the order in which they are handled. A core is found to be drained only when it has nothing
+to schedule, so nothing else of that instant is left but other cores to wake."""
 
 Event = tuple[int, int, int, int]
-"""(tick, phase, number of the subject, version): a subject whose version has changed since ignores the event."""
+"""(tick, phase, number of the subject, version); the subject ignores the event if its version has changed since."""
 
 Handler = Callable[[int, int, int], None]
-"""What is done about an event: called with its tick, subject and version."""
+"""Function that handles an event: called with its tick, subject and version."""
 
 
 NEVER: Event = (1 << 63, 0, 0, 0)
-"""Comes after every event."""
+"""Event that comes after every other event."""
 STOP: Event = (-1, 0, 0, 0)
-"""Comes before every event; nothing is handled any more."""
+"""Event that comes before every other event and ends the run."""
 
 
 class Agenda:
-    """The events to come. Knows nothing of what they mean."""
+    """The events to come, whatever their meaning."""
 
     __slots__ = ("handled", "heap", "held", "post", "stopped")
 
     def __init__(self) -> None:
         self.heap: list[Event] = [NEVER]
-        """The next event first, but for the one that is held. Never empty while events are handled."""
+        """Heap of events, next one first, except the one in `held`. Never empty while events are handled."""
         self.post: Callable[[Event], None] = partial(heappush, self.heap)
-        """Announce an event, at this instant or later."""
+        """Add an event, at this instant or later."""
         self.held: Event | None = None
-        """One event kept out of the heap: it is most likely the next one, and costs little to replace."""
+        """Event kept outside the heap: it is most likely the next one, and cheap to replace."""
         self.handled = 0
-        """How many events there were so far, those that a core ran ahead to included."""
+        """Number of events so far, including those that a core ran ahead to."""
         self.stopped = False
 
     def hold(self, event: Event | None) -> None:
-        """Announce an event that is most likely the next one; None only gives up the place."""
+        """Add an event that is most likely the next one; None only moves the held event to the heap."""
         if self.held is not None:
             self.post(self.held)
         self.held = event
 
     def replace(self, event: Event) -> None:
-        """Announce an event in place of one of the same phase and subject, which has become void."""
-        held = self.held
-        if held is not None and held[1] == event[1] and held[2] == event[2]:
+        """Add an event in place of one with the same phase and subject, which has become void."""
+        previous = self.held
+        if previous is not None and previous[1] == event[1] and previous[2] == event[2]:
             self.held = event
         else:
             self.post(event)
 
     def has_more_at(self, now: int) -> bool:
-        """Whether something else happens at this instant."""
+        """True if something else happens at this instant."""
         return self.heap[0][0] == now or (self.held is not None and self.held[0] == now)
 
     def run(self, handlers: Mapping[int, Handler]) -> None:
-        """Go through all events in order, the phase telling the handler, until none is left or `stop` is called."""
+        """Handle all events in order, each by the handler of its phase, until none is left or `stop` is called."""
         heap = self.heap
         while not self.stopped:
             event = self.held
@@ -86,6 +86,6 @@ class Agenda:
             handlers[phase](tick, subject, version)
 
     def stop(self) -> None:
-        """Let the event under way be the last."""
+        """Let the current event be the last."""
         self.stopped = True
         self.post(STOP)

@@ -1,4 +1,4 @@
-"""Instances start, fail, recover, and leave to come back in another role."""
+"""Availability of instances: they start, fail, recover, and leave to return in another role."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simtune.sim.recorder import Recorder
 
 
 class Change(NamedTuple):
-    """Something happens to some cores at a tick: `up` tells whether they come or go, `lost` whether with all they have.
+    """Change of some cores at a tick: `up` is True if they come, `lost` if they go with all their requests.
 
-    Cores that go without being lost finish what they have; `then` are cores that come in their place, `delay` ticks
+    Cores that go without being lost finish what they have; `then` are cores that replace them, `delay` ticks
     after that.
     """
 
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 class Availability:
-    """Which cores take requests, and what becomes of the requests of those that go."""
+    """Availability of cores: which ones accept requests, and where the requests of those that leave go."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Availability:
             self.announce(change)
 
     def change(self, now: int, number: int, version: int) -> None:
-        """The change of this number happens."""
+        """Apply the change with this number."""
         change = self._changes[number]
         for core in change.cores:
             core.up = change.up
@@ -61,7 +61,8 @@ class Availability:
             self._drain(now, change)
 
     def drained(self, now: int, number: int, version: int) -> None:
-        """A draining core has nothing to run; once all of its instance have nothing left, others take their place."""
+        """Let others replace an instance once all of its cores are drained; called when a draining core has nothing to
+        run."""
         if number not in self._draining:
             return
         core, change = self._draining[number]
@@ -69,16 +70,16 @@ class Availability:
             return
         del self._draining[number]
         core.draining = False
-        if change.then and not any(other.draining for other in change.cores):
+        if change.then and not any(member.draining for member in change.cores):
             self.announce(Change(now + change.delay, change.then, up=True))
 
     def announce(self, change: Change) -> None:
-        """Let a change happen at its tick, which is not over."""
+        """Schedule a change at its tick, which is not in the past."""
         self._agenda.post((change.tick, CHANGE, len(self._changes), 0))
         self._changes.append(change)
 
     def _drain(self, now: int, change: Change) -> None:
-        """The cores take nothing new: what waits there goes elsewhere, the rest is finished."""
+        """Let cores finish what they run and send the requests that wait there elsewhere."""
         for core in change.cores:
             core.draining = True
             self._draining[core.number] = core, change
@@ -93,20 +94,21 @@ class Availability:
                 self.drained(now, core.number, 0)
 
     def _fail(self, now: int, cores: Sequence[EngineCore]) -> None:
-        """The cores fail with all they have: their requests are sent again, those furthest along first."""
+        """Fail cores with all they have; their requests are sent again, those furthest along first."""
         lost: list[Request] = []
         coming: list[KvTransfer] = []
         for core in cores:
             core.fail(now)
             going = self._handover.fail_source(now, core)
             coming_here = self._handover.fail_target(now, core)
-            kept = {request.id for request in going} | {transfer.request.id for transfer in coming_here}
+            handled_elsewhere = {request.id for request in going} | {transfer.request.id for transfer in coming_here}
             lost += going
             coming += coming_here
             abandoned = core.scheduler.abandon()
             core.count_waiting()
             for request in abandoned:
-                if request.id not in kept:
+                # The handover has informed the routers of its own requests already.
+                if request.id not in handled_elsewhere:
                     self._routers.over(now, request, core)
                     lost.append(request)
         for transfer in coming:

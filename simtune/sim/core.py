@@ -1,9 +1,9 @@
-"""An engine core: one scheduler with one batch under way, its steps in time, and the way in and out of it.
+"""Engine core: one scheduler with one running batch, its steps in time, and the KV caches that enter and leave it.
 
-What vLLM calls an engine core: an instance without pipeline parallelism, one of the pp virtual engines of an instance
-with it, or with data-parallel attention one group of ranks. A core runs a step as often as the scheduler says nothing
-can change and the cost model says its time is known, in one event: a *jump*. Whatever the scheduler would notice, an
-arrival or a KV cache, cuts such a jump at the end of the step in which it falls.
+The term is vLLM's: an instance without pipeline parallelism, one of the pp virtual engines of an instance with it, or
+with data-parallel attention one group of ranks. A core repeats a step in one event, a *jump*, for as long as the
+scheduler reports that nothing can change and the cost model knows the times. An event that the scheduler would notice,
+such as an arrival or a KV cache, cuts a jump at the end of the step in which the event falls.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
 
 
 class Connector(Protocol):
-    """The way out of a prefill instance, which may depend on where it leads."""
+    """The connection from a prefill instance to decode instances; its terms may depend on the decode instance."""
 
     @property
     def links(self) -> Sequence[TransferLink]:
-        """All that it sends over."""
+        """All links that the instance sends KV caches over."""
 
     def towards(self, target: EngineCore) -> KvConnector:
-        """How it sends a KV cache to a decode core."""
+        """Return the connector for KV caches that are sent to a decode core."""
 
 
 @dataclass(slots=True, frozen=True)
 class KvConnector:
-    """How a prefill instance sends a KV cache of whole blocks, wherever it goes."""
+    """Connector that sends KV caches of whole blocks on the same terms to every decode instance."""
 
     link: TransferLink
     block_bytes: int
-    """Of all GPUs of the instance together."""
+    """Bytes of one KV block, summed over all GPUs of the instance."""
     setup: int
     """Ticks before the first byte."""
     descriptors: int
     """Ticks per block besides its bytes."""
     layers: int = 1
-    """With more than one, all but the last layer are sent while the prompt is computed, as far as the link can."""
+    """Model layers; with more than one, all but the last are sent during prefill, as far as the link's rate allows."""
 
     @property
     def links(self) -> Sequence[TransferLink]:
-        """Its one link."""
+        """The only link of this connector."""
         return (self.link,)
 
     def towards(self, target: EngineCore) -> KvConnector:
-        """Itself."""
+        """Return this connector for every target."""
         return self
 
     def left_to_send(self, blocks: int, computing: int) -> int:
-        """Bytes to send after the prompt is done, when computing it took so many ticks."""
+        """Return the bytes left to send after the prompt is done, if computing it took `computing` ticks."""
         size = blocks * self.block_bytes
         if self.layers == 1:
             return size
@@ -69,21 +69,21 @@ class KvTransfer:
     """A request on its way from a prefill to a decode instance, its KV cache with it."""
 
     request: Request
-    """As the decode instance will know it: its prompt computed, its first token delivered."""
+    """The request for the decode instance: prompt computed, first token delivered."""
     source: EngineCore
     held: Request
-    """As the prefill instance knows it: finished, its blocks still taken."""
+    """The request on the prefill instance: finished, its blocks still allocated."""
     ready: int
     """The tick at which its prompt was done."""
     serial: int
-    """Tells this attempt to send it from an earlier one that was cancelled."""
+    """Number of the attempt; distinguishes it from an earlier attempt that was cancelled."""
     target: EngineCore | None = None
     sending: bool = False
-    """Whether the target has room for it and the transfer is under way."""
+    """True once the target has reserved room for the request and the transfer has begun."""
 
     @property
     def connector(self) -> KvConnector:
-        """The way it is sent to its target."""
+        """The connector from the source to the target."""
         assert self.source.connector is not None
         assert self.target is not None
         return self.source.connector.towards(self.target)
@@ -96,26 +96,26 @@ class KvTransfer:
 
 @dataclass(slots=True)
 class Inbox:
-    """Requests whose KV cache is computed elsewhere, as the core that is to decode them sees them."""
+    """Requests whose KV cache is computed elsewhere, as seen by the core that will decode them."""
 
     waiting: deque[KvTransfer] = field(default_factory=deque)
-    """Those for which there was no room yet, oldest first."""
+    """Transfers that still wait for room, oldest first."""
     arrived: list[Request] = field(default_factory=list)
-    """Those whose KV cache has come; they join before the next step."""
+    """Requests whose KV cache has arrived; they join the batch before the next step."""
     dropped: list[Request] = field(default_factory=list)
-    """Those whose KV cache will never come; their reservation ends before the next step."""
+    """Requests whose KV cache will never arrive; their reservation ends before the next step."""
     aborted: list[Request] = field(default_factory=list)
-    """Those that nobody waits for any more; they leave before the next step."""
+    """Requests that were aborted; they leave before the next step."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.arrived or self.dropped or self.aborted)
 
     unheard: list[Request] = field(default_factory=list)
-    """Those that have joined, and whose first token the core's next step is to deliver."""
+    """Requests that have joined and whose first token is delivered by the core's next step."""
 
     def settle(self, scheduler: Scheduler) -> bool:
-        """Between two steps: let requests join whose KV cache has come, and give up the reservations of others. Whether
-        any were aborted, who may have waited."""
+        """Between two steps, let requests join whose KV cache has arrived and release the reservations of dropped ones.
+        Return True if any request was aborted, because an aborted request may have been counted as waiting."""
         self.unheard += [request for request in self.arrived if not request.emitted]
         self.release_dropped(scheduler)
         for request in self.arrived:
@@ -127,13 +127,14 @@ class Inbox:
         return bool(aborted)
 
     def heard(self, progress: Progress, scheduler: Scheduler) -> Progress:
-        """What came out of a step, with the first tokens of requests whose prompt was computed elsewhere."""
+        """Return the progress of a step, with the first tokens of requests whose prompt was computed elsewhere."""
         first = [request for request in self.unheard if scheduler.emitted(request)]
         self.unheard = [request for request in self.unheard if not scheduler.emitted(request)]
         return Progress([*progress.first_token, *first], progress.finished)
 
     def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
-        """Reserve seats and blocks for requests handed over, oldest first, and let their KV caches come."""
+        """Reserve seats and blocks for requests handed over, oldest first, and start the transfers of their KV
+        caches."""
         while self.waiting and scheduler.expect(self.waiting[0].request):
             transfer = self.waiting.popleft()
             transfer.sending = True
@@ -149,27 +150,29 @@ class Inbox:
 
 
 Deliver = Callable[[int, "EngineCore", Progress], None]
-"""Is told what came out of a core's step, and when."""
+"""Called with the tick, the core and the progress of the core's step."""
 
 
 class Stepping:
-    """How the steps of an instance's cores share its GPUs. This one is of a core that has them to itself."""
+    """Sharing of an instance's GPUs among the steps of its cores. This base class serves an instance with a single
+    core."""
 
     shared = False
-    """Whether a core's steps depend on those of others."""
+    """True if a core's steps depend on those of other cores."""
     stepwise = False
     _agenda: Agenda
 
     def join(self, core: EngineCore) -> int:
-        """Add a core to the instance; its number there."""
+        """Add a core to the instance and return the core's number within it."""
         return 0
 
     def wire(self, agenda: Agenda, *, stepwise: bool) -> None:
-        """Bring it into a world; `stepwise` where cores that share their GPUs are to take one step after the other."""
+        """Attach the instance to a world. If `stepwise`, cores that share their GPUs run one step at a time, without
+        jumps."""
         self._agenda, self.stepwise = agenda, stepwise
 
     def may_jump(self, core: EngineCore) -> bool:
-        """Whether a step that `core` begins now may be repeated in one event."""
+        """True if a step that `core` begins now may be repeated in one event."""
         return True
 
     def start(self, now: int, core: EngineCore) -> None:
@@ -178,7 +181,7 @@ class Stepping:
             core.launch(now + core.time.total)
 
     def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
-        """The step of a core ends, and its next one begins, unless something else happens at this instant first."""
+        """End the step of a core and begin its next one, unless something else happens at this instant first."""
         core.conclude(now, deliver)
         if self._agenda.has_more_at(now):
             core.wake(now)
@@ -186,57 +189,54 @@ class Stepping:
             self.start(now, core)
 
     def wakes(self, now: int, core: EngineCore) -> None:
-        """An idle core is about to schedule."""
+        """Called when an idle core is about to schedule."""
 
     def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
-        """Let the jump of a core end after so many repetitions, at `now` or later."""
+        """Let the jump of a core end after `repetitions` repetitions, at `now` or later."""
         core.shorten(repetitions)
 
     def reset(self) -> None:
-        """The instance has failed."""
+        """Called when the instance has failed."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineCore:
-    """One scheduler, its cost model, and the step it is running."""
+    """An engine core: one scheduler, its cost model, and the step it is running."""
 
     scheduler: Scheduler
     costs: StepCosts
     instance: int = 0
     pool: str = "mixed"
     connector: Connector | None = None
-    """The way out of a prefill instance: its requests are handed over when their prompt is done."""
+    """The connection out of a prefill instance: its requests are handed over when their prompt is done."""
     stepping: Stepping = field(default_factory=Stepping)
-    """Shared with the other cores of the instance."""
+    """The sharing of GPUs, one object for all cores of the instance."""
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
     up: bool = True
-    """Whether it takes new requests."""
+    """True if the core accepts new requests."""
     number: int = 0
-    """Among the cores of the deployment."""
+    """Number of the core within the deployment."""
     virtual_engine: int = field(init=False)
-    """Among the cores of its instance."""
+    """Number of the core within its instance."""
     step: Step | None = field(default=None, init=False)
-    """The step under way."""
     time: JumpTime = field(default_factory=JumpTime, init=False)
-    """How long it takes."""
     started: int = field(default=0, init=False)
     version: int = field(default=0, init=False)
-    """Of the event that ends the running step; an older one is void."""
+    """Version of the event that ends the running step; an older event is void."""
     woken: bool = field(default=False, init=False)  # idle, and about to schedule
     draining: bool = field(default=False, init=False)
-    """Whether it takes nothing new, and somebody waits for it to finish what it has."""
+    """True if the core accepts no new requests and a role change waits for it to finish those it has."""
     waiting: int = field(default=0, init=False)
-    """Requests that wait in the scheduler, as last counted."""
+    """Requests waiting in the scheduler, at the last count."""
     holding: int = field(default=0, init=False)
-    """Requests handed over whose KV cache is still here."""
+    """Requests handed over whose KV cache still occupies blocks of this core."""
     busy: int = field(default=0, init=False)  # ticks spent in steps so far
     most_tokens: int = field(default=0, init=False)  # of a step with chunks, so far
     sampler: StepSampler = field(default_factory=StepSampler, init=False)
-    """Keeps some of its steps."""
     inbox: Inbox = field(default_factory=Inbox, init=False)
     runs_ahead: bool = field(default=False, init=False)
-    """Whether its steps end by `run_ahead`, not by `end`."""
+    """True if the core's steps end in `run_ahead` instead of `end`."""
     _single_steps: bool = field(default=False, init=False)
     _ended: int = field(default=-1, init=False)  # the tick at which the latest step did
     _timer: StepTimer = field(init=False)
@@ -249,10 +249,10 @@ class EngineCore:
         self.virtual_engine = self.stepping.join(self)
 
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
-        """Bring the core into a world.
+        """Attach the core to a world.
 
-        With `single_steps` no step is repeated. With `runs_ahead` steps that nothing comes between are run without
-        asking the agenda, unless the core shares its GPUs; not for cores that take requests over.
+        With `single_steps` no step is repeated. With `runs_ahead` steps without other events between them bypass the
+        agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
         self._agenda, self._recorder = agenda, recorder
         self.stepping.wire(agenda, stepwise=single_steps or recorder.jumps is not None)
@@ -260,19 +260,20 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is here or on its way."""
+        """True if the core has requests, or KV caches on their way to it."""
         return bool(self.inbox) or self.scheduler.has_work
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(self, now: int, request: Request) -> bool:
-        """Queue a new request; False when the scheduler refuses it."""
+        """Queue a new request; return False if the scheduler refuses it."""
         scheduler, time, notices, repetition = self.scheduler, self.time, False, 0
         if self.step is not None:
             late, repetition = scheduler.async_scheduling, 1
             if time.repetitions > 1:
                 notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
         else:  # at the instant when a step ends, the step that follows is dispatched already
+            # With asynchronous scheduling the next step is dispatched already, so it does not see the request.
             late = scheduler.async_scheduling and self._ended == now
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
             return False
@@ -280,21 +281,22 @@ class EngineCore:
         self.waiting += 1
         if not repetition:
             self.wake(now)
-        elif notices:  # if late, after the step that was dispatched, which is this one once more
+        elif notices:  # if late, one more repetition of this step is dispatched already
             self.stepping.cut(now, self, repetition + (late and not self.stepping.shared))
         return True
 
     def offer(self, now: int, transfer: KvTransfer) -> None:
-        """Queue a request handed over, until there is room for its KV cache."""
+        """Queue a request that was handed over until there is room for its KV cache."""
         waiting = self.inbox.waiting
         waiting.append(transfer)
         if self.step is None:
             self.wake(now)
-        elif self.time.repetitions > 1 and len(waiting) == 1:  # else there was no room, and is none until the end
+        # If the inbox was not empty there was no room, and there is none until the jump ends.
+        elif self.time.repetitions > 1 and len(waiting) == 1:
             self.cut(now)
 
     def count_waiting(self) -> None:
-        """The scheduler's queue has changed."""
+        """Update the number of waiting requests after the scheduler's queue has changed."""
         waiting = self.scheduler.num_waiting
         self._recorder.waiting += waiting - self.waiting
         self.waiting = waiting
@@ -302,27 +304,27 @@ class EngineCore:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def wake(self, now: int) -> None:
-        """Let the idle core schedule at this instant, after everything else that happens at it."""
+        """Let the idle core schedule at this instant, after all other events of the instant."""
         if not self.woken:
             self.woken = True
             self._agenda.post((now, WAKE, self.number, 0))
             self.stepping.wakes(now, self)
 
     def notify(self, now: int) -> None:
-        """Something has changed: let the core schedule, after the step it is in."""
+        """Let the core schedule after the step it is in, because something has changed."""
         if self.step is None:
             self.wake(now)
         elif self.time.repetitions > 1:
             self.cut(now)
 
     def start(self, now: int) -> None:
-        """Begin the next step, if there is one and none is under way."""
+        """Begin the next step, if there is one and no step is running."""
         self.woken = False
         if self.step is None:
             self.stepping.start(now, self)
 
     def plan(self, now: int) -> bool:
-        """Schedule the next step and find its time; False when nothing can run. `launch` must follow."""
+        """Schedule the next step and compute its time; return False if nothing can run. `launch` must follow."""
         inbox = self.inbox
         if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
             if self.inbox.settle(self.scheduler):
@@ -338,26 +340,26 @@ class EngineCore:
         return True
 
     def launch(self, end: int) -> None:
-        """Run the planned step, which ends at a tick; most likely that is the next event."""
+        """Run the planned step, which ends at tick `end`; this is most likely the next event."""
         self._agenda.hold((end, STEP_END, self.number, self.version))
 
     def cut(self, now: int) -> None:
-        """Something has changed: the jump ends with the step in which `now` falls."""
+        """End the jump with the step in which `now` falls, because something has changed."""
         self.stepping.cut(now, self, self.time.reaching(now - self.started)[0])
 
     def shorten(self, repetitions: int) -> None:
-        """Let a jump that no other core has a part in end after so many repetitions."""
+        """Let a jump end after `repetitions` repetitions, if no other core takes part in it."""
         if repetitions < self.time.repetitions:
             self.time.repetitions = repetitions
             self.version += 1
             self._agenda.replace((self.started + self.time.total, STEP_END, self.number, self.version))
 
     def end(self, now: int, deliver: Deliver) -> None:
-        """The running step ends, and the next one begins."""
+        """End the running step and begin the next one."""
         self.stepping.end(now, self, deliver)
 
     def conclude(self, now: int, deliver: Deliver) -> None:
-        """The repetitions of the running step are over: say what came out."""
+        """Complete the repetitions of the running step and deliver their progress."""
         self._account(now)
         progress = self.scheduler.complete(self.time.repetitions)
         self.step, self._ended = None, now
@@ -367,14 +369,14 @@ class EngineCore:
             deliver(now, self, progress)
 
     def run_ahead(self, now: int, deliver: Deliver) -> None:
-        """What `end` comes to, over and over, as long as nothing else comes before the next step ends.
+        """Do the same as repeated calls of `end`, for as long as no other event comes before the end of the next step.
 
         Inlined for speed, and compared with `end` by tests/sim/test_run_ahead.py.
         """
         agenda, recorder, sampler, time, timer = self._agenda, self._recorder, self.sampler, self.time, self._timer
         heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
         complete, schedule, step = self.scheduler.complete, self.scheduler.schedule, self.step
-        agenda.hold(None)  # from here on the heap alone says what comes first
+        agenda.hold(None)  # so that the heap alone shows what comes first
         while step is not None:
             repetitions = time.repetitions
             recorder.steps += repetitions
@@ -389,6 +391,7 @@ class EngineCore:
             self.step, self._ended = None, now
             if progress is not NO_PROGRESS:
                 deliver(now, self, progress)
+            # Another event at this instant may add a request, so the core schedules after it (WAKE sorts last).
             if heap[0][0] == now:
                 self.wake(now)
                 return
@@ -411,13 +414,14 @@ class EngineCore:
                 time.repetitions = repetitions
                 now += repetitions * time.first + time.slope * (repetitions * (repetitions - 1) // 2)
             event = now, STEP_END, self.number, version
-            if heap[0] < event:  # or the run was stopped
+            if heap[0] < event:  # something else comes first, or the run was stopped
                 agenda.held = event
                 return
             agenda.handled += 1
 
     def fail(self, now: int) -> None:
-        """End a step that fails: repetitions that are over have delivered their tokens, the one under way is lost."""
+        """End a step on an instance that fails: finished repetitions have delivered their tokens, the current one is
+        lost."""
         self.inbox.unheard.clear()
         if self.step is None:
             return
@@ -432,14 +436,15 @@ class EngineCore:
         self.stepping.reset()
 
     def _idle(self, now: int) -> None:
-        """Nothing can run; with asynchronous scheduling the last ones have left only now."""
+        """Make room for waiting transfers when nothing can run: with asynchronous scheduling the last requests leave
+        only now."""
         if self.inbox.waiting:
             self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
         if self.draining:
             self._agenda.post((now, DRAINED, self.number, 0))
 
     def _find_time(self, now: int, step: Step) -> None:
-        """Find how long the repetitions of a step take, and how many are run at once."""
+        """Compute the duration of a step's repetitions, and how many of them are run in one event."""
         time = self.time
         of_step, recorder = step.chunks, self._recorder
         if of_step or step.preempted:
@@ -463,29 +468,30 @@ class EngineCore:
             most = step.repeat
             self._timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
         if self.inbox.unheard:
-            time.repetitions = 1  # its end is that of the first tokens
+            time.repetitions = 1  # it ends with the first tokens of requests that have joined
         if step.part != (0, 1):
             time.first = self._timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
             time.first += self.swap * moved
-            time.repetitions = 1  # those that follow do not wait for it
+            time.repetitions = 1  # repetitions would not wait for the swapped blocks
 
     def _may_jump(self, step: Step) -> bool:
-        """Whether repetitions of a step may be taken in one event."""
+        """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False
-        # Seats that are about to come free are for those that wait in the inbox.
+        # Seats that are about to come free belong to the requests that wait in the inbox, so the core must stop there.
         return not (self.inbox.waiting and (self.scheduler.unsettled or step.preempted))
 
     def _account(self, end: int) -> None:
-        """Write the running step's repetitions down; the last of them ends at `end`."""
+        """Record the running step's repetitions, the last of which ends at tick `end`."""
         step, time, recorder = self.step, self.time, self._recorder
         assert step is not None
         recorder.steps += time.repetitions
         self.busy += end - self.started
         if self.busy >= self.sampler.due:
             self.sampler.take(self.busy, step, time, end - self.started)
-        decodes = max(0, step.num_decodes - step.discarded - len(self.inbox.unheard))  # a first token follows none
+        # The first token of a request that has just joined follows no other token, so it ends no interval.
+        decodes = max(0, step.num_decodes - step.discarded - len(self.inbox.unheard))
         if time.ends is not None:
             recorder.note_listed(time.ends[: time.repetitions], decodes)
         elif decodes:

@@ -1,4 +1,4 @@
-"""From a plan to something that runs: its memory and its step costs, to be simulated under any load."""
+"""Deployment: a plan with memory and compiled step costs, ready to be simulated under any load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from simtune.workload.requests import RequestStream
 
 @dataclass(frozen=True)
 class Deployment:
-    """A plan whose pools all stand. `simulate` may be called many times."""
+    """A plan whose pools are all deployed. `simulate` may be called many times."""
 
     plan: Plan
     model: Model
@@ -43,48 +43,48 @@ class Deployment:
 
     @property
     def hardware(self) -> Hardware:
-        """Of the first pool."""
+        """Hardware of the first pool."""
         return self.pools[0].hardware
 
     @property
     def profiles(self) -> dict[str, Hardware]:
-        """Of all devices, by the name that pools give: what this was deployed on, shares of devices not yet taken."""
+        """Hardware profile of every device, by the name that pools use; whole devices, before any share is taken."""
         return {pool.spec.hardware: pool.whole or pool.hardware for pool in self.pools}
 
     @property
     def memory(self) -> Memory:
-        """Of an instance of the first pool."""
+        """Memory of one instance of the first pool."""
         return self.pools[0].memory
 
     @property
     def costs(self) -> StepCosts:
-        """Of the first pool."""
+        """Step costs of the first pool."""
         return self.pools[0].costs
 
     @property
     def max_model_len(self) -> int:
-        """The longest request that some instance takes."""
+        """Longest request that at least one instance accepts, in tokens."""
         return max(pool.max_model_len for pool in self.pools)
 
     @property
     def estimated(self) -> list[str]:
-        """Operators that no table covers: their times are estimated from the data sheet."""
+        """Operators that no table covers; their times are estimated from the data sheet."""
         modelled = [pool for pool in self.pools if not isinstance(pool.costs, plan_parts.OwnCosts)]
         return sorted({name for p in modelled for name in StepModel(self.model, p.hardware, p.spec).estimated})
 
     @property
     def drafting(self) -> dict[str, Drafting]:
-        """What the speculation of each pool that has one names, by the pool's name."""
+        """Loaded parts of the speculation of each pool that speculates, by the pool's name."""
         return {pool.spec.name: pool.drafting for pool in self.pools if pool.drafting is not None}
 
     @property
     def num_cores(self) -> int:
-        """Engine cores of all pools."""
+        """Number of engine cores in all pools."""
         return sum(pool.num_cores for pool in self.pools)
 
     @property
     def cores_apart(self) -> bool:
-        """Whether instances do not disturb each other, so that some of them can stand for all."""
+        """True if instances do not disturb each other, so that some of them can stand for all."""
         router = plan_parts.ROUTER.find(self.plan.router.kind)
         return len(self.pools) == 1 and router.deals_in_turn and not self.plan.events
 
@@ -100,19 +100,20 @@ class Deployment:
         seed: int = 0,
         watch: Watch | None = None,
     ) -> Result:
-        """Run one stream of requests through the deployment. Raises UsageError if no request fits max_model_len, and
-        PartError where a policy, router or cost model brought from outside fails.
+        """Run one stream of requests through the deployment. Raise UsageError if no request fits max_model_len, and
+        PartError if a policy, router or cost model from outside the package fails.
 
-        `cores` runs only so many cores (in whole instances), on their share of an open-loop stream, and lets them stand
-        for all: under round robin instances do not disturb each other, and only the number of requests watched differs.
-        Where they do (closed loops, other routers, several pools, instances that fail) all are run. `stop_when_lost`
-        ends the run once the SLO cannot be met. `seed` is that of routers and predictors. `watch` hears how far it is.
+        `cores` runs only that number of cores (in whole instances), on their share of an open-loop stream, and scales
+        up: under round robin instances do not disturb each other, and only the number of requests observed differs.
+        If they do (closed loops, other routers, several pools, instances that fail), all are run. `stop_when_lost`
+        ends the run once the SLO cannot be met. `seed` seeds routers and predictors. `watch` is called with progress.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
         instances = self.enough_instances(stream, cores)
         if instances is not None:
             all_instances = self.pools[0].spec.instances
             scale, stream = all_instances / instances, stream.share_of(instances, all_instances)
+        # Stages do not depend on the engines, so all requests pass the stages before the world begins.
         through = passed(self.plan, stream)
         stream = through.stream
         brought = plan_parts.brought(self.plan, [pool.costs for pool in self.pools])
@@ -126,6 +127,7 @@ class Deployment:
                     stop_when=_stop_when(stream, slo, stop_when_lost, watch),
                 ).run()
             )
+        # A run that was stopped early leaves requests waiting without any fault of a policy.
         if brought and not outcome.aborted:
             plan_parts.check_nobody_waits(self.plan, wiring.cores)
         power = power_of(self.pools, self.plan.stages, stream)
@@ -134,7 +136,8 @@ class Deployment:
         return result
 
     def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
-        """How many instances have so many cores, where these can stand for all and are fewer; see `simulate`."""
+        """Return the number of instances that have `cores` cores, if these can stand for all and are fewer; see
+        `simulate`."""
         alone = stream.arrival_s is not None and stream.graph is None and not self.plan.stages
         if cores is None or not (alone and self.cores_apart):
             return None
@@ -142,7 +145,7 @@ class Deployment:
         return instances if instances < self.pools[0].spec.instances else None
 
     def _check_answered(self, result: Result) -> None:
-        """Raises UsageError where the plan answers no request at all."""
+        """Raise UsageError if the plan answers no request at all."""
         if result.completed.any():
             return
         if result.unserved:
@@ -154,7 +157,8 @@ class Deployment:
 
 
 def _stop_when(stream: RequestStream, slo: Slo, when_lost: bool, watch: Watch | None) -> StopWhen | None:
-    """What is asked at every finished request, if anything."""
+    """Return the condition that ends the run early and reports progress, checked at every finished request; None if
+    neither is wanted."""
     return watched(watch, len(stream), MissBudget(stream, slo) if when_lost else None)
 
 
@@ -169,13 +173,13 @@ def deploy(
 ) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
-    `hardware` is that of all pools, or of each pool by the name the plan gives. `factors` multiply the times of
-    operator kinds (`simtune.costs.iteration.KINDS`), to draw a world in which they are off. `drafting` is what the
-    speculation of all pools, or of each by the pool's name, names. `costs` are those of all pools, of which only a
-    user's own serve pools that speculate, or those of each pool by its name; what is missing is compiled.
+    `hardware` is that of all pools, or a mapping by the name that pools use. `factors` multiply the times of operator
+    kinds (`simtune.costs.iteration.KINDS`), for a world in which they are off. `drafting` holds the loaded parts of the
+    speculation of all pools, or of each pool by its name. `costs` are those of all pools, or of each pool by its name;
+    missing ones are compiled. One cost model for all pools serves pools that speculate only if it comes from outside.
 
-    Raises Infeasible, saying what is missing, when the model does not fit or the plan contradicts itself, and PartError
-    where a part that the plan names cannot be used.
+    Raises Infeasible if the model does not fit or the plan contradicts itself, and PartError if a part that the plan
+    names cannot be used.
     """
     wrong = [f"plan {plan.name}: {'.'.join(map(str, at))}: {why}" for at, why in plan_parts.problems(plan)]
     if wrong:
@@ -188,7 +192,7 @@ def deploy(
 
 
 def _costs_of(pool: Pool, costs: StepCosts | Mapping[str, StepCosts] | None) -> StepCosts | None:
-    """What serves a pool of the costs that are given."""
+    """Return the costs among those given that serve a pool; None if the pool's costs are to be compiled."""
     if isinstance(costs, Mapping):
         return costs.get(pool.name)
     return None if pool.speculation is not None and not isinstance(costs, plan_parts.OwnCosts) else costs
@@ -202,8 +206,8 @@ def compiled_costs(
     drafts: Drafting | None = None,
     factors: Mapping[str, float] | None = None,
 ) -> CompiledCosts | CompiledRounds:
-    """Step costs of a pool, of rounds where it drafts. They serve all pools that differ in instances alone, or that
-    have fewer seats or smaller budgets."""
+    """Return the step costs of a pool; those of rounds if it drafts. They serve all pools that differ only in the
+    number of instances, or that have fewer seats or smaller budgets."""
     if pool.speculation is None or drafts is None:
         return compile_costs(model, hardware, pool, max_model_len, factors=factors)
     pool = _as_run(pool, model, hardware, max_model_len, drafts, factors)
@@ -221,31 +225,34 @@ def _deployed(
     factors: Mapping[str, float] | None,
     drafting: Drafting | Mapping[str, Drafting] | None,
 ) -> DeployedPool:
-    whole = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
-    its = whole if pool.share is None else share_of(whole, pool.share.processors, pool.share.bandwidth)
+    device = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    hardware_of_pool = device if pool.share is None else share_of(device, pool.share.processors, pool.share.bandwidth)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
-    memory = check(pool, model, its, drafts)
+    memory = check(pool, model, hardware_of_pool, drafts)
     if costs is None and pool.costs is not None:
         costs = plan_parts.OwnCosts(read_costs(Path(pool.costs)))
     if isinstance(costs, plan_parts.OwnCosts):
         costs.check_for(pool)
+    # `drafting` may be given for all pools, also for those that do not speculate.
     if pool.speculation is None:
         drafts = None
     if drafts is not None and not isinstance(costs, plan_parts.OwnCosts):
-        pool = _as_run(pool, model, its, max_model_len, drafts, factors)
-    compiled = compiled_costs(pool, model, its, max_model_len, drafts, factors) if costs is None else costs
-    deployed = DeployedPool(pool, its, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, whole)
+        pool = _as_run(pool, model, hardware_of_pool, max_model_len, drafts, factors)
+    compiled = compiled_costs(pool, model, hardware_of_pool, max_model_len, drafts, factors) if costs is None else costs
+    deployed = DeployedPool(
+        pool, hardware_of_pool, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, device
+    )
     if pool.role == "prefill":
         _check_ways(plan, model, deployed)
     return deployed
 
 
 def _check_ways(plan: Plan, model: Model, pool: DeployedPool) -> None:
-    """Raises Infeasible where the hardware of a prefill pool has no link that the plan lays from it."""
-    for other in plan.pools:
-        if other.role == "decode":
-            transfer_terms([model], pool, plan.way(pool.spec.name, other.name))
+    """Raise Infeasible if the hardware of a prefill pool lacks a link that the plan uses from it."""
+    for target in plan.pools:
+        if target.role == "decode":
+            transfer_terms([model], pool, plan.way(pool.spec.name, target.name))
 
 
 def _as_run(
@@ -256,9 +263,8 @@ def _as_run(
     drafts: Drafting,
     factors: Mapping[str, float] | None,
 ) -> Pool:
-    """A pool that speculates, with the replicas of a target that are worth using for one sequence of half the longest
-    length.
-    """
+    """Return a pool that speculates with only the replicas of a target that are worth using for one sequence of half
+    the longest length."""
     assert pool.speculation is not None
     drafter, scheme = pool.speculation.drafter, pool.speculation.scheme
     if scheme.shape.replicas < 2 or "replicas" not in type(scheme).model_fields:
@@ -270,13 +276,13 @@ def _as_run(
         return rounds.round(1, depth, depth, context)
 
     depth, context = scheme.shape.depth, max(max_model_len // 2, 2 * scheme.shape.ahead)
-    used = useful_replicas(scheme, drafts.acceptance.rates, round_s)
-    fewer = pool.speculation.model_copy(update={"scheme": scheme.model_copy(update={"replicas": used})})
+    replicas_worth_using = useful_replicas(scheme, drafts.acceptance.rates, round_s)
+    fewer = pool.speculation.model_copy(update={"scheme": scheme.model_copy(update={"replicas": replicas_worth_using})})
     return pool.model_copy(update={"speculation": fewer})
 
 
 def vllm_batching(hardware: Hardware) -> Batching:
-    """vLLM's own defaults for its server (release 0.32): larger on devices of 70 GiB and more, A100 excepted."""
+    """Return the defaults of vLLM's server (release 0.32): larger on devices of 70 GiB and more, except A100."""
     large = hardware.device.memory_bytes >= 70 * GIB and "a100" not in hardware.device.name.lower()
     return Batching(max_num_seqs=1024 if large else 256, max_num_batched_tokens=8192 if large else 2048)
 
@@ -296,11 +302,12 @@ NO_HARDWARE = Hardware(
     host=Host(step_s=0.0, per_sequence_s=0.0, provenance=Provenance(kind="assumed", source="none")),
     operators={},
 )
-"""Stands where steps take what the user says and memory does not bind."""
+"""Placeholder hardware for steps whose times the user states and for memory that does not bind."""
 
 
 def unbound_plan(model: Model, stream: RequestStream) -> Plan:
-    """One instance with vLLM's defaults for large devices, whose KV cache holds the longest request on every seat."""
+    """Return a plan of one instance with vLLM's defaults for large devices, whose KV cache fits the longest request on
+    every seat."""
     batching, longest = vllm_batching(NO_HARDWARE), length_limit(model, stream)
     blocks = 1 + batching.max_num_seqs * -(-longest // KvCache().block_size)
     pool = Pool(
@@ -314,9 +321,10 @@ def unbound_plan(model: Model, stream: RequestStream) -> Plan:
 
 
 def length_limit(model: Model, stream: RequestStream) -> int:
-    """A max_model_len for a load: its longest request rounded up to whole 256 tokens, within the model's limit.
+    """Return a max_model_len for a load: its longest request rounded up to a multiple of 256 tokens, within the model's
+    limit.
 
-    Raises UsageError where that is below every request.
+    Raises UsageError if that is below every request.
     """
     tokens = stream.prompt_tokens + stream.output_tokens
     longest = int(tokens.max())
@@ -329,8 +337,8 @@ def length_limit(model: Model, stream: RequestStream) -> int:
 
 
 def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine: EnginePreset | None = None) -> Plan:
-    """One instance on the fewest GPUs that fit, with an engine's settings or vLLM's batching. Raises Infeasible when a
-    node is too small."""
+    """Return a plan of one instance on the fewest GPUs that fit, with an engine's settings or vLLM's batching. Raise
+    Infeasible if a node is too small."""
     batching = vllm_batching(hardware).model_dump()
     settings: dict[str, Any] = {"batching": batching}
     if engine is not None:
@@ -339,8 +347,8 @@ def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine
     refusal: Infeasible | None = None
     tp = 1
     while tp <= hardware.device.devices_per_node:
-        own = {"hardware": hardware.name, "instances": 1, "parallelism": {"tp": tp}}
-        pool = Pool.model_validate({**own, **settings, "max_model_len": length_limit(model, stream)})
+        placement = {"hardware": hardware.name, "instances": 1, "parallelism": {"tp": tp}}
+        pool = Pool.model_validate({**placement, **settings, "max_model_len": length_limit(model, stream)})
         plan = Plan(name="default", model=model.name, pools=(pool,))
         try:
             check(pool, model, hardware)

@@ -1,4 +1,4 @@
-"""New requests, and those to be computed anew, go to the cores that take them."""
+"""Dispatch of new requests, and of requests to be recomputed, to the cores that accept them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from simtune.sim.source import RequestSource
 
 
 class Dispatcher:
-    """Sends each request, once it is through the front end, where the router says, or keeps it until a core is up."""
+    """Sends each request, once it has passed the front end, to the core that the router chooses, or keeps it until one
+    is up."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class Dispatcher:
         self._parked: deque[Request] = deque()  # no core is up
 
     def arrive(self, now: int, number: int, version: int) -> None:
-        """A new request is here, or with version 1 is through the front end."""
+        """Accept a new request, or with version 1 one that has passed the front end."""
         if version:
             request = self._passing.pop(number)
             if not self._source.gave_up(number):
@@ -46,24 +47,24 @@ class Dispatcher:
             self._agenda.post((self._front_end.passed(now, request.prompt_tokens), ARRIVAL, number, 1))
 
     def route(self, now: int, request: Request) -> None:
-        """Send a request to a core, which may refuse it; where decode cores are apart, its prompt only."""
-        asked = self._source.prompt_only(request) if self._apart else request
-        core = self._routers.front.choose(asked, now)
+        """Send a request to a core, which may refuse it; if decode cores are separate, send only its prompt."""
+        sent = self._source.prompt_only(request) if self._apart else request
+        core = self._routers.front.choose(sent, now)
         if core is None:
             self._parked.append(request)
             return
         self._recorder.core[request.id] = core.number
-        if (self._apart and not self._handover.fits(request.id)) or not core.add(now, asked):
-            self._routers.over(now, asked, core)
+        if (self._apart and not self._handover.fits(request.id)) or not core.add(now, sent):
+            self._routers.over(now, sent, core)
             self._recorder.refuse(request.id)
             self._source.refused(now, request.id)
 
     def route_parked(self, now: int) -> None:
-        """Cores have come up."""
+        """Route requests that waited for a core, after cores have come up."""
         parked, self._parked = self._parked, deque()
         for request in parked:
             self.route(now, request)
 
     def resubmit(self, now: int, request: Request) -> None:
-        """Route a request that a core had, to be computed anew."""
+        """Route a request that a core had, to be recomputed."""
         self.route(now, self._source.resubmitted(request))

@@ -1,4 +1,4 @@
-"""Families of requests: what a request graph makes of each arrival, and how its members follow one another.
+"""Families of requests: how a request graph turns each arrival into requests that follow one another.
 
 A family is the requests of all nodes of a graph (`simtune.specs.workload.GraphNode`). The members of a node are sent
 together once all nodes that it waits for are over; a node is over when `first` of its requests are answered, or all.
@@ -23,22 +23,23 @@ from simtune.workload.requests import RequestStream
 
 @dataclass(slots=True)
 class Family:
-    """Where one family stands, by node."""
+    """State of one family, by node."""
 
     begin: int
-    """The tick at which it arrives."""
+    """The tick at which the family arrives."""
     waits_for: list[int]
-    """Nodes that must be over yet before it is sent."""
+    """Nodes that must be over before the node is sent."""
     wanted: list[int]
-    """Answers that it needs yet to be over."""
+    """Answers that the node still needs to be over."""
     left: list[int]
-    """Requests of which nothing was heard yet."""
+    """Requests of the node that are neither answered nor refused yet."""
     over: int = 0
-    """Nodes that are."""
+    """Number of nodes that are over."""
 
 
 class FamilySource(RequestSource):
-    """Lets the requests of a family arrive as their graph says, and aborts those that nobody waits for any more."""
+    """Source of requests that follow one another as their graph states; it aborts requests that are no longer
+    needed."""
 
     def __init__(
         self,
@@ -65,25 +66,26 @@ class FamilySource(RequestSource):
 
     @property
     def follows(self) -> bool:
-        """It is to hear of answers."""
+        """Always True: requests depend on the answers before them."""
         return True
 
     def begin(self) -> None:
-        """Announce the first family; in a closed loop, one of each user."""
+        """Announce the first family; in a closed loop, one family of each user."""
         for _ in range(1 if self._open else min(self._users, len(self._begins))):
             self._begin_next(0)
 
     def arrive(self, number: int) -> Request:
-        """The request that arrives now; with the earliest of a family, the next family is announced."""
+        """Return the request that arrives now; with the earliest one of a family, announce the next family."""
         if self._open and number % self._size == self._earliest:
             self._begin_next(0)
         request = self._here[number] = self.made(number)
         return request
 
     def answered(self, now: int, number: int = -1) -> None:
-        """A request is answered: whoever waited for it may be sent, and those it makes needless are aborted."""
+        """Record an answer: send the nodes that waited for it, and abort the requests that it makes needless."""
         if self._here.pop(number, None) is None:
-            self._aborted.pop(number, None)  # it came to its end in the very step in which it was aborted
+            # The request finished in the very step in which it was aborted.
+            self._aborted.pop(number, None)
             return
         family, node = self._family_of(number)
         family.left[node] -= 1
@@ -92,11 +94,11 @@ class FamilySource(RequestSource):
             self._is_over(now, number // self._size, node)
 
     def gave_up(self, number: int) -> bool:
-        """Whether a request was aborted before any core had it."""
+        """True if a request was aborted before any core had it."""
         return number in self._aborted
 
     def refused(self, now: int, number: int) -> None:
-        """No core takes a request: a node of which nothing else is to come is over all the same."""
+        """Record that no core accepts a request; its node is over if no other request of it is left."""
         del self._here[number]
         family, node = self._family_of(number)
         family.left[node] -= 1
@@ -104,7 +106,7 @@ class FamilySource(RequestSource):
             self._is_over(now, number // self._size, node)
 
     def stopped(self) -> dict[int, int]:
-        """Tokens that were delivered of each request that was aborted."""
+        """Return the number of tokens delivered of each aborted request."""
         return {number: request.emitted for number, request in self._aborted.items()}
 
     def _family_of(self, number: int) -> tuple[Family, int]:
@@ -125,7 +127,7 @@ class FamilySource(RequestSource):
                 self._send(at, number, node)
 
     def _send(self, now: int, family: int, node: int) -> None:
-        """Let the requests of a node arrive, after its delay."""
+        """Let the requests of a node arrive, after the node's delay."""
         graph = self._graph
         tick = max(now + graph.delay[node], self._families[family].begin + graph.since[node])
         for member in range(graph.begin[node], graph.begin[node] + graph.count[node]):
@@ -134,17 +136,18 @@ class FamilySource(RequestSource):
             self._agenda.post((tick, ARRIVAL, number, 0))
 
     def _is_over(self, now: int, number: int, node: int) -> None:
-        """Abort what is left of a node, and send those that waited for it; the last one ends the family."""
+        """Abort the remaining requests of a node, and send the nodes that waited for it; the last node ends the
+        family."""
         graph, family = self._graph, self._families[number]
         if family.left[node]:
             first = number * self._size + graph.begin[node]
             for member in range(first, first + graph.count[node]):
                 self._abort(now, member)
-        for other, after in enumerate(graph.after):
+        for follower, after in enumerate(graph.after):
             if node in after:
-                family.waits_for[other] -= 1
-                if family.waits_for[other] == 0:
-                    self._send(now, number, other)
+                family.waits_for[follower] -= 1
+                if family.waits_for[follower] == 0:
+                    self._send(now, number, follower)
         family.over += 1
         if family.over == len(graph.after):
             del self._families[number]
@@ -157,15 +160,16 @@ class FamilySource(RequestSource):
         if request is not None:
             self._aborted[number] = request
             if self._recorder.core[number] < 0:
-                return  # it is in the front end
+                # The request is still in the front end; `gave_up` stops it there.
+                return
             core = self._cores[self._recorder.core[number]]
             core.inbox.aborted.append(request)
             core.notify(now)
 
 
 def check_graph_runs(plan: Plan) -> None:
-    """Raises UsageError for a plan under which requests of a family cannot be found to be aborted."""
+    """Raise UsageError for a plan under which requests of a family could not be found to be aborted."""
     if plan.events:
-        raise UsageError(f"plan {plan.name}: its instances come and go, which does not go with a request graph")
+        raise UsageError(f"plan {plan.name}: events and a request graph are mutually exclusive; remove the events")
     if any(pool.role != "mixed" for pool in plan.pools):
-        raise UsageError(f"plan {plan.name}: a request graph needs pools of role mixed")
+        raise UsageError(f"plan {plan.name}: a request graph needs pools of role mixed; set role: mixed")

@@ -1,4 +1,4 @@
-"""Whether an engine could run a pool as the plan says, and what memory it has then."""
+"""Feasibility of a pool: check that an engine could run it as the plan states, and find its memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from simtune.specs.pool import Batching, Pool
 
 
 def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:
-    """The memory of one instance of a pool, a drafter's included. Raises Infeasible when the engine would refuse the
-    pool's settings.
-    """
+    """Return the memory of one instance of a pool, including a drafter's. Raise Infeasible if the engine would refuse
+    the pool's settings."""
     max_model_len = pool.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise Infeasible(
@@ -35,23 +34,25 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
     memory = _memory(pool, model, hardware, drafting, max_model_len)
     pp = pool.parallelism.pp
     if memory.seats < pp:
-        raise Infeasible(f"memory holds the states of {memory.seats} sequences and pp ({pp}) needs as many; raise tp")
-    blocks, needed = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
-    if blocks < needed:
-        missing = (needed - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
+        raise Infeasible(
+            f"memory holds the states of {memory.seats} sequences and pp ({pp}) sequences must fit; raise tp"
+        )
+    blocks, needed_blocks = memory.num_blocks // pp, -(-max_model_len // pool.kv_cache.block_size)
+    if blocks < needed_blocks:
+        missing_gib = (needed_blocks - blocks) * pool.kv_cache.block_size * memory.kv_bytes_per_token * pp / GIB
         raise Infeasible(
             f"{model.name} fits {hardware.name} with tp={pool.parallelism.tp} pp={pp}, but its KV cache holds {blocks} "
-            f"blocks and one request of max_model_len ({max_model_len}) needs {needed}: {missing:.1f} GiB per device "
-            "are missing; raise tp or pp, or lower max_model_len"
+            f"blocks and one request of max_model_len ({max_model_len}) needs {needed_blocks}: {missing_gib:.1f} GiB "
+            "per device are missing; raise tp or pp, or lower max_model_len"
         )
     return memory
 
 
 def _refusals(pool: Pool) -> Iterator[str]:
-    """Settings that the pool's policy does not have, or not together."""
+    """Yield a message for each setting that the pool's policy does not offer, alone or in this combination."""
     batching, kv_cache, name = pool.batching, pool.kv_cache, pool.batching.policy
     policy = POLICY.find(name)
-    asked: dict[Feature, tuple[str, bool]] = {
+    requested: dict[Feature, tuple[str, bool]] = {
         "prefix_caching": ("prefix_caching", kv_cache.prefix_caching),
         "swap": ("swap", kv_cache.preemption == "swap"),
         "speculation": ("speculation", pool.speculation is not None),
@@ -59,7 +60,7 @@ def _refusals(pool: Pool) -> Iterator[str]:
         "long_prefills": ("long_prefill_token_threshold", batching.long_prefill_token_threshold is not None),
         "reserve_full_isl": ("scheduler_reserve_full_isl", batching.scheduler_reserve_full_isl is not None),
     }
-    for feature, (key, setting) in asked.items():
+    for feature, (key, setting) in requested.items():
         if setting and feature not in policy.offers:
             yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
     sigma_unless_given = Batching.model_fields["prediction_sigma"].default
@@ -77,12 +78,12 @@ def _refusals(pool: Pool) -> Iterator[str]:
 
 
 def _offering(feature: Feature) -> str:
-    """The built-in policies that have a feature."""
+    """Return the built-in policies that offer a feature."""
     return " or ".join(name for name, policy in POLICIES.items() if feature in policy.offers)
 
 
 def _predicting() -> str:
-    """The built-in policies that go by predicted output lengths."""
+    """Return the built-in policies that use predicted output lengths."""
     return " or ".join(name for name, policy in POLICIES.items() if "predicted_tokens" in policy.reads)
 
 
@@ -97,8 +98,8 @@ def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:
         )
     policy = POLICY.find(batching.policy)
     never = policy.cuts_prompts == "never"
-    whole = (never or not batching.chunked_prefill) and policy.recomputes_with(batching.options or {})
-    if whole and batching.max_num_batched_tokens < max_model_len:
+    prompt_in_one_step = (never or not batching.chunked_prefill) and policy.recomputes_with(batching.options or {})
+    if prompt_in_one_step and batching.max_num_batched_tokens < max_model_len:
         why = f"policy {batching.policy} never cuts prompts: " if never else "without chunked prefill "
         raise Infeasible(
             f"{why}max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least max_model_len "
@@ -107,7 +108,8 @@ def _check_seats_and_budget(pool: Pool, max_model_len: int) -> None:
 
 
 def _check_weights(pool: Pool, model: Model, hardware: Hardware) -> None:
-    """An engine quantises what a checkpoint has in 16 or 32 bits, to what the device has kernels for."""
+    """Check quantised weights: an engine quantises a 16- or 32-bit checkpoint, to a type that the device has kernels
+    for."""
     served = model.with_weights(pool.weight_dtype)
     if served is model:
         return
@@ -123,7 +125,8 @@ def _check_weights(pool: Pool, model: Model, hardware: Hardware) -> None:
 
 
 def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None, max_model_len: int) -> Memory:
-    """The memory of an instance; a drafter on GPUs of its own bounds the blocks, any other takes of the target's."""
+    """Return the memory of an instance; a drafter on separate GPUs limits the blocks, any other one uses the target's
+    memory."""
     extra, most = DraftMemory(0.0, 0.0), UNBOUNDED
     if pool.speculation is not None:
         if drafting is None:
@@ -131,13 +134,14 @@ def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | N
         check_drafting(pool, drafting, max_model_len)
         extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
         if pool.devices > pool.parallelism.devices:
+            # The weights and KV cache of a drafter on separate GPUs take nothing of the target's memory.
             most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)
     memory = kv_capacity(model, hardware, pool, *extra)
     return replace(memory, num_blocks=min(memory.num_blocks, most))
 
 
 def _alone(draft: Model | None, pool: Pool, hardware: Hardware) -> Memory:
-    """The memory of the pool's draft model on devices of its own."""
+    """Return the memory of the pool's draft model on separate devices."""
     assert draft is not None
     assert pool.speculation is not None
     its_own = drafting_pool(pool.speculation.drafter, pool)

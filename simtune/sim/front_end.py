@@ -1,4 +1,4 @@
-"""What requests pass before an engine sees them: the servers in front of instances."""
+"""Front ends: the servers in front of instances that every request passes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from simtune.specs.pool import Pool
 
 
 class FrontEnd:
-    """The front ends of a deployment: each has one request at a time, first come first served, whichever is free first.
+    """The front ends of a deployment: each serves one request at a time, and a request goes to the one that is free
+    first, first come first served.
 
     A request is through after `request_s` and `token_s` for each token of its prompt, and not before those that came
     before it: requests reach routers in their order.
     """
 
     def __init__(self, servers: Iterable[tuple[int, int, int]]) -> None:
-        """`servers`: (tick from which it is free, ticks for each request, ticks for each prompt token)."""
+        """Create front ends from `servers`: (tick from which it is free, ticks per request, ticks per prompt token)."""
         self._servers = list(servers)
         heapify(self._servers)
         self._latest = 0
 
     @classmethod
     def of(cls, instances: Iterable[tuple[Pool, int]]) -> FrontEnd | None:
-        """That of so many instances of each pool that takes new requests; None where requests pass none."""
+        """Return the front ends of a number of instances of each pool that accepts new requests; None if there are
+        none."""
         servers = [
             (0, to_ticks(pool.front_end.request_s), to_ticks(pool.front_end.token_s))
             for pool, number in instances
@@ -34,9 +36,9 @@ class FrontEnd:
         return cls(servers) if servers else None
 
     def passed(self, now: int, prompt_tokens: int) -> int:
-        """The tick at which a request that comes now is through."""
-        free, each, token = self._servers[0]
-        done = max(free, now) + each + token * prompt_tokens
-        heapreplace(self._servers, (done, each, token))
-        self._latest = max(self._latest, done)
+        """Return the tick at which a request that arrives now has passed the front end."""
+        free, request_ticks, token = self._servers[0]
+        end = max(free, now) + request_ticks + token * prompt_tokens
+        heapreplace(self._servers, (end, request_ticks, token))
+        self._latest = max(self._latest, end)
         return self._latest

@@ -1,9 +1,10 @@
-"""Prefill and decode apart: requests change cores, and their KV caches are sent after them.
+"""Handover of requests from prefill to decode cores, with the transfer of their KV caches.
 
-A prompt that is done on a prefill core is handed to a decode core at once, but its KV cache stays where it is until the
-decode core has reserved a seat and blocks for it, first come first served; then it is sent, and freed when the last
-byte has gone. So a full decode pool fills the prefill pool. The first token is delivered when the prompt is done, or by
-the decode core: as the KV cache has come, or with its first step, which then samples that token again.
+A request whose prompt is done on a prefill core is handed to a decode core at once, but its KV cache stays on the
+prefill core until the decode core has reserved a seat and blocks for it, first come first served. Then the KV cache is
+sent, and its blocks are freed when the last byte has been sent. So a full decode pool fills the prefill pool. The first
+token is delivered when the prompt is done, or by the decode core: when the KV cache has arrived, or with the decode
+core's first step, which then samples that token again.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from simtune.specs.plan import FirstToken
 
 
 class Routers(NamedTuple):
-    """Who chooses among cores."""
+    """Routers of a deployment."""
 
     front: Router
-    """Among those that take new requests."""
+    """Router among the cores that accept new requests."""
     back: Router
-    """Among those that only decode, if there are any."""
+    """Router among the cores that only decode, if there are any."""
 
     @property
     def informed(self) -> bool:
-        """Whether any of them wants to hear of requests that are over."""
+        """True if a router is informed of requests that are over."""
         return self.front.informed or self.back.informed
 
     def over(self, now: int, request: Request, core: EngineCore) -> None:
-        """Tell whoever sent a request to a core that it is there no more: finished, or lost with it."""
+        """Inform the router that sent a request to a core that the request is no longer there: finished, or lost with
+        the core."""
         router = self.back if self.back.cores and core.connector is None else self.front
         router.over(request, core, now)
 
@@ -52,7 +54,8 @@ class Handover:
         cores: Iterable[EngineCore],
         first_token: FirstToken = "prefill",
     ) -> None:
-        """`cores` are all of the deployment; `first_token` is where the client's first token comes from."""
+        """Create the handover; `cores` are all cores of the deployment, `first_token` is the source of the client's
+        first token."""
         self.first_token = first_token
         self._agenda, self._recorder, self._source = agenda, recorder, source
         self._routers, self._router = routers, routers.back
@@ -64,14 +67,15 @@ class Handover:
         self._longest = min((core.scheduler.max_model_len for core in routers.back.cores), default=0)
 
     def fits(self, number: int) -> bool:
-        """Whether every decode core can hold the whole request."""
+        """True if every decode core can hold the whole request."""
         return self._source.tokens_of(number) <= self._longest
 
     def take(self, now: int, core: EngineCore, held: Request) -> bool:
-        """Hand a request whose prompt is done on to a decode core; False when it is complete as it is."""
+        """Hand a request whose prompt is done to a decode core; return False if the request is complete already."""
         request = self._source.rest_of(held, resampled=self.first_token == "decode")
         if self.first_token != "prefill" and self._recorder.first_token[held.id] < 0:
-            self._recorder.prefilled[held.id] = now  # of the prompt that led to the first token, not of a later one
+            # Only the prompt that led to the first token counts, not one recomputed later.
+            self._recorder.prefilled[held.id] = now
         if request is None:
             self._delivered(now, held.id)
             core.scheduler.release(held)
@@ -93,7 +97,7 @@ class Handover:
         target.offer(now, transfer)
 
     def offer_unroutable(self, now: int) -> None:
-        """Cores have come up."""
+        """Offer the transfers that waited for a decode core, after cores have come up."""
         unroutable, self._unroutable = self._unroutable, []
         for transfer in unroutable:
             self.offer(now, transfer)
@@ -101,29 +105,34 @@ class Handover:
     # --- transfers --------------------------------------------------------------------------------------------
 
     def start(self, now: int, number: int, serial: int) -> None:
-        """The first byte of a request's KV cache goes."""
+        """Start sending a request's KV cache."""
         transfer = self._transfers.get(number)
         if transfer is None or transfer.serial != serial:
-            return  # cancelled
+            # The transfer was cancelled, and may have begun anew with another serial number.
+            return
         computing = transfer.ready - self._recorder.scheduled[number]
         link = transfer.connector.link
         link.join(now, number, transfer.connector.left_to_send(transfer.blocks, computing))
         self._announce(link)
 
     def end(self, now: int, number: int, version: int) -> None:
-        """The last byte of some KV cache has come over link `number`."""
+        """End the transfers whose last byte has arrived over link `number`."""
         link = self._links[number]
         if link.version != version:
-            return  # transfers came or went since
+            # Transfers came or went since, which changed the rates of all; a later event has the new end.
+            return
         for request in link.ended(now):
             transfer = self._transfers.pop(request)
             source, target = transfer.source, transfer.target
             assert target is not None
             self._recorder.transferred_bytes += transfer.blocks * transfer.connector.block_bytes
             if self._recorder.transferred[request] < 0 or self._recorder.first_token[request] < 0:
-                self._recorder.transferred[request] = now  # the first, unless it was lost before the first token
+                # Keep the first transfer, unless the request was lost before its first token and had to be sent again.
+                self._recorder.transferred[request] = now
             if transfer.request.emitted:
                 self._delivered(now, request)
+            # The prefill core holds its blocks until the last byte is sent, so a full decode pool fills the prefill
+            # pool.
             source.scheduler.release(transfer.held)
             source.holding -= 1
             source.notify(now)
@@ -132,7 +141,7 @@ class Handover:
         self._announce(link)
 
     def _delivered(self, now: int, number: int) -> None:
-        """The client has the first token of a request, unless it had it before."""
+        """Record the delivery of a request's first token, unless it was delivered before."""
         if self._recorder.first_token[number] < 0:
             self._recorder.first_token[number] = now
 
@@ -148,7 +157,7 @@ class Handover:
     # --- cores go ---------------------------------------------------------------------------------------------
 
     def withdraw(self, now: int, core: EngineCore) -> None:
-        """A decode core takes nothing new: what waits for room there is offered to others."""
+        """Offer the transfers that wait for room at a decode core to other cores, because it accepts no more."""
         waiting = list(core.inbox.waiting)
         core.inbox.waiting.clear()
         for transfer in waiting:
@@ -156,7 +165,7 @@ class Handover:
             self.offer(now, transfer)
 
     def fail_source(self, now: int, core: EngineCore) -> list[Request]:
-        """A prefill core is lost, and the KV caches it holds: nobody need wait for them. Returns their requests."""
+        """Cancel the transfers of a prefill core that is lost with its KV caches. Returns their requests."""
         lost = [transfer for transfer in self._transfers.values() if transfer.source is core]
         for transfer in lost:
             self._cancel(now, transfer)
@@ -164,7 +173,8 @@ class Handover:
         return [transfer.request for transfer in lost]
 
     def fail_target(self, now: int, core: EngineCore) -> list[KvTransfer]:
-        """A decode core is lost: what was on its way there stays where it is. Returns it, to be offered again."""
+        """Return the transfers to a decode core that is lost, to be offered to others; their KV caches stay at the
+        source."""
         coming = [transfer for transfer in self._transfers.values() if transfer.target is core]
         for transfer in coming:
             self._routers.over(now, transfer.request, core)
@@ -173,11 +183,12 @@ class Handover:
                 self._recorder.waiting += 1
         core.inbox.waiting.clear()
         core.inbox.arrived.clear()
-        core.inbox.release_dropped(core.scheduler)  # their source has failed before, and they were resubmitted then
+        # The sources of dropped requests failed before, and the requests were resubmitted then.
+        core.inbox.release_dropped(core.scheduler)
         return coming
 
     def _cancel(self, now: int, transfer: KvTransfer) -> None:
-        """The KV cache will never come."""
+        """Cancel a transfer whose KV cache will never arrive."""
         del self._transfers[transfer.request.id]
         target = transfer.target
         if target is not None:
@@ -192,10 +203,11 @@ class Handover:
             self._unroutable.remove(transfer)
         else:
             target.inbox.waiting.remove(transfer)
-            target.notify(now)  # there may be room for those behind it
+            # The transfers behind it may fit now.
+            target.notify(now)
 
     def _stop(self, now: int, transfer: KvTransfer) -> None:
-        """Take a KV cache off the link; its transfer may begin anew."""
+        """Remove a KV cache from its link; the transfer may begin anew."""
         transfer.sending = False
         transfer.serial = self._next_serial()
         link = transfer.connector.link

@@ -1,7 +1,7 @@
-"""Settings of a plan that change nothing where they stand: each named, with what to do about it.
+"""Settings of a plan that have no effect, each with the reason and a remedy.
 
-What a shipped preset of an engine says beside a tensor parallelism or a role it does not matter for is no mistake of a
-user's, and not told.
+Settings of a shipped engine preset that have no effect under a given tensor parallelism or role are no mistake of the
+user, and are not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Why = Callable[[DeployedPool, Model], str | None]
 
 
 def idle_settings(deployment: Deployment) -> Iterator[str]:
-    """For each setting without effect: its key, why it has none, and the remedy."""
+    """Yield for each setting without effect its key, the reason, and the remedy."""
     model = deployment.model
     for at, pool in enumerate(deployment.pools):
         preset = _preset(pool, model)
@@ -32,20 +32,20 @@ def idle_settings(deployment: Deployment) -> Iterator[str]:
 
 
 def _value(spec: Pool, key: str) -> Any:
-    """Of a pool, or of its parallelism."""
-    block, _, rest = key.partition(".")
-    return getattr(spec.parallelism, rest) if rest else getattr(spec, block)
+    """Return a setting of a pool, or of its parallelism if the key begins with `parallelism.`."""
+    block, _, field = key.partition(".")
+    return getattr(spec.parallelism, field) if field else getattr(spec, block)
 
 
 def _preset(pool: DeployedPool, model: Model) -> dict[str, Any]:
-    """What the pool's engine sets by itself; nothing where it names none that is shipped."""
+    """Return the settings of the pool's engine preset; empty if the pool names no shipped engine."""
     engine, pp = pool.spec.engine, pool.spec.parallelism.pp
     return load_engine(engine).settings(pool.hardware.device, model, pp) if engine in names("engine") else {}
 
 
 def _as_preset(value: Any, preset: Any) -> bool:
-    said = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
-    return preset is not None and said == (tuple(preset) if isinstance(preset, list) else preset)
+    plain = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+    return preset is not None and plain == (tuple(preset) if isinstance(preset, list) else preset)
 
 
 def _fused(pool: DeployedPool, model: Model) -> str | None:
@@ -59,7 +59,7 @@ def _fused(pool: DeployedPool, model: Model) -> str | None:
 
 def _expert_exchange(pool: DeployedPool, model: Model) -> str | None:
     if pool.spec.expert_exchange == "deepep":
-        return None  # as unless given
+        return None  # the default
     if not any(isinstance(layers.feed_forward, MoeFeedForward) for layers in model.layers):
         return f"{model.name} has no routed experts; leave it out"
     parallelism = pool.spec.parallelism
@@ -79,7 +79,7 @@ def _front_end(pool: DeployedPool, model: Model) -> str | None:
 def _exposed_host(pool: DeployedPool, model: Model) -> str | None:
     if pool.spec.exposed_host is None or pool.spec.schedules_async:
         return None
-    return "all of the host's part is without asynchronous scheduling; leave it out, or set async_scheduling"
+    return "without asynchronous scheduling all of the host's time is exposed; leave it out, or set async_scheduling"
 
 
 def _overlap(pool: DeployedPool, model: Model) -> str | None:
@@ -107,4 +107,4 @@ IDLE: dict[str, Why] = {
     "overlap": _overlap,
     "parallelism.expert_replicas": _expert_replicas,
 }
-"""Why a key of a pool has no effect there, or None where it has one or is not given."""
+"""Checks by key of a pool: each returns why the key has no effect, or None if it has one or is not given."""

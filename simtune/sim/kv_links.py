@@ -1,4 +1,4 @@
-"""The ways of KV caches out of prefill instances, as a plan lays links between its pools."""
+"""Links over which prefill instances send KV caches, as a plan lays them between its pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def first_token_of(plan: Plan) -> FirstToken:
     differ in it.
     """
     prefills, decodes = ([p for p in plan.pools if p.role == role] for role in ("prefill", "decode"))
-    sides = {_first_token(plan.way(one.name, other.name), other) for one in prefills for other in decodes}
+    sides = {_first_token(plan.way(source.name, target.name), target) for source in prefills for target in decodes}
     if len(sides) > 1:
         raise UsageError(
             f"plan {plan.name}: first tokens come from {' and '.join(sorted(sides))}, by link and decode pool; set "
@@ -53,28 +53,28 @@ def _family(pool: Pool) -> EngineFamily | None:
 
 @dataclass(slots=True, frozen=True)
 class ForkedConnector:
-    """A way out of a prefill instance that depends on the pool it leads to."""
+    """Path of KV caches out of a prefill instance, over a link that depends on the target pool."""
 
     by_pool: Mapping[str, KvConnector]
 
     @property
     def links(self) -> Sequence[TransferLink]:
-        """Those to all pools."""
+        """The links to all pools."""
         return [connector.link for connector in self.by_pool.values()]
 
     def towards(self, target: EngineCore) -> KvConnector:
-        """The way to the pool of a decode core."""
+        """Return the connector to the pool of a decode core."""
         return self.by_pool[target.pool]
 
 
 class Links:
-    """Makes the links of a plan: one for each instance that a way leads out of, or one for all that share it."""
+    """Factory of the links of a plan: one per sending instance, or a single one for all that share it."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str, int], TransferLink] = {}
 
     def out_of(self, core: EngineCore, way: KvLink, bytes_per_s: float) -> TransferLink:
-        """The link over which an instance sends. One that is shared has the rate of whoever is first."""
+        """Return the link over which an instance sends. A shared link has the rate of the first instance that sends."""
         key = (id(way), "", 0) if way.shared else (id(way), core.pool, core.instance)
         if key not in self._made:
             self._made[key] = TransferLink(bytes_per_s, len(self._made))

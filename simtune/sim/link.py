@@ -15,14 +15,14 @@ _SCALE = 1 << 20  # counts are kept in 2**-20 bytes
 
 
 class TransferLink:
-    """Transfers under way, by a number of the caller's."""
+    """Transfers in progress on one link, by a number that the caller chooses."""
 
     __slots__ = ("_count", "_ends", "_joined", "_latest", "_present", "_rate", "number", "version")
 
     def __init__(self, bytes_per_s: float, number: int = 0) -> None:
         self.number = number
         self.version = 0
-        """Changes whenever the next end may have changed: an end announced before is void then."""
+        """Number that changes whenever the next end may have changed; an end announced for an older version is void."""
         self._rate = max(1, round(bytes_per_s * _SCALE))
         self._count = 0
         self._latest = 0
@@ -34,11 +34,11 @@ class TransferLink:
         return transfer in self._present
 
     def bytes_within(self, ticks: int) -> int:
-        """What one transfer that has the link to itself can send."""
+        """Return the bytes that one transfer can send in `ticks` if it has the link to itself."""
         return ticks * self._rate // (_SCALE * TICKS_PER_SECOND)
 
     def join(self, now: int, transfer: int, size: int) -> None:
-        """Begin to send `size` bytes."""
+        """Start sending `size` bytes."""
         self._serve(now)
         self._joined += 1
         self._present[transfer] = self._joined
@@ -46,32 +46,32 @@ class TransferLink:
         self.version += 1
 
     def cancel(self, now: int, transfer: int) -> None:
-        """Give a transfer up."""
+        """Cancel a transfer."""
         self._serve(now)
         del self._present[transfer]
         self.version += 1
 
     def next_end(self) -> int | None:
-        """The tick at which the next transfer ends if none joins before; None when there is none."""
+        """Return the tick at which the next transfer ends if none joins before; None if there is no transfer."""
         ends = self._ends
         while ends and self._present.get(ends[0][2]) != ends[0][1]:
             heapq.heappop(ends)
         if not ends:
             return None
-        left = (ends[0][0] - self._count) * len(self._present) * TICKS_PER_SECOND
-        return self._latest + max(0, -(-left // self._rate))
+        remaining = (ends[0][0] - self._count) * len(self._present) * TICKS_PER_SECOND
+        return self._latest + max(0, -(-remaining // self._rate))
 
     def ended(self, now: int) -> list[int]:
-        """Take out and return the transfers that are done at `now`, in order of their end."""
+        """Remove and return the transfers that are done at `now`, in order of their end."""
         self._serve(now)
-        done = []
+        finished = []
         while self._ends and self._ends[0][0] <= self._count:
             _, joined, transfer = heapq.heappop(self._ends)
             if self._present.get(transfer) == joined:
                 del self._present[transfer]
-                done.append(transfer)
-        self.version += bool(done)
-        return done
+                finished.append(transfer)
+        self.version += bool(finished)
+        return finished
 
     def _serve(self, now: int) -> None:
         if self._present:

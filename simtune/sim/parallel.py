@@ -1,6 +1,6 @@
-"""Work for several processes, here or on a Dask cluster; results are returned in the order of the tasks.
+"""Parallel work in several processes, on this machine or on a Dask cluster; results keep the order of the tasks.
 
-A result does not depend on where its task is done.
+The result of a task does not depend on the process that works on it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from simtune import __version__
 from simtune.errors import UsageError
 
-# Option of prctl(2): the signal a process gets when its parent ends.
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal a process gets when its parent ends
 
 ANSWERS_S = 10.0
 """Seconds that a cluster may take to answer, and to have a worker."""
@@ -36,17 +35,17 @@ class DaskCluster:
         self._client = client
 
     def pool(self) -> Executor:
-        """Workers to give tasks to; ending the pool leaves the cluster as it is."""
+        """Return an executor over the workers; shutting it down leaves the cluster as it is."""
         return _ClusterPool(self._client)
 
 
 Jobs = int | DaskCluster | None
-"""Workers: a number of processes, one per core by default, or a cluster."""
+"""Workers: a number of processes (None: one per core), or a cluster."""
 
 
 @contextmanager
 def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
-    """A pool of `jobs` processes (default: one per core), at most `most`; None when one would do."""
+    """Yield a pool of `jobs` processes (default: one per core), at most `most`; None if one process would do."""
     if isinstance(jobs, DaskCluster):
         with jobs.pool() as workers:
             yield workers
@@ -59,7 +58,7 @@ def executor(jobs: Jobs, most: int) -> Iterator[Executor | None]:
     try:
         yield pool
     except Exception:
-        # Wait, or the process may end while the pool still closes its pipes.
+        # Without waiting, the process could end while the pool still closes its pipes.
         pool.shutdown(wait=True, cancel_futures=True)
         raise
     finally:
@@ -89,25 +88,23 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def _enter_worker(parent: int) -> None:
-    """Set up a worker: the parent handles interrupts, workers finish their current tasks and get no more. If the parent
-    ends, however suddenly, its workers end too.
-    """
+    """Prepare a worker process: it ignores interrupts, which the parent handles, and finishes its task; on Linux it is
+    killed when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent ended before prctl was called.
+        # The parent ended before prctl took effect, so no signal will come.
         if os.getppid() != parent:
             os._exit(1)
 
 
 def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-    """`work(task)` for every task, in the order of the tasks.
+    """Yield `work(task)` for every task, in the order of the tasks.
 
-    If the system kills a worker, as it does when memory runs out, the tasks that are left are done in this process. A
-    cluster gives the tasks of a lost worker to the others; the tasks that are left when it has no worker any more are
-    done here too.
+    If the system kills a worker, as it does when memory runs out, this process does the remaining tasks. A cluster
+    gives the tasks of a lost worker to the others; if none is left, this process does the remaining tasks too.
     """
     num_done = 0
     if pool is not None:
@@ -122,7 +119,7 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
 
 
 def say_alone(lost: BrokenExecutor) -> None:
-    """Print on stderr why one process goes on with the work of several."""
+    """Report on stderr why one process continues the work of several."""
     reason = str(lost) if isinstance(lost, ClusterLost) else "a worker process was killed, probably out of memory"
     sys.stderr.write(f"{reason}; going on with one process\n")
 
@@ -131,11 +128,11 @@ def say_alone(lost: BrokenExecutor) -> None:
 
 
 class ClusterLost(BrokenProcessPool):
-    """A cluster that can do nothing any more."""
+    """Raised when a cluster cannot work on any task any more."""
 
 
 class _ClusterFuture(Future[Any]):
-    """Future of one task of a cluster."""
+    """Future of one task on a cluster."""
 
     def __init__(self, its: Any) -> None:
         super().__init__()
@@ -143,7 +140,7 @@ class _ClusterFuture(Future[Any]):
         its.add_done_callback(self._settle)
 
     def cancel(self) -> bool:
-        """Cancel the task on the cluster, and this future."""
+        """Cancel the task on the cluster and here."""
         self._its.cancel(force=True)
         return super().cancel()
 
@@ -158,7 +155,7 @@ class _ClusterFuture(Future[Any]):
 
 @contextmanager
 def _lost_as_broken() -> Iterator[None]:
-    """Raise ClusterLost, an error of executors, for Dask's errors about tasks that no worker finishes."""
+    """Translate Dask's errors for tasks that no worker could do. Raises ClusterLost."""
     from distributed import KilledWorker
     from distributed.comm import CommClosedError
 
@@ -171,19 +168,19 @@ def _lost_as_broken() -> Iterator[None]:
 
 
 class _ClusterPool(Executor):
-    """The workers of a cluster as an executor. Tasks whose worker is lost are given to another."""
+    """Executor on the workers of a cluster. Tasks whose worker is lost are given to another one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submit a single task; its result raises ClusterLost if the cluster does not finish it."""
+        """Submit a single task; its result raises ClusterLost if the cluster cannot do it."""
         return _ClusterFuture(self._client.submit(fn, *args, pure=False, **kwargs))
 
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[Any]:
-        """Yield results in order. Raises ClusterLost if the cluster does not finish them."""
+        """Return the results in order. Raises ClusterLost if the cluster cannot compute them."""
         futures = self._client.map(fn, *(list(tasks) for tasks in iterables), pure=False)
         try:
             with _lost_as_broken():
@@ -195,8 +192,8 @@ class _ClusterPool(Executor):
 
 @contextmanager
 def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]:
-    """Connect to the cluster at an address (tcp://host:port), or to `local:N` for N workers of its own on this machine,
-    which listen on 127.0.0.1 alone and end with it.
+    """Connect to the cluster at an address (tcp://host:port), or start `local:N`: N workers on this machine, which
+    listen on 127.0.0.1 only and end with this process.
 
     Raises UsageError if Dask is not installed, no scheduler answers, there is no worker, or workers have another
     release.
@@ -214,8 +211,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                # The page of metrics, at any free port.
-                dashboard_address="127.0.0.1:0",
+                dashboard_address="127.0.0.1:0",  # the dashboard listens on any free port
                 silence_logs=logging.ERROR,
             ) as local_cluster,
             Client(local_cluster) as client,
@@ -225,9 +221,9 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
     try:
         client = Client(where, timeout=answers_s)
     except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({reason}); start one, or add "
+            f"--cluster {where}: no Dask scheduler answers there within {answers_s:g} s ({cause}); start one, or add "
             "--cluster-fallback to go on without it"
         ) from None
     with client:
@@ -236,7 +232,7 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
 
 
 def _check_workers(client: Any, where: str, answers_s: float) -> None:
-    """Raise UsageError if a cluster has no worker that could do the same as this process."""
+    """Raise UsageError if a cluster has no worker, or a worker with another release of simtune."""
     try:
         client.wait_for_workers(1, timeout=answers_s)
     except TimeoutError:
@@ -247,7 +243,7 @@ def _check_workers(client: Any, where: str, answers_s: float) -> None:
     for worker, release in sorted(client.run(_release, on_error="return").items()):
         if isinstance(release, ImportError):
             raise UsageError(f"--cluster {where}: worker {worker} has no simtune; install {__version__} there")
-        # The value is an error for a worker that was lost meanwhile.
+        # A worker that was lost meanwhile returns an error, which is no string.
         if isinstance(release, str) and release != __version__:
             raise UsageError(
                 f"--cluster {where}: worker {worker} has simtune {release}, and this is {__version__}: answers could "

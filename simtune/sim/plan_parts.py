@@ -1,7 +1,7 @@
-"""The policies, routers and costs of a plan, built in or brought, and what is held against those that are brought.
+"""Policies, routers and costs of a plan, built in or from outside, and the checks of those from outside.
 
-A part from outside is checked when the plan is read (it can be had, it is whole, it has the options), when it is made,
-and at every answer that the simulator goes by. Whatever it raises becomes one PartError.
+A part from outside is checked when the plan is read (it can be loaded, is complete, has the options), when it is made,
+and at every answer that the simulator uses. Whatever it raises becomes one PartError.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ POLICY: PartKind[Scheduler] = PartKind("policy", POLICY_GROUP, POLICIES, Schedul
 ROUTER: PartKind[Router] = PartKind("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
 
 Costs = StepCosts | StepSeconds
-"""What a user may bring as a cost model."""
+"""Cost models that a user may bring."""
 Where = tuple[str | int, ...]
 
 
 def problems(spec: Spec) -> Iterator[tuple[Where, str]]:
-    """(key, what is wrong) for the parts that a plan or study names, as far as it can be told before they are made."""
+    """Yield (key, problem) for the parts that a plan or study names, as far as they can be checked before they are
+    made."""
     if isinstance(spec, Plan):
         for i, pool in enumerate(spec.pools):
             yield from _policy_problems(("pools", i, "batching"), pool.batching.policy, pool.batching.options)
@@ -74,19 +75,19 @@ def _router_problems(at: Where, routing: OwnRouting) -> Iterator[tuple[Where, st
 
 
 def brought(plan: Plan, costs: Sequence[StepCosts]) -> list[Brought]:
-    """The parts of a plan that are not built in."""
+    """Return the parts of a plan that are not built in."""
     policies = {pool.batching.policy for pool in plan.pools} - set(POLICIES)
     routers = {r.kind for r in (plan.router, plan.decode_router) if isinstance(r, OwnRouting)}
     return [
         *(Brought("policy", name, POLICY.find(name)) for name in sorted(policies)),
         *(Brought("router", name, ROUTER.find(name)) for name in sorted(routers)),
-        *dict.fromkeys(own.part for own in costs if isinstance(own, OwnCosts)),
+        *dict.fromkeys(model.part for model in costs if isinstance(model, OwnCosts)),
         *dict.fromkeys(_brought_drafting(plan)),
     ]
 
 
 def _brought_drafting(plan: Plan) -> Iterator[Brought]:
-    """Schemes and drafters that are not built in."""
+    """Yield schemes and drafters that are not built in."""
     for pool in plan.pools:
         if pool.speculation is not None:
             scheme, drafter = pool.speculation.scheme, pool.speculation.drafter
@@ -98,7 +99,7 @@ def _brought_drafting(plan: Plan) -> Iterator[Brought]:
 
 @contextmanager
 def blamed(parts: Sequence[Brought]) -> Iterator[None]:
-    """Turn what goes wrong while brought parts are at work into a PartError that says whose fault it is."""
+    """Turn exceptions raised while parts from outside run into a PartError that names the part at fault."""
     try:
         yield
     except SimtuneError:
@@ -110,14 +111,14 @@ def blamed(parts: Sequence[Brought]) -> Iterator[None]:
 
 
 def check_nobody_waits(plan: Plan, cores: Sequence[EngineCore]) -> None:
-    """Raises PartError where a run is over and a policy from outside has left requests waiting at a core that is up."""
-    named = {pool.name: pool.batching.policy for pool in plan.pools}
+    """Raise PartError if a run is over and a policy from outside has left requests waiting at a core that is up."""
+    policy_of_pool = {pool.name: pool.batching.policy for pool in plan.pools}
     for core in cores:
-        name, scheduler = named[core.pool], core.scheduler
+        name, scheduler = policy_of_pool[core.pool], core.scheduler
         if name not in POLICIES and core.up and scheduler.has_work:
             raise PartError(
-                f"{Brought('policy', name, type(scheduler))}: {type(scheduler).__qualname__}.schedule answers None for "
-                f"ever, with {scheduler.num_waiting} requests waiting and {scheduler.num_running} running"
+                f"{Brought('policy', name, type(scheduler))}: {type(scheduler).__qualname__}.schedule() returned None "
+                f"with {scheduler.num_waiting} requests waiting and {scheduler.num_running} running (deadlock)"
             )
 
 
@@ -125,8 +126,8 @@ def check_nobody_waits(plan: Plan, cores: Sequence[EngineCore]) -> None:
 
 
 def make_policy(batching: Batching, settings: Mapping[str, Any]) -> Scheduler:
-    """A scheduler of the policy that is named, with its options. Raises UsageError where it refuses them, a PartError
-    where it was brought."""
+    """Return a scheduler of the policy that `batching` names, with its options. Raise UsageError if a built-in policy
+    refuses the options, PartError if one from outside does."""
     policy = POLICY.find(batching.policy)
     try:
         return policy(**settings, **(batching.options or {}))
@@ -139,20 +140,21 @@ def make_policy(batching: Batching, settings: Mapping[str, Any]) -> Scheduler:
 
 
 def _refusal(part: Brought, error: Exception) -> PartError:
-    return PartError(f"{part} cannot be made with what the plan says: {described(error)}")
+    return PartError(f"{part} cannot be created with the plan's options: {described(error)}")
 
 
 # --- routers ----------------------------------------------------------------------------------------------
 
 _LACKING = {
-    "session": "needs sessions, and the workload names none; give it a shared_prefix, or choose another router",
+    "session": "needs sessions, and the workload has none; give it a shared_prefix, or choose another router",
     "block_tokens": "needs prompts that say what they share; use a trace with hash_ids, give the workload a "
     "shared_prefix, or choose another router",
 }
 
 
 def make_router(routing: Routing, cores: Sequence[EngineCore], stream: RequestStream, seed: int) -> Router:
-    """The router that a plan names, with what it needs of a load. Raises UsageError where the load does not have it."""
+    """Return the router that a plan names, with the data of the load that it needs. Raise UsageError if the load lacks
+    them."""
     router = ROUTER.find(routing.kind)
     load = {
         "seed": seed,
@@ -162,18 +164,18 @@ def make_router(routing: Routing, cores: Sequence[EngineCore], stream: RequestSt
     for need in sorted(router.needs):
         if load[need] is None:
             raise UsageError(f"the {routing.kind} router {_LACKING[need]}")
-    needed = {need: load[need] for need in router.needs}
+    arguments = {need: load[need] for need in router.needs}
     if not isinstance(routing, OwnRouting):
-        return router(cores, **routing.model_dump(exclude={"kind"}), **needed)
+        return router(cores, **routing.model_dump(exclude={"kind"}), **arguments)
     part = Brought("router", routing.kind, router)
     try:
-        return OwnRouter(router(cores, **routing.options, **needed), part)
+        return OwnRouter(router(cores, **routing.options, **arguments), part)
     except Exception as error:
         raise _refusal(part, error) from error
 
 
 class OwnRouter(Router):
-    """A router from outside, whose every choice is looked at."""
+    """Wrapper of a router from outside that checks every choice."""
 
     def __init__(self, router: Router, part: Brought) -> None:
         super().__init__(router.cores)
@@ -181,33 +183,34 @@ class OwnRouter(Router):
         self.informed = router.informed
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """What the router chooses. Raises PartError where that is not a core that is up, one of its own."""
+        """Return the router's choice. Raise PartError if that is not one of its cores, or a core that is down."""
         core = self._router.choose(request, now)
         if core is None:
             if any(core.up for core in self.cores):
-                raise self._wrong("None, though cores are up")
-        elif not any(core is one for one in self.cores):
-            raise self._wrong(f"{core!r:.80}, which is none of its cores")
+                raise self._wrong("None although cores are up; return a core that is up")
+        elif not any(core is own_core for own_core in self.cores):
+            raise self._wrong(f"{core!r:.80}, which is not one of its cores; return one of self.cores")
         elif not core.up:
-            raise self._wrong(f"core {core.number}, which is down")
+            raise self._wrong(f"core {core.number}, which is down; return a core that is up")
         return core
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
-        """Tell the router."""
+        """Inform the router."""
         self._router.over(request, core, now)
 
     def _wrong(self, answer: str) -> PartError:
-        return PartError(f"{self._part}: {type(self._router).__qualname__}.choose answered {answer}")
+        return PartError(f"{self._part}: {type(self._router).__qualname__}.choose returned {answer}")
 
 
 # --- costs ------------------------------------------------------------------------------------------------
 
 
 class OwnCosts:
-    """A cost model from outside, whose every answer is looked at. What it has besides the protocol is there too."""
+    """Wrapper of a cost model from outside that checks every answer. What it has besides the protocol is there too."""
 
     def __init__(self, costs: Costs) -> None:
-        """A function is taken for the seconds of a step. Raises PartError where a method of the protocol is missing."""
+        """Wrap a cost model, or a function that returns the seconds of a step. Raise PartError if a method of the
+        protocol is missing."""
         name = str(getattr(costs, "__qualname__", type(costs).__qualname__))
         self.part = Brought("cost model", name, costs if isroutine(costs) else type(costs))
         is_function = callable(costs) and not hasattr(costs, "decode")
@@ -216,26 +219,26 @@ class OwnCosts:
 
     @property
     def own(self) -> Any:
-        """The cost model itself."""
+        """The wrapped cost model."""
         return self._costs
 
     def check_for(self, pool: Pool) -> None:
-        """Raises PartError where the pool speculates and the costs do not know how long that takes."""
+        """Raise PartError if the pool speculates and the costs lack the methods for that."""
         if pool.speculation is not None:
             self._check_methods("round", "rounds")
 
     def _check_methods(self, *methods: str) -> None:
         for method in methods:
             if not callable(getattr(self._costs, method, None)):
-                raise PartError(f"{self.part} has no method {method}; simtune.costs.protocol says what is asked of it")
+                raise PartError(f"{self.part} has no method {method}; implement it as simtune.costs.protocol describes")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_costs":  # while it is unpickled there is nothing yet
+        if name == "_costs":  # no attribute is set yet during unpickling
             raise AttributeError(name)
         return getattr(self._costs, name)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
-        """See `StepCosts.decode`. Raises PartError for an answer that is none."""
+        """Return `StepCosts.decode` of the wrapped model. Raise PartError for an invalid answer."""
         answer = self._costs.decode(num_decodes, context_tokens)
         try:
             first, slope, span = map(index, answer)
@@ -246,7 +249,7 @@ class OwnCosts:
         return first, slope, span
 
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
-        """See `StepCosts.mixed`. Raises PartError for an answer that is none."""
+        """Return `StepCosts.mixed` of the wrapped model. Raise PartError for an invalid answer."""
         answer = self._costs.mixed(num_decodes, context_tokens, chunks, num_samples)
         try:
             ticks = index(answer)
@@ -258,26 +261,27 @@ class OwnCosts:
 
     @property
     def balanced(self) -> bool:
-        """Whether the costs know nothing of load imbalance; see `ImbalanceCosts`."""
+        """True if the costs do not model load imbalance; see `ImbalanceCosts`."""
         return not isinstance(self._costs, ImbalanceCosts) or self._costs.balanced
 
     def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
-        """See `ImbalanceCosts.imbalance`; not to be asked of costs that are balanced."""
+        """Return `ImbalanceCosts.imbalance` of the wrapped model; not to be called if the costs are balanced."""
         ticks: int = self._costs.imbalance(num_decodes, context_tokens, longest_context, with_chunks)
         return ticks
 
     def round(self, *args: Any) -> int:
-        """See `RoundCosts.round`; where a pool speculates, `check_for` has seen to it that the costs know."""
+        """Return `RoundCosts.round` of the wrapped model; `check_for` has checked that it exists if a pool
+        speculates."""
         ticks: int = self._costs.round(*args)
         return ticks
 
     def rounds(self, *args: Any) -> Sequence[int]:
-        """See `RoundCosts.rounds`."""
+        """Return `RoundCosts.rounds` of the wrapped model."""
         ends: Sequence[int] = self._costs.rounds(*args)
         return ends
 
     def _wrong(self, method: str, answer: object, wanted: str) -> PartError:
         return PartError(
-            f"{self.part}: {self.part.name}.{method} answered {answer!r:.80}, and {wanted} are wanted; "
-            "simtune.to_ticks turns seconds into ticks"
+            f"{self.part}: {self.part.name}.{method} returned {answer!r:.80}, expected {wanted}; "
+            "simtune.to_ticks converts seconds to ticks"
         )

@@ -14,8 +14,8 @@ from simtune.workload.requests import RequestStream
 def power_of(
     pools: Sequence[DeployedPool], stages: Sequence[Stage] | None = None, stream: RequestStream | None = None
 ) -> Power | None:
-    """Power of each pool, and of each stage with GPUs, which are those of the pool that it serves; None if a hardware
-    profile names no power. Pools that share GPUs share what these draw while idle as they share processors.
+    """Return the power of each pool, and of each stage with GPUs, which are those of the pool that it serves; None if a
+    hardware profile states no power. Pools that share GPUs share what these draw while idle as they share processors.
 
     `stream` are the requests that go through the stages.
     """
@@ -43,10 +43,14 @@ def power_of(
 
 
 def _shared_processors(pool: Pool, pools: Sequence[DeployedPool]) -> float:
-    """Share of the processors that a pool and the one on the same GPUs have together."""
+    """Return the share of the processors that a pool and the one on the same GPUs have together."""
     assert pool.share is not None
-    shared = (other.spec for other in pools if other.spec.share is not None)
-    both = [other for other in shared if other.share and pool.name in (other.name, other.share.beside)]
+    shared = (other_pool.spec for other_pool in pools if other_pool.spec.share is not None)
+    neighbours = [
+        other_pool
+        for other_pool in shared
+        if other_pool.share and pool.name in (other_pool.name, other_pool.share.beside)
+    ]
     if pool.share.beside is not None:
-        both = [pool, *(other.spec for other in pools if other.spec.name == pool.share.beside)]
-    return sum(one.share.processors for one in both if one.share is not None)
+        neighbours = [pool, *(other_pool.spec for other_pool in pools if other_pool.spec.name == pool.share.beside)]
+    return sum(neighbour.share.processors for neighbour in neighbours if neighbour.share is not None)

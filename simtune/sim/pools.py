@@ -1,4 +1,4 @@
-"""A pool whose memory adds up, and the fresh engine cores of its instances."""
+"""Pool whose memory has been checked, and the fresh engine cores of its instances."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from simtune.workload.requests import RequestStream
 
 @dataclass(frozen=True)
 class DeployedPool:
-    """A pool whose memory adds up, with its step costs compiled."""
+    """A pool whose memory has been checked, with its step costs compiled."""
 
     spec: Pool
     hardware: Hardware
-    """What an instance runs on: its devices, or its share of them."""
+    """Hardware of an instance: the pool's devices, or its share of them."""
     memory: Memory
     costs: StepCosts
     max_model_len: int
     kv_block_bytes: int
-    """One KV block, all GPUs of an instance together."""
+    """Bytes of one KV block, summed over all GPUs of an instance."""
     drafting: Drafting | None = None
-    """What its speculation names; None where it does not speculate."""
+    """Loaded parts of the pool's speculation; None if it does not speculate."""
     whole: Hardware | None = None
-    """Its devices, of which `hardware` may be a share; `hardware` itself unless given."""
+    """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
 
     @property
     def num_cores(self) -> int:
-        """Engine cores of all its instances."""
+        """Number of engine cores in all instances."""
         return self.spec.instances * self.cores_each
 
     @property
     def cores_each(self) -> int:
-        """Cores of an instance: its virtual engines, or its groups of ranks under data-parallel attention."""
+        """Engine cores per instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
     def speculation(self, stream: RequestStream, seed: int) -> DraftingTerms | None:
-        """How its schedulers draft, and how many drafts are accepted of each request of a stream."""
+        """Return the drafting terms of the pool's schedulers, with the accepted drafts of each request of a stream;
+        None if the pool does not speculate."""
         if self.spec.speculation is None:
             return None
         assert self.drafting is not None
@@ -59,7 +60,7 @@ class DeployedPool:
     def cores(
         self, instances: int, hash_block_tokens: int | None, speculation: DraftingTerms | None = None
     ) -> list[EngineCore]:
-        """Fresh cores of the first `instances` instances, ordered so that a round robin is one over instances first.
+        """Return fresh cores of the first `instances` instances, ordered so that round robin goes over instances first.
 
         An instance with pp pipeline stages runs pp cores ("virtual engines") that share the stages, each with its own
         batch, its share of the seats and of the KV blocks; a core's step takes the time of all stages. With
@@ -81,16 +82,18 @@ class DeployedPool:
         ]
 
     def _stepping(self) -> Stepping:
-        """How the cores of an instance share its GPUs."""
+        """Return a new object that shares an instance's GPUs among its cores."""
         parallelism = self.spec.parallelism
         if parallelism.pp > 1:
             return Pipeline(parallelism.pp)
         return DpGroup() if parallelism.attention_dp > 1 else Stepping()
 
     def _settings(self, hash_block_tokens: int | None, speculation: DraftingTerms | None) -> dict[str, Any]:
-        """What the constructor of the pool's policy is given: what every policy has, and what it offers."""
+        """Return the arguments of the pool's policy: those of every policy, and those of the features that it
+        offers."""
         pool, batching, kv_cache = self.spec, self.spec.batching, self.spec.kv_cache
         num_blocks = self.memory.num_blocks // pool.parallelism.pp
+        # A step can be scheduled ahead only if its number of drafts is known before they are made.
         ahead = pool.schedules_async and (pool.speculation is None or pool.speculation.scheme.counts_ahead)
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {
@@ -117,7 +120,7 @@ class DeployedPool:
 
     @property
     def _swap_ticks(self) -> int:
-        """To move one KV block to or from host memory."""
+        """Ticks to move one KV block to or from host memory; 0 if the pool does not swap."""
         if self.spec.kv_cache.preemption != "swap":
             return 0
         host = link_of(self.hardware, "host").bytes_per_s * self.spec.parallelism.devices
@@ -125,6 +128,6 @@ class DeployedPool:
 
 
 def kv_block_bytes(model: Model, pool: Pool) -> int:
-    """Of one KV block of a model, all GPUs of an instance together."""
+    """Return the bytes of one KV block of a model, summed over all GPUs of an instance."""
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
     return round(pool.kv_cache.block_size * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype))

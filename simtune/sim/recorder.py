@@ -1,4 +1,4 @@
-"""Writes down what happens in a simulated world, in little memory."""
+"""Recorder of the events of a simulation, in little memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
 from simtune.results.recorded_steps import RecordedSteps
 
 MOST_ROWS = 1 << 10
-"""How many rows of intervals are kept as tuples, at most."""
+"""Most rows of intervals that are kept as tuples."""
 
 
 class Recorder:
-    """Columns by request number, times between tokens, and what is counted: an `Outcome` in the making."""
+    """Columns by request number, times between tokens, and counts: an `Outcome` in the making."""
 
     def __init__(self, requests: int, record: bool = False) -> None:
-        """`record` keeps every jump, for timelines."""
+        """Create empty columns for `requests` requests; `record` keeps every jump, for timelines."""
         self.scheduled, self.first_token, self.finish = (empty_column(requests, -1) for _ in range(3))
         self.core, self.transferred, self.prefilled = (empty_column(requests, -1) for _ in range(3))
         self.preemptions, self.waiting_at_arrival, self.resent = (empty_column(requests, 0) for _ in range(3))
         self.family_begin, self.family_end = empty_column(0, -1), empty_column(0, -1)
-        """By family, of a load with a request graph: when it arrived, and when its last node was over."""
+        """Tick at which each family of a request graph arrived, and tick at which its last node was over."""
         self.waiting = 0
         """Requests waiting in the whole deployment now."""
         self.refused = 0
@@ -32,23 +32,23 @@ class Recorder:
         self.transferred_bytes = 0
         self.jumps = RecordedSteps() if record else None
         self.rows: list[tuple[int, int, int, int]] = []
-        """Intervals not packed yet: (first, slope, steps, decodes)."""
+        """Intervals that are not packed yet: (first, slope, steps, decodes)."""
         self._intervals = array("q")
         self._listed_ends, self._listed_jumps = array("q"), array("q")
 
     def note_listed(self, ends: Sequence[int], decodes: int) -> None:
-        """Write down the intervals of a jump whose steps end after so many ticks each."""
+        """Record the intervals of a jump whose steps end `ends` ticks after its start."""
         self._listed_ends.extend(ends)
         self._listed_jumps.append(len(ends))
         self._listed_jumps.append(decodes)
 
     def pack(self) -> None:
-        """Put the latest intervals where they take less memory; to be called when there are MOST_ROWS."""
+        """Move the latest intervals to compact storage; to be called when there are MOST_ROWS."""
         self._intervals.fromlist([*chain.from_iterable(self.rows)])
         self.rows.clear()
 
     def refuse(self, number: int) -> None:
-        """No instance takes this request."""
+        """Record that no instance accepts this request."""
         self.refused += 1
 
     def outcome(
@@ -60,7 +60,7 @@ class Recorder:
         cores: list[EngineCoreUse],
         stopped: Mapping[int, int] | None = None,
     ) -> Outcome:
-        """All that was written down."""
+        """Return the record of the run as an Outcome."""
         self.pack()
         return Outcome(
             arrival=_array(arrival),
@@ -87,7 +87,7 @@ class Recorder:
         )
 
     def _listed_intervals(self) -> Ticks:
-        """Of jumps whose ends are listed: a row for each step."""
+        """Return the intervals of jumps whose ends are listed, a row for each step."""
         ends, (steps, decodes) = _array(self._listed_ends), _array(self._listed_jumps).reshape(-1, 2).T
         rows = np.ones((len(ends), 4), dtype=np.int64)
         rows[:, 0] = np.diff(ends, prepend=0)

@@ -1,7 +1,8 @@
-"""Routers: which of several equal cores gets a request.
+"""Routers: choose which of several equal cores gets a request.
 
-A router knows what it sent where and what came back, as old as `stale` ticks; it sees neither output lengths nor
-anything else a real one could not. Cores that are down are never chosen. Ties go to the core with the lowest number.
+A router knows what it sent to which core and what came back, `stale_s` seconds late; it sees neither output lengths
+nor anything else that a real router could not. Cores that are down are never chosen. Ties go to the core with the
+lowest number.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ Need = Literal["block_tokens", "seed", "session"]
 
 
 class Router(ABC):
-    """Chooses among `cores`, in order of their numbers. Of a core it may look at `number`, `instance`, `pool` and `up`.
+    """Base class of routers, which choose among `cores`, in order of their numbers. A router may read `number`,
+    `instance`, `pool` and `up` of a core.
 
-    Further arguments of the constructor are options: what a plan may say of the router.
+    Further arguments of the constructor are options that a plan may set.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """What the constructor is given by name beside its options:
+    """Arguments that the constructor is given by name besides its options:
 
-    * `seed`, of what it draws;
-    * `session`, the session of each request by its number; a load without sessions is refused;
-    * `block_tokens`: prompts say what they share (`Request.blocks`), in blocks of so many tokens; a load that does not
-      is refused.
+    * `seed`: seed of the router's random draws;
+    * `session`: the session of each request by its number; a load without sessions is refused;
+    * `block_tokens`: tokens per block of shared prompts (`Request.blocks`); a load whose prompts do not name their
+      blocks is refused.
     """
     deals_in_turn: ClassVar[bool] = False
-    """Whether it goes by nothing but the order of the requests, so that some cores can stand for all. Not inherited."""
+    """True if the router depends only on the order of the requests, so that some cores can stand for all. Not
+    inherited."""
     informed = False
-    """Whether it wants to hear of requests that are over: whether its class has an `over` of its own."""
+    """True if the router is informed of requests that are over: set if its class overrides `over`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -49,14 +52,14 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """The core for a request at a tick, one that is up; None when all are down."""
+        """Return a core that is up for a request at tick `now`; None if all are down."""
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:  # noqa: B027
-        """A request is finished, or lost with its core, or was refused there."""
+        """Called when a request is finished, lost with its core, or refused by it."""
 
 
 class RoundRobin(Router):
-    """One after the other.
+    """Cores in turn.
 
     With weights of pools (1 unless given) smoothly interleaved: every turn each core gains the weight of its pool, the
     richest is chosen and pays for all.
@@ -71,7 +74,7 @@ class RoundRobin(Router):
         self._credit = [0.0] * len(self.cores)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """The next core that is up, or the richest."""
+        """Return the next core that is up; with weights, the one with the most credit."""
         if self._weights is not None:
             return self._richest(self._weights)
         cores = self.cores
@@ -98,29 +101,29 @@ class RoundRobin(Router):
 
 
 class LoadAware(Router):
-    """Keeps the load of every core as the router knows it: each request weighs `weight` while it is under way.
+    """Router that tracks the load of every core: each request weighs `weight` while it is in flight.
 
-    What it knows is `stale_s` seconds old. The core with the least load is chosen, unless `best` says otherwise.
+    The tracked load is `stale_s` seconds old. The core with the least load is chosen, unless `best` is overridden.
     """
 
     def __init__(self, cores: Sequence[EngineCore], *, stale_s: float = 0.0) -> None:
         super().__init__(cores)
         self.load = [0] * len(self.cores)
-        """By position in `cores`."""
+        """Load of each core, by position in `cores`."""
         self._stale = round(stale_s * TICKS_PER_SECOND)
         self._at = {core.number: i for i, core in enumerate(self.cores)}
         self._news: deque[tuple[int, int, int]] = deque()  # (tick it is known, core, change of load)
 
     def weight(self, request: Request) -> int:
-        """What a request adds to the load of its core."""
+        """Return the load that a request adds to its core."""
         return 1
 
     def best(self, request: Request, now: int) -> int | None:
-        """The position of the core for a request; None when all are down."""
+        """Return the position of the core for a request; None if all are down."""
         return self.lightest()
 
     def lightest(self) -> int | None:
-        """The position of the core that has the least load of those that are up."""
+        """Return the position of the core with the least load among those that are up."""
         lightest = self.load.index(min(self.load))
         if self.cores[lightest].up:
             return lightest
@@ -128,7 +131,7 @@ class LoadAware(Router):
         return min(up, key=self.load.__getitem__, default=None)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """The core at the position that is `best`, whose load grows by the request."""
+        """Return the core at position `best` and add the request to its load."""
         self._catch_up(now)
         at = self.best(request, now)
         if at is None:
@@ -137,7 +140,7 @@ class LoadAware(Router):
         return self.cores[at]
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
-        """Take the request off the load of its core."""
+        """Subtract the request from the load of its core."""
         self._change(now, self._at[core.number], -self.weight(request))
 
     def _change(self, now: int, at: int, change: int) -> None:
@@ -154,23 +157,23 @@ class LoadAware(Router):
 
 
 class LeastOutstanding(LoadAware):
-    """The core with the fewest requests under way."""
+    """Choose the core with the fewest requests in flight."""
 
 
 class LeastTokens(LoadAware):
-    """The core whose requests under way have the fewest tokens to keep, as far as they were known on arrival."""
+    """Choose the core whose requests in flight have the fewest prompt tokens."""
 
     def weight(self, request: Request) -> int:
-        """The tokens of its prompt."""
+        """Return the tokens of the request's prompt."""
         return request.prompt_tokens
 
 
 class ByLength(LeastTokens):
-    """Prompts go to the pools for their length, and there to the core with the fewest tokens.
+    """Send prompts to pools by their length, and there to the core with the fewest tokens.
 
-    `longest` says up to how many tokens the prompts of a pool have; one that is not named takes the longest. A prompt
-    goes to the pools with the lowest limit that it is within, one beyond all limits to those with the highest. Where
-    none of their cores is up, it goes on to the next higher limit, in the end to lower ones.
+    `longest` gives the longest prompt of each pool in tokens; a pool that is not named accepts any length. A prompt
+    goes to the pools with the lowest limit that it fits, or beyond all limits to those with the highest. If
+    none of their cores is up, the next higher limits are tried, then lower ones.
     """
 
     def __init__(
@@ -179,10 +182,10 @@ class ByLength(LeastTokens):
         super().__init__(cores, stale_s=stale_s)
         limits = [(longest or {}).get(core.pool, math.inf) for core in self.cores]
         self._limits = sorted(set(limits))
-        self._within = [[i for i, limit in enumerate(limits) if limit == one] for one in self._limits]
+        self._within = [[i for i, limit in enumerate(limits) if limit == shared_limit] for shared_limit in self._limits]
 
     def best(self, request: Request, now: int) -> int | None:
-        """The one with the fewest tokens of the first pools in turn that have one up."""
+        """Return the core with the fewest tokens in the first of the allowed pools that has a core up."""
         at = bisect_left(self._limits, request.prompt_tokens)
         for within in (*self._within[at:], *reversed(self._within[:at])):
             up = [i for i in within if self.cores[i].up]
@@ -192,7 +195,7 @@ class ByLength(LeastTokens):
 
 
 class PowerOfTwo(LoadAware):
-    """The less loaded of two cores drawn for this request (Mitzenmacher 2001)."""
+    """Choose the less loaded of two cores drawn for this request (Mitzenmacher 2001)."""
 
     needs = frozenset({"seed"})
 
@@ -201,7 +204,7 @@ class PowerOfTwo(LoadAware):
         self._seed = seed
 
     def best(self, request: Request, now: int) -> int | None:
-        """The less loaded of two that are drawn by the number of the request."""
+        """Return the less loaded of two cores that are drawn by the number of the request."""
         up = [i for i, core in enumerate(self.cores) if core.up]
         if len(up) < 2:
             return up[0] if up else None
@@ -213,24 +216,26 @@ class PowerOfTwo(LoadAware):
 
 
 class SessionAffinity(Router):
-    """All requests of a session on one core, by rendezvous hashing: a core that fails moves only its own sessions."""
+    """Send all requests of a session to one core, by rendezvous hashing: a core that fails moves only its own
+    sessions."""
 
     needs = frozenset({"session"})
 
     def __init__(self, cores: Sequence[EngineCore], *, session: Sequence[int]) -> None:
-        """`session[i]` is the session of request i."""
+        """Create the router; `session[i]` is the session of request i."""
         super().__init__(cores)
         self._session = session
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
-        """The core that hashes highest with the session."""
+        """Return the core with the highest hash for the request's session."""
         up = [core for core in self.cores if core.up]
         session = self._session[request.id]
         return max(up, key=lambda core: mix(session, core.number), default=None)
 
 
 class PrefixAware(LoadAware):
-    """The core that would have the least to do: prompt tokens not cached there, plus `load_weight` x those under way.
+    """Choose the core with the least to do: prompt tokens not cached there, plus `load_weight` x prompt tokens in
+    flight.
 
     The cost is that of NVIDIA Dynamo's KV router at temperature zero. What a core has cached is taken to be the leading
     blocks of the prompts sent there: the latest `memory_tokens` per core, and up to as many before them, kept in two
@@ -258,20 +263,21 @@ class PrefixAware(LoadAware):
         self._sent: deque[tuple[int, int, Sequence[Hashable]]] = deque()  # (tick it is known, core, blocks)
 
     def weight(self, request: Request) -> int:
-        """The tokens of its prompt."""
+        """Return the tokens of the request's prompt."""
         return request.prompt_tokens
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
-        """See `LoadAware.over`; a core that is down by then has nothing cached any more."""
+        """Subtract the request from the load of its core; a core that is down by then has lost its cache."""
         super().over(request, core, now)
-        if not core.up:  # it has left, or is lost with everything it had cached
+        # The core has left, or was lost with everything it had cached.
+        if not core.up:
             all_but_it = ~(1 << self._at[core.number])
             for generation in (self._young, self._old):
                 for block in generation:
                     generation[block] &= all_but_it
 
     def best(self, request: Request, now: int) -> int | None:
-        """The core with the least to do, the lowest number among equals."""
+        """Return the core with the least to do, the one with the lowest number among equals."""
         sent = self._sent
         while sent and sent[0][0] <= now:
             _, at, blocks = sent.popleft()
@@ -282,7 +288,8 @@ class PrefixAware(LoadAware):
         load, weight, lightest = self.load, self._load_weight, best
         least = weight * load[best]
         for cores, cached in self._cached(request.blocks):
-            for at in (lightest,) if cores >> lightest & 1 else _bits(cores):  # of equal caches, the lightest is best
+            # Among cores with equally much cached the least loaded is best, so it alone is tried if it is one of them.
+            for at in (lightest,) if cores >> lightest & 1 else _bits(cores):
                 cost = weight * load[at] - cached * self._block_tokens
                 if (cost < least or (cost == least and at < best)) and self.cores[at].up:
                     best, least = at, cost
@@ -293,7 +300,7 @@ class PrefixAware(LoadAware):
         return best
 
     def _cached(self, blocks: Sequence[Hashable]) -> list[tuple[int, int]]:
-        """(cores as bits, leading blocks they have) for those that have any."""
+        """Return (cores as bits, number of leading blocks they have cached) for cores that have any."""
         young, old = self._young.get, self._old.get
         hits: list[tuple[int, int]] = []
         cores, depth = -1, 0
@@ -321,7 +328,7 @@ class PrefixAware(LoadAware):
 
 
 def _bits(mask: int) -> list[int]:
-    """Numbers of the bits that are set, from the lowest."""
+    """Return the positions of the bits that are set, from the lowest."""
     numbers = []
     while mask:
         low = mask & -mask
@@ -331,7 +338,7 @@ def _bits(mask: int) -> list[int]:
 
 
 def mix(a: int, b: int) -> int:
-    """64 well-mixed bits of two numbers (the finaliser of SplitMix64)."""
+    """Return 64 well-mixed bits of two numbers (the finaliser of SplitMix64)."""
     x = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -347,4 +354,4 @@ ROUTERS: dict[str, type[Router]] = {
     "session_affinity": SessionAffinity,
     "prefix_aware": PrefixAware,
 }
-"""The routers that are built in, by their kind in a plan, whose other fields there are options of theirs."""
+"""Built-in routers by their kind in a plan; further fields there are options of the router."""

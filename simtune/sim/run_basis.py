@@ -1,4 +1,4 @@
-"""What the numbers of a run rest on: its own steps, looked at once more (`simtune.costs.basis`)."""
+"""Basis of a run's numbers: which measurements the times of its own steps rest on (`simtune.costs.basis`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import OwnCosts
 
 STEPS = 48
-"""Of each pool, evenly spaced in its busy time."""
+"""Steps of each pool that are examined, evenly spaced in its busy time."""
 
 WORTH_A_NOTE = 0.1
-"""Of the step time: more than this not vouched for by measurements of such shapes is said."""
+"""Share of the step time not backed by measurements of such shapes above which a note is shown."""
 
 
 def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, KindBasis]]:
-    """By pool and kind, weighted by the time that the pool's steps took.
+    """Return the basis by pool and kind, weighted by the time of the pool's steps.
 
-    Costs that were brought from outside have one kind, `step`, where they tell what they rest on; pools whose costs do
-    not, and those that ran no step, are left out.
+    Costs from outside the package have one kind, `step`, if they report their basis; pools whose costs do not, and
+    those that ran no step, are left out.
     """
     bases: dict[str, dict[str, KindBasis]] = {}
     for pool in deployment.pools:
@@ -43,8 +43,8 @@ def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, Ki
 
 
 def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
-    """Steps of a run, each with its seconds by kind, and those that it takes in all, the host's included where it does
-    not hide; those of pools whose costs were brought from outside are not known."""
+    """Yield steps of a run, each with its seconds by kind and its seconds in all, including host time that is not
+    hidden; pools whose costs come from outside are left out."""
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if not steps or isinstance(pool.costs, OwnCosts):
@@ -58,7 +58,8 @@ def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[Sample
 
 
 def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str, Array]:
-    """Seconds of each step, all asked for at once: decodes attend as they do in steps without chunks."""
+    """Return the seconds of each step by kind, computed for all steps at once; decodes attend as in steps without
+    chunks."""
     decodes, verified = (np.array([getattr(step, name) for step in steps]) for name in ("num_decodes", "verify_tokens"))
     chunks = [(at, past, new) for at, step in enumerate(steps) for past, new in step.chunks]
     of_step, past, new = np.array(chunks or [(0, 0, 0)], dtype=np.float64).T
@@ -81,8 +82,8 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
 
 
 def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:
-    """Every shape that the steps of a run ask an operator for, with the name of the hardware; those of pools whose
-    costs were brought from outside are not known."""
+    """Yield the name of the hardware and every operator shape that the steps of a run need; pools whose costs come from
+    outside are left out."""
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if steps and not isinstance(pool.costs, OwnCosts):
@@ -92,7 +93,7 @@ def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, A
 
 
 def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:
-    """What costs say of these steps."""
+    """Return the basis that costs from outside report for these steps."""
     account = KindBasis()
     for step in steps:
         basis = costs.basis(step.num_decodes, step.context_tokens, step.chunks)
@@ -101,13 +102,13 @@ def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:
 
 
 def evenly(steps: Sequence[SampledStep], count: int) -> list[SampledStep]:
-    """At most `count` of the steps, evenly spaced in the time that they stand for."""
+    """Return at most `count` of the steps, evenly spaced in the time that they stand for."""
     ends = np.cumsum([step.ticks for step in steps])
     if len(steps) <= count:
         return list(steps)
-    each = ends[-1] / count
-    at = np.searchsorted(ends, (np.arange(count) + 0.5) * each)
-    return [_standing_for(steps[i], each) for i in at]
+    interval = ends[-1] / count
+    at = np.searchsorted(ends, (np.arange(count) + 0.5) * interval)
+    return [_standing_for(steps[i], interval) for i in at]
 
 
 def _standing_for(step: SampledStep, ticks: float) -> SampledStep:
@@ -128,12 +129,13 @@ def _weighted(step: SampledStep) -> WeightedStep:
 
 
 def cost_basis(deployment: Deployment, result: Result) -> CostBasis | None:
-    """Shares of the time of the run's kernels and collectives; None where all costs were brought from outside."""
+    """Return the shares of the time of the run's kernels and collectives by basis; None if all costs come from
+    outside."""
     return summed(pool_bases(deployment, result).values())
 
 
 def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
-    """One account of those of several pools."""
+    """Add the bases of several pools up; None if no time was spent."""
     kinds: dict[str, list[KindBasis]] = {}
     for of_pool in pools:
         for kind, basis in of_pool.items():
@@ -157,18 +159,18 @@ def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
 
 
 def _shares(shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
-    """By the field names of `BasisShares`."""
+    """Return shares by the field names of `BasisShares`."""
     by_name = {basis.name.lower(): _short(shares[basis]) for basis in Basis}
     return {name: share for name, share in by_name.items() if share or name != Basis.OTHER_ENGINE.name.lower()}
 
 
 def _short(value: float) -> float:
-    """To a hundredth of a per cent or finer: more would only look exact."""
+    """Round to six digits after the point, a hundredth of a per cent; more digits would only look exact."""
     return min(1e9, round(float(value), 6))
 
 
 def note(basis: CostBasis) -> str | None:
-    """What to say where much of the step time was not measured; None where little of it."""
+    """Return a note if much of the step time was not measured, else None."""
     unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.OTHER_ENGINE, Basis.DATA_SHEET)
     if sum(getattr(basis, b.name.lower()) for b in unmeasured) <= WORTH_A_NOTE:
         return None
@@ -179,5 +181,5 @@ def note(basis: CostBasis) -> str | None:
             continue
         most = [o.operator for o in basis.operators if o.share * getattr(o.basis, name) >= 0.01]
         parts.append(f"{share:.0%} {b.words}" + (f" ({', '.join(most)})" if most else ""))
-    whole = sum(getattr(basis, b.name.lower()) for b in unmeasured)
-    return f"{whole:.0%} of the step time rests on no measurement of such shapes: {', '.join(parts)}"
+    unmeasured_share = sum(getattr(basis, b.name.lower()) for b in unmeasured)
+    return f"{unmeasured_share:.0%} of the step time rests on no measurement of such shapes: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""The requests of a stream as engines see them, and when each of them arrives."""
+"""Source of requests: each request as engines see it, and when it arrives."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.workload.requests import RequestStream
 
 LONGEST_S = 2.0**62 / TICKS_PER_SECOND
-"""Half of what 64-bit ticks can count: arrivals beyond it are refused, so that their answers still fit."""
+"""Latest arrival in seconds: half of what 64-bit ticks can count, so that answers still fit; later ones are refused."""
 
 
 class Hints(TypedDict):
-    """What policies may go by, of every request."""
+    """Data about every request that policies may use."""
 
     predicted_tokens: Sequence[int] | None
     deadlines: Sequence[float] | None
 
 
 class RequestSource:
-    """Lets requests arrive: at their time, or in a closed loop when a user has thought about the answer before."""
+    """Source of requests that arrive at their time, or in a closed loop when a user has thought about the previous
+    answer."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class RequestSource:
         predicted_tokens: Sequence[int] | None = None,
         deadlines: Sequence[float] | None = None,
     ) -> None:
-        """Raises UsageError for a request that would arrive after LONGEST_S."""
+        """Raise UsageError for a request that would arrive after LONGEST_S."""
         self._agenda = agenda
         self._prompt = _compact(stream.prompt_tokens)
         self._output = _compact(stream.output_tokens)
@@ -50,7 +51,7 @@ class RequestSource:
         self._open = stream.arrival_s is not None
         self._next = 0  # in a closed loop, the request that arrives next
         self.arrival = array("q", [-1]) * len(stream)
-        """Tick at which each request arrives; -1 where that is not known yet."""
+        """Tick at which each request arrives; -1 if that is not known yet."""
         if stream.arrival_s is not None:
             if len(stream) and float(stream.arrival_s[-1]) > LONGEST_S:
                 raise UsageError(
@@ -60,7 +61,7 @@ class RequestSource:
             self.arrival = _compact(np.rint(stream.arrival_s * TICKS_PER_SECOND))
 
     def begin(self) -> None:
-        """Announce the first request; in a closed loop, one of each user."""
+        """Announce the first request; in a closed loop, the first request of each user."""
         if not self._open:
             for _ in range(min(self._users, len(self.arrival))):
                 self._send_next(0)
@@ -69,15 +70,16 @@ class RequestSource:
 
     @property
     def follows(self) -> bool:
-        """Whether it is to hear of answers, for others follow them."""
+        """True if the source must be informed of answers, because later requests depend on them."""
         return not self._open
 
     def arrive(self, number: int) -> Request:
-        """The request that arrives now; announces the one after it."""
+        """Return the request that arrives now, and announce the next one."""
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
-        if self._plain:  # else `made`
+        # Requests without blocks, predictions and deadlines have no further fields to fill, so `made` is not called.
+        if self._plain:
             output = self._output[number]
             return Request(
                 number, self._prompt[number], output, self._priority[number], max_tokens=max(output, self._max_tokens)
@@ -85,7 +87,7 @@ class RequestSource:
         return self.made(number)
 
     def made(self, number: int) -> Request:
-        """A request as an engine sees it."""
+        """Return a request as an engine sees it."""
         request = Request(number, self._prompt[number], self._output[number], self._priority[number])
         request.max_tokens = self._allowed(number)
         if self._blocks is not None:
@@ -97,38 +99,38 @@ class RequestSource:
         return request
 
     def answered(self, now: int, number: int = -1) -> None:
-        """A request is answered: in a closed loop its user begins to think, whichever it was."""
+        """Record an answer: in a closed loop the user begins to think, whichever request it was."""
         if not self._open:
             self._send_next(now + self._think)
 
     def gave_up(self, number: int) -> bool:
-        """Whether a request was aborted before any core had it: nobody aborts any here."""
+        """True if a request was aborted before any core had it; never here, because no request is aborted."""
         return False
 
     def refused(self, now: int, number: int) -> None:
-        """No core takes a request: its user goes on as with an answer."""
+        """Record that no core accepts a request: its user continues as after an answer."""
         self.answered(now, number)
 
     def stopped(self) -> dict[int, int]:
-        """Tokens that were delivered of each request that was aborted: nobody aborts any here."""
+        """Return the number of tokens delivered of each aborted request; empty here, because no request is aborted."""
         return {}
 
     def tokens_of(self, number: int) -> int:
-        """Prompt and answer together."""
+        """Return prompt and output tokens of a request."""
         return self._prompt[number] + self._output[number]
 
     def _allowed(self, number: int) -> int:
-        """Output tokens that the client of a request allows: its output unless the load states more."""
+        """Return the output tokens that the client of a request allows: its output unless the load states more."""
         return max(self._output[number], self._max_tokens)
 
     def prompt_only(self, request: Request) -> Request:
-        """What a prefill instance is asked for: all that is known of the request, and one token more."""
+        """Return the request for a prefill instance: all known tokens, and one token to generate."""
         prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
         prompt.blocks, prompt.deadline = request.blocks, request.deadline
         return prompt
 
     def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
-        """What a decode instance is asked for when the prompt is done; None when the answer is complete with it.
+        """Return the request for a decode instance when the prompt is done; None if the answer is complete already.
 
         With `resampled` the token that came with the prompt is left to the decode instance.
         """
@@ -147,7 +149,7 @@ class RequestSource:
         )
 
     def resubmitted(self, request: Request) -> Request:
-        """A request to be computed anew; the tokens that were delivered stay delivered."""
+        """Return a request to be recomputed; delivered tokens stay delivered."""
         number = request.id
         emitted = request.known_tokens - self._prompt[number]
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)

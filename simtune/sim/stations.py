@@ -1,8 +1,8 @@
-"""Service stages ahead of the engines, or beside them, as processes and resources of simpy.
+"""Service stages before or beside the engines, simulated as processes and resources of simpy.
 
-Stages feed forward: what comes after them does not act upon them. So all requests go through them in one pass, before
-the world begins, at one to three events for each part of a request, and the world's own loop knows nothing of them.
-Parts of equal requests come first come, first served to each server.
+Stages feed forward: nothing after them acts upon them. So all requests pass them in one go, before the world begins,
+at one to three events for each part of a request, and the world's own loop does not depend on them.
+Each server takes parts first come, first served.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class Passed(NamedTuple):
-    """What stages leave to the world."""
+    """Requests after the stages, and times that their outcome must account for."""
 
     stream: RequestStream
-    """The requests in the order in which they come out of the stages before, at those times."""
+    """The requests in the order and at the times at which they leave the stages before the engines."""
     arrival_s: Array | None = None
-    """When each of them had come to the first stage; None where there is none."""
+    """Arrival of each request at the first stage, in seconds; None without stages."""
     beside_s: Array | None = None
-    """When the stages beside are done with each."""
+    """Seconds at which the stages beside the engines are done with each request."""
 
     def written(self, outcome: Outcome) -> Outcome:
-        """An outcome that counts from the first stage, and lets nothing come out before the stages beside are done."""
+        """Return the outcome counted from the first stage; nothing is delivered before the stages beside are done."""
         if self.arrival_s is None or self.beside_s is None:
             return outcome
         outcome.arrival = np.where(outcome.arrival >= 0, _ticks(self.arrival_s), outcome.arrival)
@@ -51,14 +51,16 @@ class Passed(NamedTuple):
 
 
 def passed(plan: Plan, stream: RequestStream) -> Passed:
-    """Let all requests through the stages of a plan; without any they come as they are.
+    """Pass all requests through the stages of a plan; return them unchanged if there are none.
 
     Raises UsageError for requests whose arrival waits for answers: a closed loop, or families.
     """
     if not plan.stages:
         return Passed(stream)
     if stream.arrival_s is None or stream.graph is not None:
-        raise UsageError(f"plan {plan.name} has stages, through which requests come at known times: use open arrivals")
+        raise UsageError(
+            f"plan {plan.name}: stages need arrival times known in advance; use open arrivals without a graph"
+        )
     ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens)
     slowest = max(plan.stages, key=lambda stage: ends[stage.name].max(initial=0.0))
     last = ends[slowest.name].max(initial=0.0)
@@ -70,14 +72,15 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
     before = [ends[stage.name] for stage in plan.stages if stage.place == "before"]
     beside = [ends[stage.name] for stage in plan.stages if stage.place == "beside"]
     ready: Array = np.maximum.reduce([stream.arrival_s, *before])
-    done: Array = np.maximum.reduce([np.zeros(len(stream)), *beside])
+    beside_done: Array = np.maximum.reduce([np.zeros(len(stream)), *beside])
     order = np.argsort(ready, kind="stable")
-    return Passed(_reordered(stream, order, ready), stream.arrival_s[order], done[order])
+    return Passed(_reordered(stream, order, ready), stream.arrival_s[order], beside_done[order])
 
 
 def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dict[str, Array]:
-    """When each request leaves each stage, in seconds."""
-    import simpy  # a tenth of a second, for plans with stages alone
+    """Return the seconds at which each request leaves each stage."""
+    # Importing simpy takes a tenth of a second, so only plans with stages do.
+    import simpy
 
     env = simpy.Environment()
     servers = {stage.name: simpy.Resource(env, capacity=stage.instances) for stage in stages}
@@ -95,12 +98,12 @@ def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dic
         for number, (at, tokens) in enumerate(zip(arrival_s.tolist(), prompt_tokens.tolist(), strict=True)):
             if at > env.now:
                 yield env.timeout(at - env.now)
-            done: dict[str, list[simpy.Event]] = {}
+            part_events: dict[str, list[simpy.Event]] = {}
             for stage in stages:
-                done[stage.name] = [env.event() for _ in range(stage.parts)]
+                part_events[stage.name] = [env.event() for _ in range(stage.parts)]
                 seconds = (stage.seconds + stage.seconds_per_token * tokens) / stage.parts
-                for p, event in enumerate(done[stage.name]):
-                    env.process(part(number, stage, list(_given(stage, done, p)), event, seconds))
+                for p, event in enumerate(part_events[stage.name]):
+                    env.process(part(number, stage, list(_given(stage, part_events, p)), event, seconds))
 
     env.process(arrivals())
     env.run()
@@ -108,13 +111,13 @@ def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dic
 
 
 def _given(stage: Stage, done: Mapping[str, Sequence[simpy.Event]], part: int) -> Iterator[simpy.Event]:
-    """What a part of a stage waits for: the same part of those it goes on with."""
+    """Yield the events that a part of a stage waits for: the same part of the stages before it."""
     for name in stage.after:
         yield done[name][part]
 
 
 def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestStream:
-    """The same requests in another order, at other times."""
+    """Return the same requests in another order, at other times."""
     if (order[:-1] < order[1:]).all():
         return replace(stream, arrival_s=arrival_s)
     blocks = None if stream.hash_ids is None else tuple(stream.hash_ids[i] for i in order.tolist())

@@ -1,6 +1,6 @@
-"""How long a step and its repetitions take, by cost models of each kind.
+"""Times of a step and its repetitions, by cost models of each kind.
 
-A step may be repeated as often as the scheduler says that nothing can change and the cost model says that its time is
+A step may be repeated for as long as the scheduler reports that nothing can change and the cost model that its time is
 known: then all repetitions are one jump.
 """
 
@@ -21,18 +21,18 @@ Chunks = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class JumpTime:
-    """Ticks of the repetitions of a step: an arithmetic progression, or listed."""
+    """Ticks of the repetitions of a step: an arithmetic progression, or a list."""
 
     first: int = 0
-    """Of the first repetition."""
+    """Ticks of the first repetition."""
     slope: int = 0
-    """How much longer each further one takes."""
+    """Ticks by which each further repetition is longer."""
     repetitions: int = 0
     ends: Sequence[int] | None = None
-    """After how many ticks each repetition ends, where they follow no rule."""
+    """Ticks after which each repetition ends; None if they follow `first` and `slope`."""
 
     def take(self, ticks: int) -> None:
-        """One step of so many ticks, not repeated."""
+        """Set the time of one step of `ticks` ticks that is not repeated."""
         self.first, self.slope, self.repetitions, self.ends = ticks, 0, 1, None
 
     @property
@@ -44,13 +44,13 @@ class JumpTime:
         return n * self.first + self.slope * (n * (n - 1) // 2)
 
     def elapsed(self, repetitions: int) -> int:
-        """Ticks of the first `repetitions` repetitions."""
+        """Return the ticks of the first `repetitions` repetitions."""
         if self.ends is not None:
             return self.ends[repetitions - 1] if repetitions else 0
         return repetitions * self.first + self.slope * (repetitions * (repetitions - 1) // 2)
 
     def reaching(self, ticks: int) -> tuple[int, int]:
-        """(n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
+        """Return (n, ticks of n repetitions) for the smallest n, at least 1, that take `ticks` or longer.
 
         Solves first*n + slope*n(n-1)/2 = ticks for n in floating point, exact or a little too small once it is cut to
         a whole number, which is stepped up.
@@ -67,7 +67,7 @@ class JumpTime:
         return n, elapsed
 
     def over_after(self, ticks: int) -> int:
-        """How many repetitions are over after `ticks`."""
+        """Return the number of repetitions that are over after `ticks`."""
         if self.ends is not None:
             return bisect_right(self.ends, ticks)
         n, elapsed = self.reaching(ticks)
@@ -75,49 +75,49 @@ class JumpTime:
 
 
 class StepTimer(ABC):
-    """Asks a cost model for the time of steps."""
+    """Computes the time of steps with a cost model."""
 
     affine: Callable[[int, int], tuple[int, int, int]] | None = None
-    """`StepCosts.decode`, where it is all that a step without chunks takes."""
+    """The function `StepCosts.decode`, if it gives the whole time of a step without chunks."""
     asks_longest = False
-    """Whether steps must say how long their longest context is."""
+    """True if steps must state their longest context."""
 
     @abstractmethod
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
-        """Ticks of a step with prefill chunks, of which `completing` get to the end of their prompt."""
+        """Return the ticks of a step with prefill chunks, of which `completing` reach the end of their prompt."""
 
     def of_part(self, step: Step, ticks: int) -> int:
-        """Ticks of one part of a step that takes so many as a whole: all parts together take as long, but for those who
-        decode in each of them."""
+        """Return the ticks of one part of a step that takes `ticks` as a whole: all parts together take as long, plus
+        the time of requests that decode in each part."""
         i, n = step.part
         alone = self.mixed(step, (), 0) if step.decodes_whole and step.num_decodes else 0
-        rest = max(ticks - alone, 0)
-        return alone + rest // n + (i < rest % n)
+        shared_ticks = max(ticks - alone, 0)
+        return alone + shared_ticks // n + (i < shared_ticks % n)
 
     @abstractmethod
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
-        """Write down the time of a step without chunks, repeated at most `most` times."""
+        """Set the time of a step without chunks that is repeated at most `most` times."""
 
 
 class PlainTimer(StepTimer):
-    """Every decode computes one token."""
+    """Timer of steps in which every decode computes one token."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self.affine = costs.decode
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
-        """One sample for each decode, and for each prompt that is complete."""
+        """Return the ticks of the step, with one sample for each decode and for each complete prompt."""
         return self._costs.mixed(step.num_decodes, step.context_tokens, chunks, step.num_decodes + completing)
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
-        """The repetitions for which the costs promise a straight line."""
+        """Set the time of the repetitions for which the costs are linear."""
         time.first, time.slope, span = self._costs.decode(step.num_decodes, step.context_tokens)
         time.repetitions = most if most < span else span
 
 
 class ImbalanceTimer(PlainTimer):
-    """The same, and steps take longer the further the longest context is above the mean."""
+    """Timer of plain steps that take longer the further the longest context is above the mean."""
 
     asks_longest = True
 
@@ -127,30 +127,31 @@ class ImbalanceTimer(PlainTimer):
         self._imbalance = costs.imbalance
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
-        """What the load imbalance adds comes on top."""
+        """Return the ticks of the step, with those that load imbalance adds."""
         ticks = super().mixed(step, chunks, completing)
         return ticks + self._imbalance(step.num_decodes, step.context_tokens, step.longest_context, True)
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
-        """It adds the same to every repetition of a jump."""
+        """Set the time of the repetitions; load imbalance adds the same to each of them."""
         super().decode(step, most, time)
         time.first += self._imbalance(step.num_decodes, step.context_tokens, step.longest_context, False)
 
 
 class DraftTimer(StepTimer):
-    """Every decode verifies its drafts; contexts grow as they are accepted, so the ends of a jump are listed."""
+    """Timer of steps in which every decode verifies drafts; contexts grow as drafts are accepted, so the ends of a jump
+    are listed."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self._costs = costs
 
     def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
-        """The decodes verify their drafts beside the chunks."""
+        """Return the ticks of the step, in which decodes verify their drafts beside the chunks."""
         return self._costs.round(
             step.num_decodes, step.verify_tokens, step.draft_depth, step.context_tokens, chunks, completing
         )
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
-        """One round, or rounds whose ends are listed."""
+        """Set the time of one round, or of rounds whose ends are listed."""
         costs, decodes, depth, contexts = self._costs, step.num_decodes, step.draft_depth, step.contexts
         tokens = decodes + step.draft_tokens
         if most == 1 or contexts is None:
@@ -158,17 +159,18 @@ class DraftTimer(StepTimer):
             return
         if not step.discarded:
             ends = costs.rounds(decodes, tokens, depth, contexts)
-        else:  # those whose answer is complete are in the first repetition only
+        # Requests whose answer is complete take part in the first repetition only.
+        else:
             first = costs.round(decodes, tokens, depth, step.context_tokens)
-            rest = costs.rounds(decodes - step.discarded, tokens - step.discarded_tokens, depth, contexts[1:])
-            ends = [first, *[first + end for end in rest]]
+            later = costs.rounds(decodes - step.discarded, tokens - step.discarded_tokens, depth, contexts[1:])
+            ends = [first, *[first + end for end in later]]
         time.ends, time.first, time.repetitions = ends, ends[0], len(ends)
 
 
 def timer_for(costs: StepCosts, drafts: bool) -> StepTimer:
-    """The timer for a core with these costs, whose scheduler drafts or not.
+    """Return the timer for a core with these costs, whose scheduler drafts or not.
 
-    Raises TypeError where it drafts and the costs do not know rounds of drafts.
+    Raises TypeError if it drafts and the costs have no rounds of drafts.
     """
     if drafts:
         if not isinstance(costs, RoundCosts):

@@ -1,4 +1,4 @@
-"""How the cores of one instance share its GPUs: the stages of a pipeline, or steps taken together.
+"""Sharing of an instance's GPUs among its cores: the stages of a pipeline, or steps taken together.
 
 Only a core that is alone jumps: as soon as another one is about to schedule, its jump is cut. The virtual engines of a
 pipeline fly beside one another instead.
@@ -15,7 +15,7 @@ from simtune.sim.core import Deliver, EngineCore, Stepping
 
 
 class SharedStepping(Stepping):
-    """Of cores that cannot all step as they like."""
+    """Stepping of cores that share GPUs, so that a core cannot always step when it likes."""
 
     shared = True
 
@@ -24,28 +24,28 @@ class SharedStepping(Stepping):
         self._jumping: EngineCore | None = None
 
     def join(self, core: EngineCore) -> int:
-        """Add a core to the instance; its number there."""
+        """Add a core to the instance and return the core's number within it."""
         self.cores.append(core)
         return len(self.cores) - 1
 
 
 class Flight:
-    """A core's step and its repetitions, as they go through the stages between those of other cores."""
+    """A core's step and its repetitions as they pass through the stages, interleaved with those of other cores."""
 
     __slots__ = ("alone", "core", "ends", "last", "started", "time")
 
     def __init__(self, core: EngineCore) -> None:
         self.core, self.time = core, core.time
         self.alone: Sequence[int] | None = None
-        """The ends of the repetitions if the core were alone, where they follow no rule."""
+        """Ends of the repetitions if the core were alone; None if they follow `time.first` and `time.slope`."""
         self.started = 0
         self.last = True
-        """Whether nothing is left to launch: the last repetition is under way, or all of them as a jump."""
+        """True if nothing is left to launch: the last repetition is running, or all of them run as a jump."""
         self.ends: list[int] = []
-        """Of those that were launched, the last perhaps under way: ticks after the first began."""
+        """Ends of the launched repetitions, the last of which may be running, in ticks after the first began."""
 
     def begin(self, now: int, end: int) -> list[int]:
-        """The core's first repetition is launched, and ends at a tick; returns the list of those ends."""
+        """Launch the core's first repetition, which ends at tick `end`; return the list of ends relative to `now`."""
         self.started, self.alone, self.last = now, self.time.ends, False
         self.ends = [end - now]
         return self.ends
@@ -54,7 +54,7 @@ class Flight:
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
 
-    A step of D ticks takes D / stages in each (the first ones a tick longer where that leaves a rest); it enters a
+    A step of D ticks takes D / stages in each (the first ones a tick longer if that leaves a remainder); it enters a
     stage when it has left the one before and the stage is free.
 
     A core that is alone jumps. Cores that decode beside one another fly: while nothing else happens, their steps are
@@ -70,19 +70,19 @@ class Pipeline(SharedStepping):
         self._announced: EngineCore | None = None  # whose end the agenda knows: the first of these
 
     def join(self, core: EngineCore) -> int:
-        """Add a core to the instance; its number there."""
+        """Add a core to the instance and return the core's number within it."""
         self._flights.append(Flight(core))
         return super().join(core)
 
     def may_jump(self, core: EngineCore) -> bool:
-        """Whether no other core needs the stages, or cores may fly."""
+        """True if no other core needs the stages, or if cores may fly."""
         return not self.stepwise or self._alone(core)
 
     def _alone(self, core: EngineCore) -> bool:
-        return all(other is core or (other.step is None and not other.woken) for other in self.cores)
+        return all(member is core or (member.step is None and not member.woken) for member in self.cores)
 
     def start(self, now: int, core: EngineCore) -> None:
-        """Send the core's next step through the stages, or let it jump or fly."""
+        """Send the core's next step through the stages, or let the core jump or fly."""
         end = self._send(now, core)
         if end is None:
             return
@@ -93,13 +93,14 @@ class Pipeline(SharedStepping):
             self._announce()
 
     def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
-        """The core's step ends, and so on for all cores, as long as nothing else happens before."""
+        """End the core's step, then those of all cores in order of time, as long as nothing else happens before."""
         if self.stepwise:
             super().end(now, core, deliver)
             return
         agenda, upcoming = self._agenda, self._next
         heap = agenda.heap
-        agenda.hold(None)  # from here on the heap alone says what comes first
+        # From here on this instance's end is not held back in the agenda, so the heap alone shows what comes first.
+        agenda.hold(None)
         self._announced = None
         agenda.handled -= 1
         while upcoming:
@@ -108,12 +109,15 @@ class Pipeline(SharedStepping):
             now, number, flight = upcoming[0]
             core = flight.core
             event = now, STEP_END, number, core.version
-            if heap[0] < event:  # or the run was stopped
+            # Another event comes first, or the run was stopped: return the end to the agenda.
+            if heap[0] < event:
                 agenda.held, self._announced = event, core
                 break
             agenda.handled += 1
             heappop(upcoming)
-            if not flight.last:  # and something else happens at this instant
+            # Something else happens at this instant and may change what follows, so only the launched repetitions
+            # count.
+            if not flight.last:
                 core.time.repetitions, flight.last = len(flight.ends), True
             core.conclude(now, deliver)
             if heap[0][0] == now or (upcoming and upcoming[0][0] == now):
@@ -122,18 +126,20 @@ class Pipeline(SharedStepping):
                 heappush(upcoming, (end, number, flight))
 
     def wakes(self, now: int, core: EngineCore) -> None:
-        """Another core needs the pipeline too: from its next step on the one that jumps is not alone."""
+        """Cut the jump of the core that is jumping: from its next step on another core needs the pipeline too."""
         jumping = self._jumping
         if jumping is None or jumping is core or jumping.step is None:
             return
         self._shorten(jumping, jumping.time.reaching(now - jumping.started)[0])
         self._jumping = None
         before = jumping.time.elapsed(jumping.time.repetitions - 1)
+        # A jump does not keep the stages' times, so those of its last step are computed anew.
         self._free = [0] * len(self._free)
         self._pass_through(jumping.started + before, jumping.time.total - before)
 
     def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
-        """Let a jump or a flight end after so many repetitions, the last under way; the others go on from there."""
+        """Let a jump or a flight end after `repetitions` repetitions, the last of which is running; other cores go on
+        from there."""
         time = core.time
         if core is self._jumping:
             self._shorten(core, repetitions)
@@ -142,7 +148,7 @@ class Pipeline(SharedStepping):
             self._flights[core.virtual_engine].last = True
 
     def reset(self) -> None:
-        """Nothing is in the stages any more."""
+        """Empty the stages."""
         self._free = [0] * len(self._free)
         self._next.clear()
         for flight in self._flights:
@@ -150,9 +156,11 @@ class Pipeline(SharedStepping):
         self._jumping = self._announced = None
 
     def _send(self, now: int, core: EngineCore) -> int | None:
-        """Send the next step of a core that runs nothing through the stages; when it ends, None where there is none."""
+        """Send the next step of a core that runs nothing through the stages; return the tick of its end, None if there
+        is no step."""
         time = core.time
-        time.ends = None  # those of an earlier flight
+        # The list belongs to an earlier flight.
+        time.ends = None
         if not core.plan(now):
             return None
         end = self._pass_through(now, time.first)
@@ -162,13 +170,14 @@ class Pipeline(SharedStepping):
         if self._jumping is core:
             self._jumping = None
         if time.repetitions == 1:
-            time.first, time.slope, time.ends = end - now, 0, None  # what it waited for the others included
+            # The step's time includes its waits for the steps of other cores.
+            time.first, time.slope, time.ends = end - now, 0, None
         else:
             time.ends = self._flights[core.virtual_engine].begin(now, end)
         return end
 
     def _fly(self, horizon: int) -> None:
-        """Launch repetitions in order of time that begin before the horizon, and before any core has none left.
+        """Launch repetitions in order of time, as long as they begin before the horizon and every core has one left.
 
         `_pass_through` is inlined for speed.
         """
@@ -179,22 +188,22 @@ class Pipeline(SharedStepping):
         now, number, flight = upcoming[0]
         while now < horizon:
             ends, time, alone = flight.ends, flight.time, flight.alone
-            done = len(ends)
-            ticks = time.first + done * time.slope if alone is None else alone[done] - alone[done - 1]
-            share, rest = divmod(ticks, stages)
-            end, left = now, []
+            repetition = len(ends)
+            ticks = time.first + repetition * time.slope if alone is None else alone[repetition] - alone[repetition - 1]
+            share, extra = divmod(ticks, stages)
+            end, departures = now, []
             for until in free:
                 if until > end:
                     end = until
                 end += share
-                if rest:
+                if extra:
                     end += 1
-                    rest -= 1
-                left.append(end)
-            free = left
+                    extra -= 1
+                departures.append(end)
+            free = departures
             ends.append(end - flight.started)
             heapreplace(upcoming, (end, number, flight))
-            if done + 1 == time.repetitions:
+            if repetition + 1 == time.repetitions:
                 flight.last = True
                 if end < horizon:
                     horizon = end
@@ -202,7 +211,7 @@ class Pipeline(SharedStepping):
         self._free = free
 
     def _announce(self) -> None:
-        """Let the agenda know of the first end, and of no other."""
+        """Announce the first end to the agenda, and no other."""
         end, _, flight = self._next[0]
         if self._announced is not flight.core:
             if self._announced is not None:
@@ -211,31 +220,31 @@ class Pipeline(SharedStepping):
             flight.core.launch(end)
 
     def _shorten(self, core: EngineCore, repetitions: int) -> None:
-        """Let the jump of the only core that runs end after so many repetitions."""
+        """Let the jump of the only core that runs end after `repetitions` repetitions."""
         core.shorten(repetitions)
         if self._next:
             self._next[0] = core.started + core.time.total, core.number, self._flights[core.virtual_engine]
 
     def _pass_through(self, now: int, ticks: int) -> int:
-        """Send a step of `ticks` through; the tick at which it leaves the last stage."""
-        share, rest = divmod(ticks, len(self._free))
-        left = []
+        """Send a step of `ticks` ticks through the stages; return the tick at which it leaves the last one."""
+        share, extra = divmod(ticks, len(self._free))
+        departures = []
         for until in self._free:
             if until > now:
                 now = until
             now += share
-            if rest:
+            if extra:
                 now += 1
-                rest -= 1
-            left.append(now)
-        self._free = left
+                extra -= 1
+            departures.append(now)
+        self._free = departures
         return now
 
 
 class DpGroup(SharedStepping):
     """Data-parallel attention over experts that all share: cores step together, each step as long as the longest.
 
-    Experts compute the tokens that all cores have in a step, where the costs know what that changes (`GroupCosts`).
+    Experts compute the tokens of all cores in a step, if the costs model the effect of that (`GroupCosts`).
     """
 
     def __init__(self) -> None:
@@ -244,19 +253,19 @@ class DpGroup(SharedStepping):
         self._under_way = 0  # how many cores run a step
 
     def join(self, core: EngineCore) -> int:
-        """Add a core to the instance; its number there."""
+        """Add a core to the instance and return the core's number within it."""
         self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
         return super().join(core)
 
     def start(self, now: int, core: EngineCore) -> None:
-        """Start all cores, unless a step of theirs is under way."""
+        """Start all cores, unless a step of the group is running."""
         if self._under_way:
             return
         planned = [member for member in self.cores if member.plan(now)]
         tokens = [_tokens(member) for member in planned]
         everybodys = sum(tokens)
-        for member, own in zip(planned, tokens, strict=True):
-            self._share_experts(member, own, everybodys)
+        for member, core_tokens in zip(planned, tokens, strict=True):
+            self._share_experts(member, core_tokens, everybodys)
         if len(planned) > 1:
             longest = max(member.time.first for member in planned)
             for member in planned:
@@ -267,7 +276,7 @@ class DpGroup(SharedStepping):
             member.launch(now + member.time.total)
 
     def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
-        """The step of a core ends; with that of the last one the next steps begin, after all else of this instant."""
+        """End the step of a core; with the last one begin the next steps, after all other events of this instant."""
         core.conclude(now, deliver)
         self._under_way -= 1
         if self._under_way:
@@ -278,29 +287,30 @@ class DpGroup(SharedStepping):
             self.start(now, core)
 
     def reset(self) -> None:
-        """No core runs a step any more."""
+        """Mark all cores as running no step."""
         self._under_way = 0
 
     def wakes(self, now: int, core: EngineCore) -> None:
-        """The core that jumps is to wait for this one from its next step on."""
+        """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
         if self._jumping is not None and self._jumping.step is not None:
             time = self._jumping.time
             self._jumping.shorten(time.reaching(now - self._jumping.started)[0])
 
     def _share_experts(self, core: EngineCore, tokens: int, everybodys: int) -> None:
-        """Correct the planned step of a core, of so many tokens, for those that all of them have in theirs."""
+        """Correct the planned step of a core with `tokens` tokens for the tokens that all cores have in theirs."""
         step, time, costs = core.step, core.time, self._costs[core.virtual_engine]
         if costs is None or step is None or step.part != (0, 1):
             return
         shape = (tokens, step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
         first, second = (costs.together(ticks, *shape) for ticks in (time.first, time.first + time.slope))
-        if second - first != time.slope:  # the first step waits for the host, and later ones will not
+        # The first step waits for the host and later ones will not, so it is not repeated.
+        if second - first != time.slope:
             time.repetitions = 1
         time.first = first
 
 
 def _tokens(core: EngineCore) -> int:
-    """Tokens of the planned step."""
+    """Return the tokens of the planned step."""
     step = core.step
     assert step is not None
     return step.verify_tokens + (sum(chunk.tokens for chunk in step.chunks) if step.chunks else 0)

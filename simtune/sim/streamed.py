@@ -1,7 +1,7 @@
-"""Simulations of any number of requests in memory that does not grow with them.
+"""Simulation of any number of requests in memory that does not grow with their number.
 
-Requests are drawn a chunk at a time, and forgotten as soon as they are answered: what is summed up of them are counts
-and sketches (`simtune.results.sketch`). Requests in the system at once are kept, so a saturated system still grows.
+Requests are drawn a chunk at a time, and forgotten as soon as they are answered: only counts and sketches of them are
+kept (`simtune.results.sketch`). Requests in the system at once are kept, so the memory of a saturated system grows.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
 from simtune.workload.requests import RequestStream, Span, draw, unit_arrivals
 
 CHUNK = 1 << 15
-"""Requests that are drawn at once."""
+"""Requests that are drawn in one go."""
 FOLD = 1 << 12
-"""Requests that are answered and not summed up yet, at most."""
+"""Most requests that are answered but not yet summed up."""
 AT_ONCE = 1 << 20
-"""Times between tokens that are counted at once."""
+"""Times between tokens that are counted in one go."""
 
 
 class StreamedLoad:
-    """The requests of a workload, drawn as they are needed: the same as `build_stream` draws."""
+    """The requests of a workload, drawn as they are needed; identical to those of `build_stream`."""
 
     def __init__(
         self, workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None
     ) -> None:
-        """Draws all of them once, to know their rate and the longest. Raises UsageError for what cannot be drawn so."""
+        """Draw all requests once to find their rate and the longest one. Raise UsageError for workloads that cannot be
+        drawn a few at a time."""
         if workload.sessions is not None:
             raise UsageError(
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
@@ -80,18 +81,21 @@ class StreamedLoad:
             self._at_rate(rate_rps, last)
 
     def _at_rate(self, rate_rps: float, last_s: float) -> None:
-        self.head.at_rate(rate_rps)  # says what is wrong with a rate, or with a load that has none
+        # Raises UsageError if the rate is invalid or the load has none.
+        self.head.at_rate(rate_rps)
         assert self.offered_rate_rps is not None
         self._stretch = self.offered_rate_rps / rate_rps
         if last_s * self._stretch > LONGEST_S:
-            raise UsageError(f"rate {rate_rps:g}: the last of {len(self):,} requests comes too late; ask for fewer")
+            raise UsageError(
+                f"rate {rate_rps:g}: the last of {len(self):,} requests comes too late; reduce the number of requests"
+            )
         self.offered_rate_rps = rate_rps
 
     def __len__(self) -> int:
         return self._requests
 
     def chunks(self) -> Iterator[RequestStream]:
-        """All requests in order, a chunk at a time."""
+        """Yield all requests in order, a chunk at a time."""
         arrivals, unit = self.workload.arrivals, 0.0
         for first in range(0, self._requests, CHUNK):
             span = Span(first, min(first + CHUNK, self._requests), unit)
@@ -102,7 +106,7 @@ class StreamedLoad:
 
     @property
     def extremes(self) -> RequestStream:
-        """The shortest and the longest request: what a plan has to be made for."""
+        """The shortest and the longest request: the range that a plan must support."""
         prompt, output = np.array([self.shortest, self.longest], dtype=np.int64).T
         none = np.zeros(2, dtype=np.int64)
         return RequestStream(None, prompt, output, none, none, self.head.class_names, self.head.slos)
@@ -113,7 +117,7 @@ def _row(stream: RequestStream, row: int) -> tuple[int, int]:
 
 
 class _Live(dict[int, int]):
-    """A column with entries for those requests only that are in the system; any other has the default."""
+    """A column with entries only for requests that are in the system; all others have the default."""
 
     def __init__(self, default: int) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ class _Live(dict[int, int]):
 
 
 class _Finish(_Live):
-    """Says, too, when enough requests have finished."""
+    """Column of finish times that also starts a `fold` when enough requests have finished."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
         super().__init__(-1)
@@ -138,7 +142,7 @@ class _Finish(_Live):
 
 
 class _Arrivals(_Live):
-    """What every `stride`-th arrival finds in the system."""
+    """Number of requests that every `stride`-th arrival finds in the system."""
 
     def __init__(self, recorder: StreamRecorder, requests: int) -> None:
         super().__init__(0)
@@ -154,7 +158,7 @@ class _Arrivals(_Live):
 
 
 class StreamedSource(RequestSource):
-    """Lets requests arrive as they are drawn, and knows those only that are in the system."""
+    """Source of requests that draws them on arrival and keeps only those that are in the system."""
 
     def __init__(self, load: StreamedLoad, agenda: Agenda) -> None:
         super().__init__(next(load.chunks()), agenda)
@@ -166,7 +170,7 @@ class StreamedSource(RequestSource):
         self._ahead = next(self._rows)
 
     def begin(self) -> None:
-        """Announce the first request; in a closed loop, one of each user."""
+        """Announce the first request; in a closed loop, the first request of each user."""
         if self._open:
             self._announce(0)
         else:
@@ -178,7 +182,7 @@ class StreamedSource(RequestSource):
         self._agenda.post((self._ahead[0], ARRIVAL, number, 0))
 
     def arrive(self, number: int) -> Request:
-        """The request that arrives now; announces the one after it."""
+        """Return the request that arrives now, and announce the next one."""
         _, self._prompt[number], self._output[number], self._priority[number], kind, blocks = self._ahead
         if kind:
             self._class[number] = kind
@@ -193,7 +197,7 @@ class StreamedSource(RequestSource):
         return request
 
     def forget(self, number: int) -> tuple[int, int, int, int]:
-        """Arrival, prompt tokens, output tokens and class of a request that is over."""
+        """Remove a request that is over; return its arrival, prompt tokens, output tokens and class."""
         arrivals, prompts, outputs, classes, priorities = self.live
         priorities.pop(number, 0)
         return arrivals.pop(number, -1), prompts.pop(number, 0), outputs.pop(number, 0), classes.pop(number, 0)
@@ -207,7 +211,7 @@ class StreamedSource(RequestSource):
 
 
 def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...] | None]]:
-    """Arrival, prompt tokens, output tokens, priority, class and blocks of every request."""
+    """Yield arrival, prompt tokens, output tokens, priority, class and blocks of every request."""
     for chunk in load.chunks():
         n = len(chunk)
         arrival = np.zeros(n) if chunk.arrival_s is None else np.rint(chunk.arrival_s * TICKS_PER_SECOND)
@@ -224,7 +228,7 @@ def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[i
 
 @dataclass
 class Totals:
-    """What requests that are over come to."""
+    """Totals over the requests that are over."""
 
     completed: int = 0
     good: int = 0
@@ -235,14 +239,14 @@ class Totals:
     first_arrival: int | None = None
     last_finish: int = 0
     answered: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """By each core."""
+    """Requests answered by each core."""
     latencies: dict[str, Sketch] = field(default_factory=lambda: {metric: Sketch() for metric in (*METRICS, "itl")})
     by_class: dict[tuple[int, str], Sketch] = field(default_factory=dict)
-    """Metrics of classes that have an objective of their own."""
+    """Metrics of classes that have an SLO of their own."""
 
 
 class StreamRecorder(Recorder):
-    """Sums requests up as they finish, and forgets them."""
+    """Recorder that sums requests up as they finish, and then forgets them."""
 
     def __init__(self, load: StreamedLoad, slo: Slo, cores: int) -> None:
         super().__init__(0)
@@ -257,7 +261,7 @@ class StreamRecorder(Recorder):
         self._objectives = objectives(load.head, slo)
 
     def refuse(self, number: int) -> None:
-        """No instance takes this request."""
+        """Record that no instance accepts this request."""
         super().refuse(number)
         self._forget(number)
 
@@ -278,27 +282,28 @@ class StreamRecorder(Recorder):
             rows
         )
         done_at = np.where(prefilled >= 0, prefilled, first)
-        t, done = self.totals, finish >= 0
-        t.completed += int(done.sum())
-        t.prompt_tokens += int(prompt[done].sum())
-        t.output_tokens += int(output[done].sum())
+        t, finished = self.totals, finish >= 0
+        t.completed += int(finished.sum())
+        t.prompt_tokens += int(prompt[finished].sum())
+        t.output_tokens += int(output[finished].sum())
         t.preemptions += int(preemptions.sum())
         t.resent += int(resent.sum())
         t.last_finish = max(t.last_finish, int(finish.max()))
-        t.answered += np.bincount(core[done], minlength=len(t.answered))
+        t.answered += np.bincount(core[finished], minlength=len(t.answered))
         latencies = _latencies(arrival, scheduled, first, done_at, transferred, finish, output)
         for metric, values in latencies.items():
             t.latencies[metric].add(values[np.isfinite(values)])
-        good = done
+        good = finished
         for index, _, slo in self._objectives:
-            its = np.ones(len(kind), dtype=bool) if index is None else kind == index
+            of_class = np.ones(len(kind), dtype=bool) if index is None else kind == index
             for name in ("ttft", "tpot", "e2el"):
                 limits = [limit for m, _, limit in slo.limits() if m == name]
+                # A single request is held to the widest limit of each metric, as in `Result.good`.
                 if limits:
-                    good = good & ~(its & (latencies[name] > max(limits) * TICKS_PER_SECOND))
+                    good = good & ~(of_class & (latencies[name] > max(limits) * TICKS_PER_SECOND))
                 if limits and index is not None:
                     sketch = t.by_class.setdefault((index, name), Sketch())
-                    sketch.add(latencies[name][its & np.isfinite(latencies[name])])
+                    sketch.add(latencies[name][of_class & np.isfinite(latencies[name])])
         t.good += int(good.sum())
 
     def outcome(
@@ -310,7 +315,7 @@ class StreamRecorder(Recorder):
         cores: list[EngineCoreUse],
         stopped: Mapping[int, int] | None = None,
     ) -> Outcome:
-        """What was written down of the run as a whole, once those too are summed up that are still in the system."""
+        """Return the record of the run as a whole, after summing up the requests that are still in the system."""
         self.pack()
         self.fold(sorted({*self.finish, *self.first_token, *arrival}))
         none = np.zeros(0, dtype=np.int64)
@@ -338,7 +343,7 @@ class StreamRecorder(Recorder):
         )
 
     def note_listed(self, ends: Sequence[int], decodes: int) -> None:
-        """Count the intervals of a jump whose steps end after so many ticks each."""
+        """Count the intervals of a jump whose steps end `ends` ticks after its start."""
         at = np.array([0, *ends], dtype=np.int64)
         values: Ints = at[1:] - at[:-1]
         self.totals.latencies["itl"].add(values, np.full(len(values), decodes, dtype=np.int64))
@@ -349,6 +354,8 @@ class StreamRecorder(Recorder):
             return
         first, slope, steps, decodes = np.fromiter(chain.from_iterable(self.rows), dtype=np.int64).reshape(-1, 4).T
         self.rows.clear()
+        # Steps of equal length need one count; rising ones need one value per step, so they are expanded below in
+        # portions.
         even = (slope == 0) | (steps == 1)
         itl = self.totals.latencies["itl"]
         some = even & (decodes > 0)
@@ -363,7 +370,7 @@ class StreamRecorder(Recorder):
 def _latencies(
     arrival: Ints, scheduled: Ints, first: Ints, prompt_done: Ints, transferred: Ints, finish: Ints, output: Ints
 ) -> dict[str, Array]:
-    """Of every request in ticks, NaN where something never came."""
+    """Return every latency of every request in ticks; NaN if an event that it needs never came."""
 
     def known(ticks: Ints) -> Array:
         return np.where(ticks < 0, np.nan, ticks.astype(np.float64))
@@ -378,7 +385,7 @@ def _latencies(
 
 
 class StreamedWorld(World):
-    """A deployment under a load of which it keeps what is under way."""
+    """A deployment under a load of which only the requests in the system are kept."""
 
     def __init__(self, load: StreamedLoad, slo: Slo, **wiring: Any) -> None:
         self._load, self._slo = load, slo
@@ -393,22 +400,22 @@ class StreamedWorld(World):
 
 @dataclass(frozen=True)
 class StreamedResult:
-    """What a streamed simulation says."""
+    """Result of a streamed simulation."""
 
     load: StreamedLoad
     outcome: Outcome
-    """Without columns."""
+    """Outcome of the run, with empty columns."""
     totals: Totals
     at_arrivals: tuple[Ints, Ints]
     """Requests in the system, and requests waiting, as every `simtune.results.steady.stride`-th arrival found them."""
     num_gpus: int
     slo: Slo
     power: Power | None = None
-    """Of its instances, where their hardware profiles say."""
+    """Power of the instances; None if their hardware profiles do not state it."""
 
     @property
     def as_result(self) -> Result:
-        """Of the engine cores alone: a result without requests."""
+        """Result of the engine cores alone, without requests."""
         return Result(self.load.head, self.outcome, self.num_gpus, self.slo, self.load.offered_rate_rps)
 
     @property
@@ -418,7 +425,7 @@ class StreamedResult:
 
     @cached_property
     def steadiness(self) -> Steadiness | None:
-        """Whether the load is kept up with, as `Result.steadiness` has it."""
+        """Verdict on whether the deployment keeps up with the load, as in `Result.steadiness`."""
         if self.unserved:
             return "saturated"
         if self.load.offered_rate_rps is None or self.load.workload.batch:
@@ -427,12 +434,12 @@ class StreamedResult:
 
     @property
     def saturated(self) -> bool:
-        """True if requests pile up for certain."""
+        """True if requests certainly pile up."""
         return self.steadiness == "saturated"
 
     @property
     def lifetimes(self) -> float | None:
-        """As `Result.lifetimes` has it."""
+        """Mean lifetimes of a request that the run spans, as in `Result.lifetimes`."""
         offered, mean = self.load.offered_rate_rps, self.totals.latencies["e2el"].mean_s
         return (
             None if offered is None or not mean or self.load.workload.batch else (len(self.load) - 1) / offered / mean
@@ -440,13 +447,13 @@ class StreamedResult:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last finish; 0 when nothing finished."""
+        """Seconds from the first arrival to the last finish; 0 if nothing finished."""
         if not self.totals.completed:
             return 0.0
         return (self.totals.last_finish - (self.totals.first_arrival or 0)) / TICKS_PER_SECOND
 
     def summary(self) -> SimulationSummary:
-        """What it comes to in numbers; percentiles are within `simtune.results.sketch.ERROR`."""
+        """Return the statistics of the run; percentiles are within `simtune.results.sketch.ERROR`."""
         t, duration = self.totals, self.duration_s
         attainment = t.good / t.completed if t.completed else None
         offered = self.load.offered_rate_rps
@@ -461,8 +468,8 @@ class StreamedResult:
         drafted = Tally(*(sum(column) for column in zip(*(c.drafting for c in self.outcome.cores), strict=True)))
         if drafted.rounds:
             further["speculation"] = verifications(drafted)
-        used = instances(self.outcome.cores, t.answered.tolist(), duration)
-        further |= self.outcome.controlled | energy_of(self.power, used, duration, t.output_tokens, 1.0)
+        core_use = instances(self.outcome.cores, t.answered.tolist(), duration)
+        further |= self.outcome.controlled | energy_of(self.power, core_use, duration, t.output_tokens, 1.0)
         return SimulationSummary(
             requests=len(self.load),
             completed=t.completed,
@@ -489,13 +496,13 @@ class StreamedResult:
             warm_up_requests=None,
             resent=t.resent,
             transferred_bytes=self.outcome.transferred_bytes,
-            instances=used,
+            instances=core_use,
             slo=tuple(self._limits()),
             **further,
         )
 
     def _too_few_for(self) -> tuple[str, ...]:
-        """As `Result.too_few_for` has it."""
+        """Return the statistics that too few requests support, as in `Result.too_few_for`."""
         short = {p: 0 for p in PERCENTILES if self.totals.completed < needed_for(p)}
         for index, name, slo in objectives(self.load.head, self.slo):
             for metric, statistic, _ in slo.limits():
@@ -505,19 +512,20 @@ class StreamedResult:
         return tuple(short)
 
     def _itl(self) -> Distribution:
-        """As `simtune.results.summing.between_tokens` has it."""
+        """Return the distribution of times between tokens, as `simtune.results.summing.between_tokens` does."""
         itl = self.totals.latencies["itl"]
-        own = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
-        return itl.distribution().model_copy(update={"std": None, "min": None, **own})
+        percentiles = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
+        return itl.distribution().model_copy(update={"std": None, "min": None, **percentiles})
 
     def _limits(self) -> Iterator[SloLimit]:
         for index, name, slo in objectives(self.load.head, self.slo):
             for metric, statistic, limit in slo.limits():
                 if metric == "family":
-                    continue  # streamed loads have no request graph
+                    # Streamed loads have no request graph.
+                    continue
                 metric_: Metric = metric
-                its = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
-                value = its.statistic_s(statistic) if its.count and not self.saturated else None
+                sketch = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
+                value = sketch.statistic_s(statistic) if sketch.count and not self.saturated else None
                 yield SloLimit(
                     request_class=name, metric=metric, statistic=statistic, limit_s=limit, value_s=value,
                     met=value is not None and value <= limit,
@@ -527,17 +535,17 @@ class StreamedResult:
 def simulate_streamed(
     deployment: Deployment, load: StreamedLoad, slo: Slo | None = None, *, seed: int = 0, watch: Watch | None = None
 ) -> StreamedResult:
-    """Run a load through a deployment and keep of it only what is under way. `watch` is told now and then how far
-    it is.
+    """Run a load through a deployment and keep only the requests that are in the system. `watch` is called at
+    intervals with the progress.
 
-    Raises UsageError where a part of the plan would have to know all requests before: drafts, policies that go by
-    predicted lengths or deadlines, routers that go by conversations.
+    Raises UsageError if a part of the plan needs all requests in advance: drafts, policies that go by
+    predicted lengths or deadlines, routers that use conversations.
     """
     plan, slo = deployment.plan, slo or Slo()
     drafting = [pool.spec.name for pool in deployment.pools if pool.spec.speculation is not None]
     if drafting:
-        raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, whose luck is drawn for all requests at once; "
-                         "leave --stream out")  # fmt: skip
+        raise UsageError(f"plan {plan.name}: pool {drafting[0]} drafts, and acceptance is drawn for all requests "
+                         "at once; leave --stream out")  # fmt: skip
     if plan.stages:
         raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
     brought = plan_parts.brought(plan, [pool.costs for pool in deployment.pools])
@@ -546,7 +554,7 @@ def simulate_streamed(
         routers = [router for router in (wiring.router, wiring.decode_router) if router is not None]
         by_session = any("session" in router.needs for router in routers)
         if wiring.predicted_tokens is not None or wiring.deadlines is not None or by_session:
-            raise UsageError(f"plan {plan.name}: its policy or router goes by what is known of all requests before; "
+            raise UsageError(f"plan {plan.name}: its policy or router needs data of all requests in advance; "
                              "leave --stream out")  # fmt: skip
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,

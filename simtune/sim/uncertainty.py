@@ -1,12 +1,12 @@
-"""How far off a simulated number may be, given how far off the step times may be.
+"""Uncertainty of simulated numbers that follows from the errors of the step times.
 
 A time model errs in the same direction for all layers, steps and plans that use it, so its error is drawn once per
-operator kind and simulated world, never per call: independent errors would average out and fake certainty. World
+operator kind and simulated world, never per call: independent errors would average out and feign certainty. World
 i of a seed has the same errors for every plan, in units of their spread, so that plans can be compared world by world.
-The spread of a kind is that of the shapes which the plan's own steps ask for, weighted by their time
+The spread of a kind is that of the shapes which the plan's own steps need, weighted by their time
 (`simtune.sim.run_basis`): wider where they are outside what was measured.
 
-What this covers is the error of operator times as seen on points held back from their fits, and that of acceptance as
+This covers the error of operator times as seen on points held back from their fits, and that of acceptance as
 its estimate states it. It does not cover what the
 model leaves out: another engine release, noise of the machine, or a load that is not the one asked about.
 """
@@ -43,7 +43,7 @@ _PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, contin
 
 
 def spreads(deployment: Deployment, result: Result) -> dict[str, float]:
-    """The standard deviation of the log error of every kind in the steps of a run.
+    """Return the standard deviation of the log error of every kind in the steps of a run.
 
     Pools on different hardware share the error, of the size of the larger one. A kind that took no time has the error
     that is typical of it on this hardware.
@@ -60,21 +60,22 @@ def spreads(deployment: Deployment, result: Result) -> dict[str, float]:
 
 
 ACCEPTANCE = "acceptance"
-"""The column of `draws` that is not of an operator kind: how often drafts are kept."""
+"""Column of `draws` that belongs to no operator kind: the error of the acceptance of drafts."""
 
 
 def draws(count: int, seed: int) -> dict[str, NDArray[np.float64]]:
-    """How far off each kind of operator, and acceptance, is in each of `count` worlds, in units of its own spread.
+    """Return the error of each kind of operator, and of acceptance, in each of `count` worlds, in units of its own
+    spread.
 
-    The same for every plan, and more worlds are more of the same.
+    Errors are the same for every plan, and a larger `count` only adds worlds.
     """
     return {name: _normal(seed, i, count) for i, name in enumerate((*KINDS, ACCEPTANCE))}
 
 
 def worlds(log_sd: Mapping[str, float], count: int, seed: int) -> list[dict[str, float]]:
-    """`count` worlds: a factor on the time of every kind, lognormal with these standard deviations."""
-    drawn = draws(count, seed)
-    return [{kind: math.exp(log_sd[kind] * drawn[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
+    """Return `count` worlds: a factor on the time of every kind, lognormal with these standard deviations."""
+    errors = draws(count, seed)
+    return [{kind: math.exp(log_sd[kind] * errors[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
 
 
 def _normal(seed: int, purpose: int, count: int) -> NDArray[np.float64]:
@@ -85,7 +86,8 @@ def _normal(seed: int, purpose: int, count: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a deployment is made from, without its tables: small enough to be sent to a worker, and made anew there."""
+    """Inputs of a deployment, without its tables: small enough to be sent to a worker process, which deploys them
+    again."""
 
     plan: Plan
     model: Model
@@ -94,22 +96,22 @@ class Blueprint:
 
     @classmethod
     def of(cls, deployment: Deployment) -> Blueprint:
-        """Raises UsageError where the costs of a pool were brought from outside: what their operators take is not
-        known."""
+        """Return the inputs of a deployment. Raise UsageError if the costs of a pool come from outside: the times of
+        their operators are not known."""
         d = deployment
-        if own := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
+        if pool_names := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
             raise UsageError(
-                f"pool {own[0]}: its step costs were brought from outside, and worlds are drawn of operators; leave "
-                "--uncertainty out, or simulate by the hardware's operators"
+                f"pool {pool_names[0]}: its step costs were brought from outside, and --uncertainty perturbs the times "
+                "of operators; leave --uncertainty out, or simulate with the hardware's operators"
             )
         return cls(d.plan, d.model, d.profiles, d.drafting)
 
     def deploy(self, factors: Mapping[str, float] | None = None, acceptance_errors: float = 0.0) -> Deployment:
-        """The deployment of a world, in which the times of kinds are off by `factors`, and the acceptance of drafts by
-        so many of its standard errors."""
+        """Return the deployment of a world in which the times of kinds are off by `factors`, and the acceptance of
+        drafts by `acceptance_errors` standard errors."""
         drafting = {
-            pool: replace(one, acceptance=one.acceptance.shifted(acceptance_errors))
-            for pool, one in self.drafting.items()
+            pool: replace(loaded, acceptance=loaded.acceptance.shifted(acceptance_errors))
+            for pool, loaded in self.drafting.items()
         }
         return deploy(self.plan, self.model, self.hardware, factors=factors, drafting=drafting)
 
@@ -124,13 +126,14 @@ def uncertainty(
     jobs: Jobs = None,
     each: Callable[[int], None] | None = None,
 ) -> Uncertainty:
-    """Simulate the same requests in `count` redrawn worlds; `jobs` processes, the answer does not depend on it.
+    """Simulate the same requests in `count` redrawn worlds; `jobs` processes, on which the result does not depend.
 
-    `each` is told how many worlds are done. Where drafts are verified, how often they are kept is off too: by one
+    `each` is called with the number of worlds done. If drafts are verified, their acceptance is perturbed too: by one
     multiple of its standard errors per world.
-    Raises UsageError where the costs of a pool were brought from outside: what their operators take is not known.
+    Raises UsageError if the costs of a pool come from outside: the times of their operators are not known.
     """
     blueprint = Blueprint.of(deployment)
+    # The errors are as wide as those of the shapes in the steps of an unperturbed run.
     log_sd = spreads(deployment, deployment.simulate(stream, slo, seed=seed))
     errors = draws(count, seed)[ACCEPTANCE]
     tasks = [
@@ -169,7 +172,7 @@ class _World:
 
 
 def intervals(records: Sequence[Record]) -> dict[str, Any]:
-    """[low, high] for every `Uncertain` field that the first of the worlds has, nested as their records are."""
+    """Return [low, high] for every `Uncertain` field that the first of the worlds has, nested as their records are."""
     first = records[0]
     bounds: dict[str, Any] = {}
     for name, field in type(first).model_fields.items():
@@ -185,7 +188,7 @@ def intervals(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _nested(values: Sequence[Any]) -> Any:
-    """The intervals within records, named records or lists of records; None for anything else."""
+    """Return the intervals within records, named records or lists of records; None for anything else."""
     match values[0]:
         case Record():
             return intervals(values)
@@ -197,8 +200,10 @@ def _nested(values: Sequence[Any]) -> Any:
 
 
 def interval(values: Sequence[Any]) -> list[float | None]:
-    """The smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the largest."""
+    """Return the smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the
+    largest."""
     ordered = sorted(math.inf if v is None else float(v) for v in values)
-    cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)  # 100 x 0.05 is to be 5, not 4.999...
+    # 100 x 0.05 must give 5, not 4.999...
+    cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)
     low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
     return [None if math.isinf(v) else v for v in (low, high)]

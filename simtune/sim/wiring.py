@@ -1,4 +1,4 @@
-"""Fresh engine cores of a whole plan, with what joins them: routers, ways of KV caches, and what happens to them."""
+"""Wiring of a whole plan: fresh engine cores, routers, links for KV caches, and the events of the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ByPool = Mapping[str, Sequence[EngineCore]]
 
 @dataclass(frozen=True)
 class Wiring:
-    """All that a world is made of besides its requests. Serves one run."""
+    """All parts of a world except its requests. Serves one run."""
 
     cores: Sequence[EngineCore]
     router: Router
@@ -49,12 +49,12 @@ class Wiring:
     control: RoleController | None
     first_token: FirstToken
     predicted_tokens: Sequence[int] | None
-    """Of every request, where a policy goes by them."""
+    """Predicted output tokens of every request; None if no policy uses them."""
     deadlines: Sequence[float] | None
-    """The same."""
+    """Deadline of every request; None if no policy uses them."""
 
     def world(self, stream: RequestStream, **how: Any) -> World:
-        """Its world under a stream of requests; `how` it runs are further arguments of `World`."""
+        """Return the world under a stream of requests; `how` are further arguments of `World`."""
         return World(
             self.cores,
             stream,
@@ -79,13 +79,14 @@ def wire(
     seed: int,
     instances: int | None = None,
 ) -> Wiring:
-    """Make the cores of a plan, only those of the first `instances` instances of each pool where a number is given.
+    """Create the cores of a plan; if `instances` is given, only those of the first `instances` instances of each pool.
 
-    Raises UsageError where the plan needs what the requests do not say.
+    Raises UsageError if the plan needs data that the requests do not have.
     """
     if stream.graph is not None:
         check_graph_runs(plan)
     block_tokens = _hash_block_tokens(pools, stream)
+    # Instances that may join a pool later have cores from the beginning, which `_changes` marks as down.
     joining = _joining(plan)
     by_pool = {
         p.spec.name: p.cores(
@@ -114,12 +115,12 @@ def wire(
 
 
 def _of_roles(by_pool: ByPool, pools: Sequence[DeployedPool], *roles: Role) -> list[EngineCore]:
-    """Cores of the pools with one of these roles, in order of the pools."""
+    """Return the cores of the pools with one of these roles, in order of the pools."""
     return [core for pool in pools if pool.spec.role in roles for core in by_pool[pool.spec.name]]
 
 
 def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> int | None:
-    """The size of the blocks in which prompts say what they share, where a pool makes use of it."""
+    """Return the tokens per block of shared prompts, if a pool caches prefixes and the load names blocks; else None."""
     caching = [pool.spec for pool in pools if pool.spec.kv_cache.prefix_caching]
     if stream.hash_ids is None or not caching:
         return None
@@ -134,12 +135,12 @@ def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> 
 
 
 def _reading(pools: Sequence[DeployedPool], hint: Hint) -> list[DeployedPool]:
-    """The pools whose policy reads a field that is filled on demand."""
+    """Return the pools whose policy reads a field that is filled on demand."""
     return [pool for pool in pools if hint in POLICY.find(pool.spec.batching.policy).reads]
 
 
 def _predicted_tokens(pools: Sequence[DeployedPool], stream: RequestStream, seed: int) -> list[int] | None:
-    """What a predictor says of every request, as far off as the last pool has it that goes by it."""
+    """Return the predicted output tokens of every request, with the error of the last pool that uses predictions."""
     reading = _reading(pools, "predicted_tokens")
     if not reading:
         return None
@@ -148,13 +149,13 @@ def _predicted_tokens(pools: Sequence[DeployedPool], stream: RequestStream, seed
 
 
 def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:
-    """When each request should have its first token, in seconds: its arrival plus the tightest TTFT limit it is under.
+    """Return each request's deadline for its first token in seconds: arrival plus the tightest TTFT limit that applies.
 
-    Without one, never. In a closed loop, where nobody knows when a request will come, the limit alone.
+    Infinite without a limit. In a closed loop arrivals are not known in advance, so the deadline is the limit alone.
     """
     tightest = []
-    for own in stream.slos:
-        limits = [limit for metric, _, limit in (own or slo).limits() if metric == "ttft"]
+    for class_slo in stream.slos:
+        limits = [limit for metric, _, limit in (class_slo or slo).limits() if metric == "ttft"]
         tightest.append(min(limits, default=math.inf))
     due = np.array(tightest)[stream.class_index]
     deadlines: list[float] = (due if stream.arrival_s is None else due + stream.arrival_s).tolist()
@@ -166,22 +167,22 @@ def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What sending KV caches from a prefill instance takes."""
+    """Terms of sending KV caches from a prefill instance."""
 
     bytes_per_s: float
-    """Of all GPUs together."""
+    """Bytes per second, summed over all GPUs."""
     setup_s: float
     block_s: float
-    """Per block besides its bytes: its descriptors."""
+    """Seconds per block for its descriptors, besides the time of its bytes."""
 
 
 def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> Transfer:
-    """The plan's own numbers, and where it gives none those of its log of transfers, or else of the profile's operator;
-    for the keys and values of so many models, the target first.
+    """Return the numbers of the plan; those that it lacks come from its log of transfers, or else from the profile's
+    operator. `sent` are the models whose keys and values are sent, the target first.
 
-    Of blocks that are merged the descriptors count once for the request, in its setup: as if all of its blocks were
-    neighbours on both sides, which leans to the fast side where caches are fragmented. Raises Infeasible when the
-    hardware has no link of that name, and SpecError for a log that is none.
+    For merged blocks the descriptors count once per request, in its setup: as if all of its blocks were
+    neighbours on both sides, which is too fast if caches are fragmented. Raises Infeasible if the
+    hardware has no link of that name, and SpecError for an invalid log.
     """
     pieces = 1 if link.packed else sum(_vectors(model) for model in sent)
     if link.costs is not None:
@@ -199,21 +200,21 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
 
 
 def _vectors(model: Model) -> int:
-    """Pieces of memory that a KV block lies in: keys and values of every layer, or the one vector of latent attention;
-    a linear layer has no blocks."""
+    """Return the pieces of memory that a KV block lies in: keys and values of every layer, or the one vector of latent
+    attention; a linear layer has no blocks."""
     pieces = {"mla": 1, "linear": 0, "none": 0}
     return sum(group.count * pieces.get(group.attention.kind, 2) for group in model.layers)
 
 
 def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: ByPool) -> None:
-    """Give every prefill instance its way out: to all decode pools, unless links of their own lead to some."""
+    """Give every prefill instance its connector: one to all decode pools, or one per pool if the plan lists links."""
     links = Links()
     for pool in pools:
         if pool.spec.role != "prefill":
             continue
         sent = _sent(plan, model, pool)
         block_bytes, layers = sum(kv_block_bytes(m, pool.spec) for m in sent), sum(m.num_layers for m in sent)
-        ways = {other.name: plan.way(pool.spec.name, other.name) for other in plan.pools if other.role == "decode"}
+        ways = {target.name: plan.way(pool.spec.name, target.name) for target in plan.pools if target.role == "decode"}
         terms = {to: transfer_terms(sent, pool, way) for to, way in ways.items()}
         for core in by_pool[pool.spec.name]:
             by_target = {
@@ -230,16 +231,16 @@ def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: B
 
 
 def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
-    """Models whose keys and values a prefill pool sends: the target, and the drafter of the pool if it is also that of
-    some decode pool.
+    """Return the models whose keys and values a prefill pool sends: the target, and the drafter of the pool if it is
+    also that of some decode pool.
 
-    A drafter that only the decode pool has is taken to know the prompt without having read it.
+    A drafter that only the decode pool has is assumed to know the prompt without having read it.
     """
-    own = pool.spec.speculation
+    speculation = pool.spec.speculation
     drafters = [p.speculation.drafter for p in plan.pools if p.role == "decode" and p.speculation is not None]
-    if own is None or pool.drafting is None or own.drafter not in drafters:
+    if speculation is None or pool.drafting is None or speculation.drafter not in drafters:
         return [model]
-    network = own.drafter.network(model, pool.drafting.model)
+    network = speculation.drafter.network(model, pool.drafting.model)
     return [model] if network is None else [model, network]
 
 
@@ -247,23 +248,25 @@ def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:
 
 
 def _joining(plan: Plan) -> Counter[str]:
-    """Instances that each pool may get from others, by its name."""
+    """Return the number of instances that each pool may get from others, by its name."""
     if plan.control is not None:
-        one, other = plan.pools
-        return Counter({one.name: other.instances, other.name: one.instances})
+        first, second = plan.pools
+        return Counter({first.name: second.instances, second.name: first.instances})
     return Counter(event.to for event in plan.events if isinstance(event, Switch))
 
 
 def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
-    """What lets instances take the other role: the places that a pool has beyond its own instances are those of the
-    other pool."""
+    """Return the controller that lets instances take the other role; the places that a pool has beyond its own
+    instances belong to those of the other pool."""
     control = plan.control
     if control is None:
         return None
     prefill, decode = (next(pool for pool in plan.pools if pool.role == role) for role in ("prefill", "decode"))
-    both = prefill.instances + decode.instances
-    prefilling = [_of_instance(by_pool[prefill.name], place) for place in range(both)]
-    decoding = [_of_instance(by_pool[decode.name], (place - prefill.instances) % both) for place in range(both)]
+    num_places = prefill.instances + decode.instances
+    prefilling = [_of_instance(by_pool[prefill.name], place) for place in range(num_places)]
+    decoding = [
+        _of_instance(by_pool[decode.name], (place - prefill.instances) % num_places) for place in range(num_places)
+    ]
     return RoleController(
         RoleCores(control.prefill, prefilling),
         RoleCores(control.decode, decoding),
@@ -274,7 +277,8 @@ def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
 
 
 def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
-    """What the plan's events do to cores. Targets of a switch, and instances that start later, begin down."""
+    """Return the changes of cores that the plan's events cause. Targets of a switch, and instances that start later,
+    begin down."""
     changes: list[Change] = []
     spare = {pool.name: pool.instances for pool in plan.pools}
     for pool in plan.pools:
@@ -293,6 +297,7 @@ def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
                 if recover_s is not None:
                     changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), cores, up=True))
             case Switch(to=to, delay_s=delay_s):
+                # An instance that changes pools takes the next place after the instances that the pool begins with.
                 then = _of_instance(by_pool[to], spare[to])
                 spare[to] += 1
                 changes.append(Change(tick, cores, up=False, then=then, delay=round(delay_s * TICKS_PER_SECOND)))

@@ -1,8 +1,8 @@
-"""A deployment under a stream of requests: what is wired to what, and what comes out.
+"""World: a deployment under a stream of requests, wired together and run.
 
-The `Agenda` says what happens when. Requests come from a `RequestSource`, the `Dispatcher` sends them to an
+The `Agenda` orders the events. Requests come from a `RequestSource`, the `Dispatcher` sends them to an
 `EngineCore`, which runs its steps in time; `Handover` moves them between prefill and decode cores, `Availability` lets
-instances come and go, and the `Recorder` writes down what becomes of it all.
+instances come and go, and the `Recorder` records what happens.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class World:
         record: bool = False,
         stop_when: Callable[[int, int, int, int], bool] | None = None,
     ) -> None:
-        """`cores` are all cores of the deployment. `router` chooses among those that take new requests (all of them,
-        one after the other, unless given), `decode_router` among those that take over from cores with a `connector`.
-        `first_token` comes from where it says then. `control` moves instances between the two; `front_end` is what
-        requests pass before they are sent to one.
+        """Wire a world of `cores`, all of the deployment. `router` chooses among those that accept new requests (all,
+        in turn, unless given), `decode_router` among those that take over from cores with a `connector`.
+        `first_token` is its source in that case. `control` moves instances between the two roles; requests pass
+        `front_end` before they are routed.
 
-        `single_steps` takes every step as an event of its own: slow, and the oracle for jumps. `record` keeps every
-        jump for timelines. `stop_when(request, arrival, first_token, finish)` is asked at every finished request; once
-        it answers True the run ends there and the outcome is marked `aborted`.
+        `single_steps` makes every step an event of its own: slow, and the oracle for jumps. `record` keeps every
+        jump for timelines. `stop_when(request, arrival, first_token, finish)` is called for every finished request;
+        once it returns True the run ends there and the outcome is marked `aborted`.
         """
         self._cores, self._control, self._stop_when = list(cores), control, stop_when
         for number, core in enumerate(self._cores):
@@ -99,7 +99,7 @@ class World:
         predicted_tokens: Sequence[int] | None,
         deadlines: Sequence[float] | None,
     ) -> tuple[Recorder, RequestSource]:
-        """Where requests come from, and where it is written down what becomes of them."""
+        """Return the recorder and the source of the requests."""
         recorder = Recorder(len(stream), record)
         hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
         if stream.graph is None:
@@ -107,11 +107,14 @@ class World:
         return recorder, FamilySource(stream, self._agenda, cores=self._cores, recorder=recorder, **hints)
 
     def run(self) -> Outcome:
-        """Run until every request is finished or refused, no core is up to serve it, or `stop_when` says so."""
+        """Run until every request is finished or refused, no core is up to serve the rest, or `stop_when` returns
+        True."""
         self._source.begin()
         handlers = self._handlers()
         collects = gc.isenabled()
-        gc.disable()  # requests come and go by the million, and none of them refers to itself
+        # Requests are created by the million and none of them refers to itself, so the cyclic collector would only cost
+        # time.
+        gc.disable()
         try:
             self._agenda.run(handlers)
         finally:
@@ -129,7 +132,7 @@ class World:
         return outcome
 
     def _handlers(self) -> Mapping[int, Handler]:
-        """Who is called, by the phase of an event."""
+        """Return the handlers by the phase of an event."""
         handlers = {
             STEP_END: self._end_step,
             TRANSFER_START: self._handover.start,
@@ -150,16 +153,18 @@ class World:
     def _end_step(self, now: int, number: int, version: int) -> None:
         core = self._cores[number]
         if core.version != version:
-            return  # the step was cut or has failed
+            # The step was cut or has failed.
+            return
         if core.runs_ahead:
             core.run_ahead(now, self._deliver)
         else:
             core.end(now, self._deliver)
 
     def _deliver(self, now: int, core: EngineCore, progress: Progress) -> None:
-        """What comes out of a step: first tokens, and requests that are answered or handed over."""
+        """Record the progress of a step: first tokens, and requests that are answered or handed over."""
         recorder, first_token = self._recorder, self._recorder.first_token
-        late = core.connector is not None and self._handover.first_token != "prefill"  # a decode core delivers it
+        # The handover or a decode core delivers the first token then.
+        late = core.connector is not None and self._handover.first_token != "prefill"
         for request in () if late else progress.first_token:
             if first_token[request.id] < 0:
                 first_token[request.id] = now
@@ -173,7 +178,7 @@ class World:
             recorder.pack()
 
     def _finish(self, now: int, core: EngineCore, request: Request) -> None:
-        """A core is done with a request, and whoever wants to know hears of it."""
+        """Record that a core is done with a request, and inform the routers and the source that depend on it."""
         if self._informed:
             self._routers.over(now, request, core)
         if core.connector is not None and self._handover.take(now, core, request):

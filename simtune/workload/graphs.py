@@ -1,4 +1,4 @@
-"""What a request graph comes to in numbers: who waits for whom, how long every prompt is, what prompts share."""
+"""Request graphs as numbers: which node waits for which, prompt lengths, and blocks that prompts share."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from simtune.specs.graph import in_order
 from simtune.specs.workload import GraphNode
 
 BLOCK_TOKENS = 16
-"""What prompts of a family share is told in blocks of so many tokens."""
+"""Tokens per block in which the shared text of a family is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyGraph:
-    """A graph by numbers of nodes, each behind all that it waits for. Members of a family are numbered node by node."""
+    """A graph by numbers of nodes, each after all nodes that it waits for.
+
+    Members of a family are numbered node by node.
+    """
 
     names: tuple[str, ...]
     count: tuple[int, ...]
     first: tuple[int, ...]
     """Answers after which a node is over."""
     after: tuple[tuple[int, ...], ...]
-    """Nodes that must be over before it is sent."""
+    """Nodes that must be over before the node is sent."""
     delay: tuple[int, ...]
-    """Ticks from then until it is."""
+    """Ticks from then until the node is sent."""
     since: tuple[int, ...]
-    """Ticks after the arrival of the family before which it is not."""
+    """Earliest tick of the node, counted from the arrival of the family."""
     inherits: tuple[int, ...]
-    """The node whose text its prompts go on from; -1 where they begin anew."""
+    """The node whose text the prompts of this node continue; -1 if they begin anew."""
     reads: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Requests of a family."""
+        """Requests per family."""
         return sum(self.count)
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The first member of each node."""
+        """Number of the first member of each node."""
         return tuple(int(sum(self.count[:node])) for node in range(len(self.count)))
 
     @property
     def earliest(self) -> int:
-        """The member that comes before all others of its family, or with them."""
+        """Number of the member that arrives first in its family."""
         roots = [node for node, after in enumerate(self.after) if not after]
         return self.begin[min(roots, key=lambda node: max(self.delay[node], self.since[node]))]
 
     @property
     def node_of(self) -> Ints:
-        """The node of each member."""
+        """Node of each member."""
         return np.repeat(np.arange(len(self.count)), self.count)
 
     def parent_of(self, node: int, branch: int) -> int:
-        """The member whose text a branch of a node goes on from; -1 for none."""
+        """Return the member whose text a branch of a node continues; -1 for none."""
         parent = self.inherits[node]
         if parent < 0:
             return -1
         return self.begin[parent] + (branch if self.count[parent] > 1 else 0)
 
     def prompts(self, own: Ints, output: Ints) -> Ints:
-        """Prompt tokens of each member (second axis) of each family, from those that are its own and from answers."""
+        """Return the prompt tokens of each member (second axis) of each family: its own, those of the text that it
+        inherits, and those of the answers that it reads."""
         prompts = own.copy()
         for node, begin in enumerate(self.begin):
             members = slice(begin, begin + self.count[node])
@@ -71,19 +75,19 @@ class FamilyGraph:
                 parent = self.parent_of(node, branch)
                 if parent >= 0:
                     prompts[:, begin + branch] += prompts[:, parent] + output[:, parent]
-            for other in self.reads[node]:
-                at = self.begin[other]
-                prompts[:, members] += output[:, at : at + self.count[other]].sum(axis=1, keepdims=True)
+            for source in self.reads[node]:
+                at = self.begin[source]
+                prompts[:, members] += output[:, at : at + self.count[source]].sum(axis=1, keepdims=True)
         return prompts
 
     def blocks(self, prompts: Ints, output: Ints) -> tuple[tuple[int, ...], ...]:
-        """Names of the blocks of every member's text, family by family: inherited ones are those of the parent, and the
-        samples of a node that begins anew have their prompt in common."""
+        """Return the names of the blocks of every member's text, family by family: inherited ones are those of the
+        parent, and the samples of a node that begins anew share their prompt."""
         names: list[tuple[int, ...]] = []
         fresh = 0
-        whole = ((prompts + output) // BLOCK_TOKENS).tolist()
-        asked = (prompts // BLOCK_TOKENS).tolist()
-        for family, length in enumerate(whole):
+        text_blocks = ((prompts + output) // BLOCK_TOKENS).tolist()
+        prompt_blocks = (prompts // BLOCK_TOKENS).tolist()
+        for family, length in enumerate(text_blocks):
             base = len(names)
             for node, begin in enumerate(self.begin):
                 for branch in range(self.count[node]):
@@ -91,15 +95,15 @@ class FamilyGraph:
                     if parent >= 0:
                         shared = names[base + parent]
                     else:
-                        shared = names[base + begin][: asked[family][member]] if branch else ()
-                    own = max(0, length[member] - len(shared))
-                    names.append((*shared[: length[member]], *range(fresh, fresh + own)))
-                    fresh += own
+                        shared = names[base + begin][: prompt_blocks[family][member]] if branch else ()
+                    num_own = max(0, length[member] - len(shared))
+                    names.append((*shared[: length[member]], *range(fresh, fresh + num_own)))
+                    fresh += num_own
         return tuple(names)
 
 
 def compiled(nodes: Sequence[GraphNode]) -> FamilyGraph:
-    """A graph that was checked, its nodes each behind all that it waits for."""
+    """Return the graph of checked nodes, each after all nodes that it waits for."""
     nodes = [nodes[i] for i in in_order(nodes)]
     number = {node.name: i for i, node in enumerate(nodes)}
     return FamilyGraph(

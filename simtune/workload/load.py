@@ -1,4 +1,4 @@
-"""What a load is: rates over time, burstiness, lengths, re-use; and how alike two loads are."""
+"""Description of a load: rates over time, burstiness, lengths, re-use; and the distance between two loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LengthFacts(Record):
 
 
 class LoadFacts(Record):
-    """What was asked of the system."""
+    """Facts of a load: requests, rates and lengths."""
 
     requests: Count
     span_s: NonNegative | None = Field(description="from the first to the last arrival; null in a closed loop")
@@ -42,41 +42,41 @@ class LoadFacts(Record):
     prompt_tokens: LengthFacts
     output_tokens: LengthFacts
     shared_prompt_share: Share | None = Field(
-        description="of all prompt tokens those that an endless prefix cache would find; null where none are named"
+        description="of all prompt tokens those that an endless prefix cache would find; null if no blocks are named"
     )
     sessions: Whole | None
 
 
 class LoadColumns(Protocol):
-    """Columns of requests, of a trace or of a stream drawn from a spec."""
+    """Columns of requests, from a trace or from a stream drawn from a spec."""
 
     @property
     def arrival_s(self) -> Array | None:
-        """Times in order; None where they are not known or follow from answers."""
+        """Arrival times in order, in seconds; None if they are not known or follow from answers."""
 
     @property
     def prompt_tokens(self) -> Ints:
-        """Of every request."""
+        """Prompt tokens of every request."""
 
     @property
     def output_tokens(self) -> Ints:
-        """Of every request."""
+        """Output tokens of every request."""
 
     @property
     def hash_ids(self) -> Sequence[tuple[int, ...]] | None:
-        """Names of the blocks of every prompt."""
+        """Names of the blocks of every prompt; None if they are not known."""
 
     @property
     def block_tokens(self) -> int:
-        """Of each of these blocks."""
+        """Tokens per named block."""
 
     @property
     def session(self) -> Ints | None:
-        """Which conversation each request belongs to."""
+        """Conversation of each request; None if not known."""
 
 
 def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
-    """Of requests as they are recorded or simulated; `users` is how many a closed loop has."""
+    """Return the facts of recorded or simulated requests; `users` is the number of users of a closed loop."""
     count, arrival_s, session = len(requests.prompt_tokens), requests.arrival_s, requests.session
     span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])
     rates, bin_s = rates_over_time(arrival_s) if arrival_s is not None and span_s else (np.zeros(0), None)
@@ -98,7 +98,7 @@ def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
 
 
 def rates_over_time(arrival_s: Array, bins: int = BINS_OF_TIME) -> tuple[Array, float]:
-    """Arrivals per second in equal bins from the first to the last arrival, and the width of a bin in seconds.
+    """Return arrivals per second in equal bins from the first to the last arrival, and the width of a bin in seconds.
 
     There are at most as many bins as leave eight requests to each on average.
     """
@@ -109,7 +109,7 @@ def rates_over_time(arrival_s: Array, bins: int = BINS_OF_TIME) -> tuple[Array, 
 
 
 def length_facts(tokens: Ints) -> LengthFacts:
-    """Of a column of lengths."""
+    """Return the facts of a column of lengths."""
     low, high = max(1, int(tokens.min())), max(int(tokens.max()), 2)
     edges = np.unique(np.rint(np.geomspace(low, high + 1, BINS_OF_LENGTH + 1)))
     counts, _ = np.histogram(tokens, bins=edges)
@@ -123,22 +123,23 @@ def length_facts(tokens: Ints) -> LengthFacts:
 
 
 def shared_share(hash_ids: Sequence[tuple[int, ...]] | None, block_tokens: int, prompt_tokens: Ints) -> float | None:
-    """Of all prompt tokens those in leading blocks that an earlier prompt had."""
+    """Return the share of all prompt tokens that lie in leading blocks of an earlier prompt; None if blocks are not
+    named."""
     if hash_ids is None:
         return None
-    seen: set[int] = set()
+    known_blocks: set[int] = set()
     shared = 0
     for row in hash_ids:
         for block in row:
-            if block not in seen:
+            if block not in known_blocks:
                 break
             shared += 1
-        seen.update(row)
+        known_blocks.update(row)
     return min(1.0, shared * block_tokens / float(prompt_tokens.sum()))
 
 
 class Agreement(NamedTuple):
-    """One number of a load, as recorded and as the spec draws it."""
+    """Number of a load, as recorded and as drawn from the spec."""
 
     what: str
     recorded: float | None
@@ -146,9 +147,10 @@ class Agreement(NamedTuple):
 
 
 def dispersion(arrival_s: Array, window_s: float) -> float | None:
-    """Variance over mean of the arrivals in windows of this length: 1 for Poisson arrivals at one rate, 0 for a clock.
+    """Return variance over mean of the arrivals in windows of this length: 1 for Poisson arrivals at one rate, 0 for a
+    clock.
 
-    None where there are too few windows. They begin half a mean gap before the first arrival, so that those of a clock
+    None if there are too few windows. They begin half a mean gap before the first arrival, so that those of a clock
     do not lie on their ends.
     """
     span_s = float(arrival_s[-1] - arrival_s[0])
@@ -162,7 +164,7 @@ def dispersion(arrival_s: Array, window_s: float) -> float | None:
 
 
 def kolmogorov_distance(a: Array | Ints, b: Array | Ints) -> float:
-    """Largest difference of two empirical distributions, between 0 and 1."""
+    """Return the largest difference of two empirical distributions, between 0 and 1."""
     points = np.sort(np.concatenate([a, b]))
     below = [np.searchsorted(np.sort(x), points, side="right") / len(x) for x in (a, b)]
     return float(np.abs(below[0] - below[1]).max())

@@ -1,4 +1,4 @@
-"""A compact workload spec fitted to a trace: the kind of arrivals that comes nearest, and the lengths."""
+"""Fit of a compact workload spec to a trace: the closest kind of arrivals, and the lengths."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ from simtune.workload.requests import RequestStream, build_stream, lengths_at
 TAIL = (0.98, 0.99, 0.999, 1.0)
 STEPS = (10, 20, 40, 80)
 CLOSE = 0.02
-"""Lengths may be off by this share of requests: the shortest description that is no further off is taken."""
+"""Share of requests by which lengths may be off: the shortest description within it is chosen."""
 WINDOWS = (1.0, 10.0, 100.0)
-"""Over so many mean gaps burstiness is compared."""
+"""Lengths of the windows over which burstiness is compared, in mean gaps."""
 GRAIN = 0.01
-"""Of the mean gap: gaps that differ by less are the same, for times are written with so many digits."""
+"""Share of the mean gap: gaps that differ by less count as equal, because times are written with a limited number of
+digits."""
 EVEN = 0.01
-"""Dispersions below it are that of a clock."""
+"""Dispersion below which arrivals count as those of a clock."""
 LEAST_CV = 1e-3
-"""Gaps that vary by less of their mean than a gamma distribution of the spec may are a clock's."""
+"""Relative deviation of gaps below which they count as a clock's; the spec allows no smaller one in a gamma
+distribution."""
 FITS = ((0.2, "close"), (0.5, "rough"))
-"""How far off arrivals may be at most to be called so; beyond that the fit is poor."""
+"""Largest error of arrivals for each verdict; beyond the last one the fit is poor."""
 SEED = 0
 
 
 class FittedLoad(NamedTuple):
-    """A spec, what of the trace it has and has not, and how far off each kind of arrivals was (0 is best)."""
+    """A fitted spec, its agreement with the trace, the error of each kind of arrivals (0 is best), and what was
+    lost."""
 
     workload: Workload
     agreements: tuple[Agreement, ...]
@@ -53,22 +56,20 @@ class FittedLoad(NamedTuple):
 
     @property
     def fit(self) -> str | None:
-        """How near the arrivals of the spec come to those of the trace: `close`, `rough` or `poor`; None where the
-        trace has no times to compare with."""
+        """Closeness of the spec's arrivals to those of the trace: `close`, `rough` or `poor`; None if the trace has no
+        times to compare with."""
         off = dict(self.arrivals).get(self.workload.arrivals.kind)
         return None if off is None else next((word for most, word in FITS if off <= most), "poor")
 
 
 def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> FittedLoad:
-    """The spec nearest to a trace, judged by what it draws.
+    """Return the spec that is nearest to a trace, judged by the load it draws.
 
-    `rate_rps` is that of Poisson arrivals for a trace without times. Raises UsageError where neither is known.
+    `rate_rps` is that of Poisson arrivals for a trace without times. Raises UsageError if neither is known.
     """
     arrival_s, rate = trace.arrival_s, rate_rps or trace.rate_rps
     if rate is None:
-        raise UsageError(
-            f"{trace.file}: a spec needs a rate, and this trace has no arrival times; give it one by --rate"
-        )
+        raise UsageError(f"{trace.file}: a spec needs a rate, and this trace has no arrival times; set one with --rate")
     prompt, output = fit_lengths(trace.prompt_tokens), fit_lengths(trace.output_tokens)
     timed = arrival_s is not None and trace.rate_rps is not None and len(trace) > 2
     kinds = _kinds(arrival_s, rate) if timed and arrival_s is not None else [Poisson(rate_rps=rate)]
@@ -86,12 +87,13 @@ def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> Fitt
         distance = _distance(arrival_s, stream) if timed and arrival_s is not None else 0.0
         scored.append((distance, workload, stream))
     _, workload, stream = min(scored, key=lambda x: x[0])
-    tried = tuple((w.arrivals.kind, d) for d, w, _ in scored) if timed else ()
-    return FittedLoad(workload, _agreements(trace, stream), tried, _lost(trace))
+    distances = tuple((w.arrivals.kind, d) for d, w, _ in scored) if timed else ()
+    return FittedLoad(workload, _agreements(trace, stream), distances, _lost(trace))
 
 
 def _kinds(arrival_s: Array, rate_rps: float) -> list[Arrivals]:
-    """A clock, Poisson, gamma with the burstiness of the gaps, and rates that change with time."""
+    """Return candidate arrivals: a clock, Poisson, gamma with the burstiness of the gaps, and rates that change with
+    time."""
     kinds: list[Arrivals] = [FixedInterval(rate_rps=rate_rps), Poisson(rate_rps=rate_rps)]
     gaps = np.diff(arrival_s)
     cv = float(gaps.std() / gaps.mean())
@@ -104,15 +106,14 @@ def _kinds(arrival_s: Array, rate_rps: float) -> list[Arrivals]:
 
 
 def _distance(arrival_s: Array, stream: RequestStream) -> float:
-    """How unlike two patterns of arrivals are: the largest difference of the distributions of gaps, averaged with log
-    ratios of the dispersion of counts over windows of several lengths.
-    """
-    drawn = stream.arrival_s
-    assert drawn is not None
+    """Return the distance of two patterns of arrivals: the largest difference of the distributions of gaps, averaged
+    with log ratios of the dispersion of counts over windows of several lengths."""
+    drawn_s = stream.arrival_s
+    assert drawn_s is not None
     grain_s = GRAIN * float(np.diff(arrival_s).mean())
-    unlike = [kolmogorov_distance(*(np.rint(np.diff(x) / grain_s) for x in (arrival_s, drawn)))]
+    unlike = [kolmogorov_distance(*(np.rint(np.diff(x) / grain_s) for x in (arrival_s, drawn_s)))]
     for window_s in _windows_s(arrival_s):
-        recorded, as_drawn = dispersion(arrival_s, window_s), dispersion(drawn, window_s)
+        recorded, as_drawn = dispersion(arrival_s, window_s), dispersion(drawn_s, window_s)
         if recorded is not None and as_drawn is not None:
             unlike.append(abs(math.log(max(EVEN, recorded) / max(EVEN, as_drawn))))
     return float(np.mean(unlike))
@@ -124,7 +125,7 @@ def _windows_s(arrival_s: Array) -> list[float]:
 
 
 def fit_lengths(tokens: Ints) -> Lengths:
-    """One length, a lognormal where it comes close, else quantiles."""
+    """Return a fixed length, a lognormal if it is close, else quantiles."""
     if tokens.min() == tokens.max():
         return FixedLength(tokens=int(tokens[0]))
     sigma = max(float(np.log(tokens).std()), 1e-6)
@@ -140,14 +141,16 @@ def fit_lengths(tokens: Ints) -> Lengths:
 
 
 def _agreements(trace: Trace, stream: RequestStream) -> tuple[Agreement, ...]:
-    """The numbers of a load, recorded beside drawn."""
-    recorded, drawn = trace.arrival_s, stream.arrival_s
+    """Return the numbers of a load, as recorded and as drawn."""
+    recorded, drawn_s = trace.arrival_s, stream.arrival_s
     rows = [Agreement("requests/s", trace.rate_rps, stream.offered_rate_rps)]
-    if recorded is not None and drawn is not None and trace.rate_rps is not None and len(trace) > 2:
-        rows.append(Agreement("peak requests/s", *(float(rates_over_time(x)[0].max()) for x in (recorded, drawn))))
-        rows.append(Agreement("cv of gaps", *(float(np.diff(x).std() / np.diff(x).mean()) for x in (recorded, drawn))))
+    if recorded is not None and drawn_s is not None and trace.rate_rps is not None and len(trace) > 2:
+        rows.append(Agreement("peak requests/s", *(float(rates_over_time(x)[0].max()) for x in (recorded, drawn_s))))
+        rows.append(
+            Agreement("cv of gaps", *(float(np.diff(x).std() / np.diff(x).mean()) for x in (recorded, drawn_s)))
+        )
         rows.extend(
-            Agreement(f"dispersion over {gaps:g} gaps", dispersion(recorded, window_s), dispersion(drawn, window_s))
+            Agreement(f"dispersion over {gaps:g} gaps", dispersion(recorded, window_s), dispersion(drawn_s, window_s))
             for gaps, window_s in zip(WINDOWS, _windows_s(recorded), strict=True)
         )
     for side in ("prompt", "output"):
@@ -159,7 +162,7 @@ def _agreements(trace: Trace, stream: RequestStream) -> tuple[Agreement, ...]:
 
 
 def _lost(trace: Trace) -> tuple[str, ...]:
-    """What the trace has and a compact spec has not."""
+    """Return what the trace has and a compact spec lacks."""
     lost = []
     prompt, output = (np.argsort(np.argsort(x)).astype(float) for x in (trace.prompt_tokens, trace.output_tokens))
     together = float(np.corrcoef(prompt, output)[0, 1]) if len(trace) > 2 else 0.0

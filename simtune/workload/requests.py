@@ -48,10 +48,10 @@ from simtune.workload.graphs import BLOCK_TOKENS, FamilyGraph, compiled
 _ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
 
 _REQUEST_BYTES = 450.0
-"""Of a request in a simulation and in its result."""
+"""Bytes of a request in a simulation and in its result."""
 _FEWER = "ask for fewer: --requests, or search.requests of a study"
 _NAME_BYTES = 40.0
-"""Of a block of a prompt that has a name."""
+"""Bytes of a named block of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class RequestStream:
 
     arrival_s is None in a closed loop: there `users` clients each wait for their answer, think for think_s
     and send the next request of the stream. class_index points into class_names and slos. hash_ids, when the
-    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () where
+    prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () if
     nothing is shared.
     """
 
@@ -76,27 +76,27 @@ class RequestStream:
     users: int | None = None
     think_s: float = 0.0
     session: Ints | None = None
-    """Which conversation a request belongs to, where the workload knows."""
+    """Conversation of each request; None if the workload has none."""
     graph: FamilyGraph | None = None
-    """How requests follow one another: each `graph.size` of them are a family, which arrives as one."""
+    """Graph by which requests follow one another: each `graph.size` of them are a family, which arrives as one."""
     batch: bool = False
-    """Whether they are a finite load, and no part of one that goes on."""
+    """True if the requests are a finite load, and no part of a load that continues."""
     max_tokens: int | None = None
-    """Output tokens that each client allows; None: as many as its own output has."""
+    """Output tokens that each client allows; None: the output tokens of the request itself."""
     of_load: Ints | None = None
-    """Which requests of a load these are, counted from 0; None where they are all of it."""
+    """Numbers of these requests within a load, from 0; None if they are the whole load."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
     @property
     def numbers(self) -> Ints:
-        """How many requests of the load come before each."""
+        """Number of each request within its load, from 0."""
         return np.arange(len(self)) if self.of_load is None else self.of_load
 
     @property
     def offered_rate_rps(self) -> float | None:
-        """Mean arrival rate, of families where there are some; None for a closed loop and for a single instant."""
+        """Mean arrival rate, of families if there are some; None for a closed loop and for a single instant."""
         if self.arrival_s is None or len(self) < 2:
             return None
         span = float(self.arrival_s[-1] - self.arrival_s[0])
@@ -104,7 +104,7 @@ class RequestStream:
         return (arrivals - 1) / span if span > 0 else None
 
     def at_rate(self, rate_rps: float) -> RequestStream:
-        """The same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.
+        """Return the same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.
 
         Raises UsageError for a stream that has no rate: a closed loop, or requests that all come at once.
         """
@@ -124,11 +124,11 @@ class RequestStream:
         )
 
     def share_of(self, count: int, instances: int) -> RequestStream:
-        """What the first `count` of so many instances see of this stream under round robin."""
+        """Return the requests that the first `count` of `instances` instances receive under round robin."""
         return self.kept(np.arange(len(self)) % instances < count)
 
     def kept(self, seen: NDArray[np.bool_]) -> RequestStream:
-        """Return the requests for which `seen` is true, at their own times; of families whole ones must be kept."""
+        """Return the requests for which `seen` is true, at their own times; families must be kept whole."""
         return replace(
             self,
             arrival_s=None if self.arrival_s is None else self.arrival_s[seen],
@@ -149,7 +149,8 @@ class RequestStream:
         return tuple(compress(self.hash_ids, seen.tolist()))
 
     def predicted_tokens(self, sigma: float, seed: int) -> Ints:
-        """Output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape sigma."""
+        """Return output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape
+        sigma."""
         from scipy.special import ndtri
 
         factor = np.exp(sigma * ndtri(_uniforms(seed, _PREDICTION, len(self))))
@@ -157,12 +158,12 @@ class RequestStream:
 
 
 def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
-    """The first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
+    """Return the first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
-    Of a workload with a request graph they are so many families.
+    For a workload with a request graph, `requests` is the number of families.
 
-    A trace is repeated end to end when more requests are asked for than it has; a repeat shares no prefix
-    with the round before. Raises UsageError when the workload needs a trace that is not given or has no
+    A trace is repeated end to end if `requests` exceeds its length; a repeat shares no prefix
+    with the round before. Raises UsageError if the workload needs a trace that is not given or has no
     arrival times.
     """
     if requests < 1:
@@ -177,21 +178,22 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
 
 
 class Span(NamedTuple):
-    """Requests by number, from `first` up to but not including `end`."""
+    """Range of requests by number, from `first` up to but not including `end`."""
 
     first: int
     end: int
     unit: float = 0.0
-    """When the request before came, at rate 1."""
+    """Arrival of the request before, at rate 1."""
 
     @property
     def numbers(self) -> Ints:
-        """Of all of them."""
+        """Numbers of the requests."""
         return np.arange(self.first, self.end)
 
 
 def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> RequestStream:
-    """Some of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of four.
+    """Draw a range of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of
+    four.
 
     Only the first requests of a workload with `sessions` can be drawn. Raises UsageError as `build_stream` does.
     """
@@ -228,12 +230,12 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
 
 
 def _uniforms(seed: int, purpose: int, requests: int) -> Array:
-    """One uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
+    """Return one uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
     return _drawn(seed, purpose, Span(0, requests))
 
 
 def _drawn(seed: int, purpose: int, span: Span) -> Array:
-    """The uniforms of some requests."""
+    """Return the uniforms of a range of requests."""
     bits = np.random.Philox(np.random.SeedSequence((seed, purpose)))
     assert span.first % 4 == 0, "a step of Philox makes four uniforms"
     bits.advance(span.first // 4)
@@ -244,8 +246,8 @@ def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
     if len(classes) == 1:
         return np.zeros(span.end - span.first, dtype=np.int64)
     upper = np.cumsum([c.share for c in classes])
-    drawn = _drawn(seed, _CLASS, span) * upper[-1]
-    index: Ints = np.minimum(np.searchsorted(upper, drawn, side="right"), len(classes) - 1)
+    uniforms = _drawn(seed, _CLASS, span) * upper[-1]
+    index: Ints = np.minimum(np.searchsorted(upper, uniforms, side="right"), len(classes) - 1)
     return index
 
 
@@ -253,7 +255,7 @@ def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
 
 
 def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, span: Span) -> Array | None:
-    """Arrival times at rate 1, divided by the rate: another rate is the same pattern, stretched."""
+    """Return arrival times: those at rate 1, divided by the rate, so another rate is the same pattern, stretched."""
     if isinstance(arrivals, ClosedLoop):
         return None
     if isinstance(arrivals, TraceArrivals):
@@ -263,7 +265,7 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, span: Span) -
 
 
 def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: int, span: Span) -> Array:
-    """When some requests come, at rate 1."""
+    """Return the arrival times of a range of requests, at rate 1."""
     if isinstance(arrivals, FixedInterval):
         return span.numbers.astype(np.float64)
     gaps: Array
@@ -278,12 +280,13 @@ def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: i
 
 
 def _users(arrivals: Arrivals) -> tuple[int | None, float]:
-    """How many there are in a closed loop, and how long they think."""
+    """Return the number of users of a closed loop and their think time in seconds; (None, 0.0) otherwise."""
     return (arrivals.users, arrivals.think_s) if isinstance(arrivals, ClosedLoop) else (None, 0.0)
 
 
 def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:
-    """Raises UsageError where requests come later than can be simulated; `of` says whose they are."""
+    """Return the arrival times. Raise UsageError if requests arrive later than can be simulated; `of` names their
+    source."""
     if arrival_s is not None and not arrival_s[-1] <= LONGEST_S:
         raise UsageError(
             f"{of}: the last of {len(arrival_s):,} requests comes after {arrival_s[-1] / 86400:,.3g} days, and at most "
@@ -293,14 +296,15 @@ def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:
 
 
 def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
-    """Arrivals of a rate-1 process, brought to the times at which the rates have summed up to them."""
+    """Return arrivals of a rate-1 process, moved to the times at which the integral of the rates reaches them."""
     lengths = np.array([segment.for_s for segment in arrivals.segments])
     rates = np.array([segment.rate_rps for segment in arrivals.segments])
     expected = np.concatenate([[0.0], np.cumsum(lengths * rates)])
     begin = np.concatenate([[0.0], np.cumsum(lengths)])
-    cycle, rest = np.divmod(unit, expected[-1])
-    at = np.searchsorted(expected, rest, side="right") - 1  # never a segment of rate zero: it adds nothing
-    times: Array = cycle * begin[-1] + begin[at] + (rest - expected[at]) / rates[at]
+    cycle, remainder = np.divmod(unit, expected[-1])
+    # This never finds a segment of rate zero, because such a segment adds nothing to `expected`.
+    at = np.searchsorted(expected, remainder, side="right") - 1
+    times: Array = cycle * begin[-1] + begin[at] + (remainder - expected[at]) / rates[at]
     return times
 
 
@@ -308,22 +312,23 @@ def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array
     if trace.arrival_s is None:
         unread = f" (columns not read: {', '.join(trace.ignored)})" if trace.ignored else ""
         raise UsageError(f"{trace.file}: has no arrival times{unread}; use arrivals of another kind with its lengths")
-    wanted = arrivals.rate_rps
-    if span.end <= len(trace) and wanted is None:
+    rate_rps = arrivals.rate_rps
+    if span.end <= len(trace) and rate_rps is None:
         return trace.arrival_s[span.first : span.end]
     if trace.rate_rps is None:
         raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
+    # A trace is repeated end to end: each round begins one mean gap after the last arrival of the round before.
     round_, row = np.divmod(span.numbers, len(trace))
     times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
-    return times if wanted is None else times * (trace.rate_rps / wanted)
+    return times if rate_rps is None else times * (trace.rate_rps / rate_rps)
 
 
 # --- families -----------------------------------------------------------------------------------------------
 
 
 def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int, seed: int) -> RequestStream:
-    """So many families of a workload with a graph, each node a class of requests. Samples of one prompt have it in
-    common; answers are drawn for every request."""
+    """Draw families of a workload with a graph, each node a class of requests. Samples of one node share their prompt;
+    output lengths are drawn for every request."""
     graph = compiled(asked_for)
     nodes = {node.name: node for node in asked_for}
     requests = families * graph.size
@@ -337,10 +342,14 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
         "output",
         Span(0, requests),
     ).reshape(families, graph.size)
+    # All requests of a node use the number of its first one, so that samples have equally long prompts.
     alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
-    asked = [nodes[name].prompt or workload.prompt for name in graph.names]
+    prompt_lengths = [nodes[name].prompt or workload.prompt for name in graph.names]
     prompts = graph.prompts(
-        _lengths(asked, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(output.shape), output
+        _lengths(prompt_lengths, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(
+            output.shape
+        ),
+        output,
     )
     _room_for_names(workload, (prompts + output) // BLOCK_TOKENS)
     users, think_s = _users(workload.arrivals)
@@ -378,7 +387,7 @@ def _lengths(
 
 
 def lengths_at(lengths: Lengths, levels: Array) -> Ints:
-    """The quantiles of a distribution of lengths that needs no trace, at levels in [0, 1)."""
+    """Return the quantiles of a distribution of lengths that needs no trace, at levels in [0, 1)."""
     return _sample(lengths, levels, None, "prompt")
 
 
@@ -390,8 +399,8 @@ def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, f
             from scipy.special import ndtri
 
             log_tokens = math.log(mean) - sigma**2 / 2 + sigma * ndtri(uniforms)
-            drawn = np.ceil(np.exp(np.minimum(log_tokens, math.log(most))))
-            return np.clip(drawn, 1, most).astype(np.int64)
+            tokens_drawn = np.ceil(np.exp(np.minimum(log_tokens, math.log(most))))
+            return np.clip(tokens_drawn, 1, most).astype(np.int64)
         case Quantiles(levels=levels, tokens=quantiles):
             return np.rint(np.interp(uniforms, levels, quantiles)).astype(np.int64)
         case TraceLengths():
@@ -400,13 +409,14 @@ def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, f
 
 
 class RepeatedBlocks(Sequence[tuple[int, ...]]):
-    """Names of prompt blocks of a trace that is repeated: made when asked for, for a million prompts have many.
+    """Names of prompt blocks of a trace that is repeated: made on access, because a million prompts have many.
 
     Names of one round are all below `apart`, so that no round shares anything with another.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]], requests: Ints) -> None:
-        """`requests[i]` is which request of the endlessly repeated trace stands at i; -1 where nothing is shared."""
+        """Repeat `rows`: `requests[i]` is the number of the request in the endlessly repeated trace; -1 if nothing is
+        shared."""
         self._rows = rows
         self._requests = requests
         self._apart = 1 + max((max(row, default=0) for row in rows), default=0)
@@ -434,7 +444,7 @@ class RepeatedBlocks(Sequence[tuple[int, ...]]):
     __hash__ = None  # type: ignore[assignment]
 
     def kept(self, which: NDArray[np.bool_]) -> RepeatedBlocks:
-        """Those of the requests for which `which` is true."""
+        """Return the blocks of the requests for which `which` is true."""
         return RepeatedBlocks(self._rows, self._requests[which])
 
 
@@ -448,7 +458,7 @@ def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None
 
 
 class _Shared(NamedTuple):
-    """What prompts have in common."""
+    """Blocks that prompts share, and conversations."""
 
     hash_ids: Sequence[tuple[int, ...]] | None
     block_tokens: int
@@ -463,16 +473,16 @@ def _shared(
     seed: int,
     span: Span,
 ) -> _Shared:
-    """What a trace says, or the leading blocks that each request shares with the group drawn for it.
+    """Return the blocks of a trace, or the leading blocks that each request shares with the group drawn for it.
 
-    Raises UsageError where the workload asks for both.
+    Raises UsageError if the workload has both.
     """
     prefix = workload.shared_prefix
     if prefix is None:
         block_tokens = trace.block_tokens if trace else MOONCAKE_BLOCK_TOKENS
         return _Shared(in_trace, block_tokens, _trace_session(workload, trace, span))
     if in_trace is not None:
-        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no shared_prefix")
+        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove shared_prefix")
     session = (_drawn(seed, _GROUP, span) * prefix.groups).astype(np.int64)
     most = prefix.tokens // prefix.block_tokens
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
@@ -484,7 +494,7 @@ def _shared(
 
 
 def _trace_session(workload: Workload, trace: Trace | None, span: Span) -> Ints | None:
-    """The conversations of a trace that is replayed as it is; a repeat has conversations of its own."""
+    """Return the conversations of a trace that is replayed unchanged; each repeat has conversations of its own."""
     as_it_is = not workload.classes and workload.prompt.kind == workload.output.kind == "trace"
     if trace is None or trace.session is None or not as_it_is:
         return None
@@ -494,7 +504,7 @@ def _trace_session(workload: Workload, trace: Trace | None, span: Span) -> Ints 
 
 
 def _conversations(sessions: Sessions, added: Ints, output_tokens: Ints) -> Ints:
-    """Prompt tokens of every request, where `added` is what its turn adds: all turns before it, and those."""
+    """Return the prompt tokens of every request: all turns before it, and `added`, the tokens that its turn adds."""
     prompts = added.copy()
     before = sessions.concurrent
     for start in range(before, len(added), before):
@@ -512,12 +522,12 @@ def _shared_by_turns(
     known_tokens: Ints,
     seed: int,
 ) -> _Shared:
-    """What each request shares with its conversation, its own answer included, and with the group of that.
+    """Return the blocks that each request shares with its conversation, its own answer included, and with its group.
 
-    Raises UsageError where a trace says it as well.
+    Raises UsageError if a trace names shared blocks too.
     """
     if in_trace is not None:
-        raise UsageError(f"{workload.trace}: says what its prompts share, so the workload needs no sessions")
+        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove sessions")
     number = np.arange(len(added))
     turns = number // sessions.concurrent
     first = number - turns % sessions.turns * sessions.concurrent  # the request with which its conversation began
@@ -525,12 +535,13 @@ def _shared_by_turns(
     groups, most = (1, 0) if prefix is None else (prefix.groups, prefix.tokens // size)
     group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]
     of_group = np.minimum(most, added[first] // size)
-    own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
+    most_own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
     _room_for_names(workload, known_tokens // size)
+    # Names of the prefixes of groups come first, then `most_own` names for each conversation.
     hash_ids = tuple(
         (
             *range(of * most, of * most + min(shared, blocks)),
-            *range(groups * most + begun * own + shared, groups * most + begun * own + blocks),
+            *range(groups * most + begun * most_own + shared, groups * most + begun * most_own + blocks),
         )
         for of, shared, begun, blocks in zip(
             group.tolist(), of_group.tolist(), first.tolist(), (known_tokens // size).tolist(), strict=True
@@ -540,10 +551,10 @@ def _shared_by_turns(
 
 
 def _room_for_names(workload: Workload, blocks: Ints) -> None:
-    """Raises UsageError where names for all blocks of all prompts do not fit into memory."""
+    """Raise UsageError if names for all blocks of all prompts do not fit into memory."""
     count = float(blocks.sum(dtype=np.float64))
-    what = f"workload {workload.name}: names of {count:,.0f} blocks that prompts share"
-    room.need(count * _NAME_BYTES, what, "ask for fewer requests or shorter prompts, or raise block_tokens")
+    subject = f"workload {workload.name}: names of {count:,.0f} blocks that prompts share"
+    room.need(count * _NAME_BYTES, subject, "ask for fewer requests or shorter prompts, or raise block_tokens")
 
 
 def _needed(trace: Trace | None) -> Trace:

@@ -1,4 +1,4 @@
-"""A workload spec made of what a vLLM server tells Prometheus: rates between scrapes, lengths from histograms."""
+"""Fit of a workload spec to a vLLM server's Prometheus metrics: rates between scrapes, lengths from histograms."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from simtune.workload.load import Agreement
 from simtune.workload.requests import build_stream
 
 LEAST = 8
-"""Requests between two scrapes, on average, for a rate of its own."""
+"""Mean number of requests between two scrapes from which each interval gets a rate of its own."""
 DRAWN = 8000
 SEED = 0
 APART = 0.05
-"""Tokens of requests that ended may differ by this share from all tokens before it is said."""
+"""Share by which tokens of ended requests may differ from all tokens before a note is made."""
 STATISTICS = (("mean", None), ("p50", 0.5), ("p99", 0.99))
 
 
 class ScrapedLoad(NamedTuple):
-    """A spec, its numbers beside the server's own, the latencies that users saw, and what a reader should know."""
+    """A spec, its numbers beside the server's own, the latencies that users saw, and notes for the reader."""
 
     workload: Workload
     agreements: tuple[Agreement, ...]
     latencies: tuple[tuple[str, tuple[float | None, ...]], ...]
-    """By metric in seconds: mean, p50, p99."""
+    """Mean, p50 and p99 of each metric, in seconds."""
     notes: tuple[str, ...]
 
 
 def fit_scrapes(
     scrapes: Sequence[Scrape], name: str, *, span_s: float | None = None, rate_rps: float | None = None
 ) -> ScrapedLoad:
-    """The load that one server had between its first and last scrape, or up to its only one.
+    """Return the load that one server had between its first and last scrape, or up to its only one.
 
-    `span_s` is the time over which it came, where the scrapes do not say; `rate_rps` takes the place of the rate.
-    Raises UsageError where no rate follows, or there was no request.
+    `span_s` is the time over which it came, if the scrapes do not state it; `rate_rps` replaces the rate.
+    Raises UsageError if no rate follows, or there was no request.
     """
     pieces = intervals(scrapes)
     prompt, output = (_added(pieces, metric) for metric in (PROMPT, OUTPUT))
@@ -47,8 +47,10 @@ def fit_scrapes(
         raise UsageError(f"{files}: no request ended between these scrapes")
     seconds = span_s if span_s is not None else _seconds(pieces)
     if seconds is None and rate_rps is None:
-        what = "since the server began" if len(scrapes) == 1 else "between the first and the last scrape"
-        raise UsageError(f"{files}: does not say how long it took; give the time {what} by --span 30m, or --rate")
+        span_name = "since the server began" if len(scrapes) == 1 else "between the first and the last scrape"
+        raise UsageError(
+            f"{files}: the duration is not stated; give the time {span_name} with --span 30m, or set --rate"
+        )
     arrivals = _arrivals(pieces, prompt.count, seconds, rate_rps, timed=span_s is None)
     workload = Workload(
         name=name,
@@ -81,25 +83,25 @@ def _added(pieces: Sequence[BetweenScrapes], metric: str) -> Histogram:
 
 
 def _seconds(pieces: Sequence[BetweenScrapes]) -> float | None:
-    known = [piece.seconds for piece in pieces if piece.seconds is not None]
-    return sum(known) if len(known) == len(pieces) and sum(known) > 0 else None
+    seconds = [piece.seconds for piece in pieces if piece.seconds is not None]
+    return sum(seconds) if len(seconds) == len(pieces) and sum(seconds) > 0 else None
 
 
 def _arrivals(
     pieces: Sequence[BetweenScrapes], count: float, seconds: float | None, rate_rps: float | None, *, timed: bool
 ) -> Arrivals:
-    """Poisson, at a rate for each interval where there are several with enough requests."""
+    """Return Poisson arrivals, at a rate per interval if there are several with enough requests."""
     if rate_rps is not None or seconds is None:
         return Poisson(rate_rps=rate_rps or 1.0)
-    each = [(p.seconds, p.histograms[PROMPT].count) for p in pieces if p.seconds]
-    if timed and len(each) == len(pieces) > 1 and count >= LEAST * len(each):
-        return Piecewise(segments=tuple(Segment(for_s=s, rate_rps=n / s) for s, n in each))
+    timed_counts = [(p.seconds, p.histograms[PROMPT].count) for p in pieces if p.seconds]
+    if timed and len(timed_counts) == len(pieces) > 1 and count >= LEAST * len(timed_counts):
+        return Piecewise(segments=tuple(Segment(for_s=s, rate_rps=n / s) for s, n in timed_counts))
     return Poisson(rate_rps=count / seconds)
 
 
 def _lengths(histogram: Histogram) -> Quantiles:
-    """The distribution whose quantiles at the edges of buckets are the histogram's, with its mean: each bucket has a
-    knot in its middle, at the same share of the width of all. Between the edges 5 and 10 are 6 to 10 tokens."""
+    """Return the distribution whose quantiles at the edges of buckets are the histogram's, with its mean: each bucket
+    has a knot in its middle, at the same share of the width of all. Between the edges 5 and 10 are 6 to 10 tokens."""
     cells, before, low = [], 0.0, 0.0
     for edge, below in zip(histogram.edges, histogram.below, strict=True):
         high = low if math.isinf(edge) else edge
@@ -109,6 +111,7 @@ def _lengths(histogram: Histogram) -> Quantiles:
     flat = sum((b - a) * low for a, b, low, _ in cells)
     width = sum((b - a) * (high - low) for a, b, low, high in cells)
     mean = histogram.mean or 0.0
+    # The distribution below has the mean flat + (tilt / 2 + 1 / 4) * width; solve that for tilt.
     tilt = min(1.0, max(0.0, 2 * ((mean - flat) / width - 0.25))) if width else 0.5
     knots = [(0.0, cells[0][2])]
     for a, b, low, high in cells:
@@ -122,19 +125,19 @@ def _seen(histogram: Histogram) -> tuple[float | None, ...]:
 
 
 def _agreements(workload: Workload, rate: float | None, prompt: Histogram, output: Histogram) -> tuple[Agreement, ...]:
-    """What the server counted, beside what the spec draws."""
+    """Return the numbers that the server counted, beside those that the spec draws."""
     stream = build_stream(workload, None, requests=DRAWN, seed=SEED)
     rows = [Agreement("requests/s", rate, stream.offered_rate_rps)]
     for side, histogram in (("prompt", prompt), ("output", output)):
-        drawn = getattr(stream, f"{side}_tokens")
-        rows.append(Agreement(f"{side} tokens, mean", histogram.mean, float(drawn.mean())))
+        tokens = getattr(stream, f"{side}_tokens")
+        rows.append(Agreement(f"{side} tokens, mean", histogram.mean, float(tokens.mean())))
         for edge, below in _inner(histogram):
-            rows.append(Agreement(f"{side} tokens, share up to {edge:,.0f}", below, float((drawn <= edge).mean())))
+            rows.append(Agreement(f"{side} tokens, share up to {edge:,.0f}", below, float((tokens <= edge).mean())))
     return tuple(rows)
 
 
 def _inner(histogram: Histogram) -> list[tuple[float, float]]:
-    """(edge, share of requests up to it) near the quartiles and at the tail."""
+    """Return (edge, share of requests up to it) near the quartiles and at the tail."""
     shares = [(e, b / histogram.count) for e, b in zip(histogram.edges, histogram.below, strict=True) if e < math.inf]
     near = {min(shares, key=lambda x: abs(x[1] - level)) for level in (0.25, 0.5, 0.75, 0.99)}
     return sorted(near)

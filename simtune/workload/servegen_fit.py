@@ -1,4 +1,4 @@
-"""A workload spec of ServeGen's tables: rates of clients in windows of time, and how long their requests are.
+"""Fit of a workload spec to ServeGen's tables: rates of clients in windows of time, and lengths of their requests.
 
 The tables are those of alibaba/ServeGen (Xiang et al., NSDI 2026), all clients of a model in one: `RATES` from its
 chunk-N-trace.csv, `LENGTHS` from its chunk-N-dataset.json.
@@ -25,7 +25,8 @@ RATES = ("client", "window_start_s", "rate_rps")
 LENGTHS = ("client", "window_start_s", "field", "tokens", "prob")
 FIELDS = {"input_tokens": "prompt", "output_tokens": "output"}
 LEVELS = (*(i / 200 for i in range(200)), *(1 - 0.005 / 2**i for i in range(1, 12)), 1.0)
-"""Denser towards the end: few requests are long, and a line to the longest would lengthen many."""
+"""Levels of the quantiles, denser towards the end: few requests are long, and a line to the longest would lengthen
+many."""
 DRAWN = 8000
 SEED = 0
 
@@ -33,14 +34,14 @@ Rates = dict[tuple[str, float], float]
 
 
 class Pieces(NamedTuple):
-    """The rows of both kinds of tables: requests/s by client and window; (client, window, tokens, share) by side."""
+    """Rows of both kinds of tables: requests/s by client and window; (client, window, tokens, share) by side."""
 
     rates: Rates
     lengths: dict[str, list[tuple[str, float, int, float]]]
 
 
 class ServeGenLoad(NamedTuple):
-    """A spec, its numbers beside those of the tables, and what a reader should know."""
+    """A spec, its numbers beside those of the tables, and notes for the reader."""
 
     workload: Workload
     agreements: tuple[Agreement, ...]
@@ -48,7 +49,7 @@ class ServeGenLoad(NamedTuple):
 
 
 def is_servegen_file(path: Path) -> bool:
-    """By the columns that its first line names; False where there is no file."""
+    """True if the first line of a file names the columns of a ServeGen table; False if there is no file."""
     if not path.is_file() or not path.name.endswith((".csv", ".csv.gz")):
         return False
     header = decoded(path, unpacked(path, read_bytes(path)).partition(b"\n")[0]).strip().split(",")
@@ -56,17 +57,17 @@ def is_servegen_file(path: Path) -> bool:
 
 
 def read_tables(files: Sequence[Path]) -> Pieces:
-    """Raises SpecError with line and column where a value is none, UsageError where a file cannot be read."""
+    """Read tables. Raise SpecError with line and column if a value is invalid, UsageError if a file cannot be read."""
     pieces = Pieces({}, defaultdict(list))
     for path in files:
         header, rows, lines = csv_table(decoded(path, unpacked(path, read_bytes(path))), str(path))
-        wanted = RATES if set(RATES) <= set(header) else LENGTHS
-        if not set(wanted) <= set(header):
-            missing = ", ".join(column for column in RATES if column not in header)
-            raise SpecError(Problem(str(path), f"is no table of ServeGen: {missing} missing", "", 1))
-        at = [header.index(column) for column in wanted]
+        columns = RATES if set(RATES) <= set(header) else LENGTHS
+        if not set(columns) <= set(header):
+            absent = ", ".join(column for column in RATES if column not in header)
+            raise SpecError(Problem(str(path), f"not a ServeGen table: column {absent} is missing", "", 1))
+        at = [header.index(column) for column in columns]
         for row, line in zip(rows, lines, strict=True):
-            _add(pieces, wanted, [row[i] for i in at], str(path), line)
+            _add(pieces, columns, [row[i] for i in at], str(path), line)
     return pieces
 
 
@@ -92,39 +93,43 @@ def _add(pieces: Pieces, columns: Sequence[str], cells: Sequence[str], file: str
 
 
 def fit_servegen(files: Sequence[Path], name: str) -> ServeGenLoad:
-    """All clients together: Poisson at the sum of their rates in each window, and the lengths of those whose lengths
-    are known, each by the requests that it has in the time that they are of.
+    """Return the load of all clients together: Poisson at the sum of their rates in each window, and the lengths of
+    those whose lengths are known, each weighted by its requests in the windows of its lengths.
 
-    Raises UsageError where one table is missing.
+    Raises UsageError if one table is missing.
     """
     pieces = read_tables(files)
-    said = " ".join(map(str, files))
+    file_names = " ".join(map(str, files))
     if not pieces.rates or len(pieces.lengths) < len(FIELDS):
         lacking = "rates" if not pieces.rates else "lengths (client, window_start_s, field, tokens, prob)"
-        raise UsageError(f"{said}: without a table of {lacking} there is no load; name both")
+        raise UsageError(f"{file_names}: without a table of {lacking} there is no load; name both")
     segments = _segments(pieces.rates)
     weights = {side: _weighted(rows, pieces.rates) for side, rows in pieces.lengths.items()}
     requests = sum(s.for_s * s.rate_rps for s in segments)
     workload = Workload(
         name=name,
-        source=f"ServeGen (alibaba/ServeGen; Xiang et al., NSDI 2026): {said}",
+        source=f"ServeGen (alibaba/ServeGen; Xiang et al., NSDI 2026): {file_names}",
         requests=max(1, min(DRAWN, round(requests))),
         arrivals=Piecewise(segments=segments),
         prompt=_quantiles(*weights["prompt"]),
         output=_quantiles(*weights["output"]),
     )
     clients = {client for client, _ in pieces.rates}
-    known = clients & {client for rows in pieces.lengths.values() for client, *_ in rows}
+    clients_with_lengths = clients & {client for rows in pieces.lengths.values() for client, *_ in rows}
     notes = (
         f"read as tables of ServeGen: {len(clients)} clients, {len(segments)} windows",
         "not in a spec: how bursty each client is within a window; arrivals are Poisson there",
-        *([f"lengths are of {len(known)} of {len(clients)} clients"] if len(known) < len(clients) else []),
+        *(
+            [f"lengths are of {len(clients_with_lengths)} of {len(clients)} clients"]
+            if len(clients_with_lengths) < len(clients)
+            else []
+        ),
     )
     return ServeGenLoad(workload, _agreements(workload, weights, segments), notes)
 
 
 def _segments(rates: Rates) -> tuple[Segment, ...]:
-    """Windows as long as the shortest time between two of them; those that no client has are pauses."""
+    """Return windows as long as the shortest time between two of them; windows that no client has are pauses."""
     starts = sorted({window for _, window in rates})
     width = min((b - a for a, b in pairwise(starts)), default=600.0)
     sums = np.zeros(round((starts[-1] - starts[0]) / width) + 1)
@@ -138,7 +143,7 @@ def _segments(rates: Rates) -> tuple[Segment, ...]:
 def _weighted(
     rows: Sequence[tuple[str, float, int, float]], rates: Rates
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Token counts and the share of requests that have each."""
+    """Return token counts and the share of requests that have each."""
     of_client: dict[str, list[float]] = defaultdict(list)
     for client, window in sorted({(client, window) for client, window, *_ in rows}):
         of_client[client].append(window)
@@ -167,7 +172,7 @@ def _agreements(
     weights: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
     segments: Sequence[Segment],
 ) -> tuple[Agreement, ...]:
-    """What the tables say, beside what the spec draws."""
+    """Return the numbers of the tables, beside those that the spec draws."""
     stream = build_stream(workload, None, requests=DRAWN, seed=SEED)
     arrivals = stream.arrival_s
     assert arrivals is not None
@@ -175,8 +180,8 @@ def _agreements(
     mean = sum(s.rate_rps for s in segments[:first]) / first
     rows = [Agreement(f"requests/s, first {first} windows", mean, stream.offered_rate_rps)]
     for side, (tokens, shares) in weights.items():
-        drawn = getattr(stream, f"{side}_tokens")
+        tokens_drawn = getattr(stream, f"{side}_tokens")
         p99 = float(tokens[np.searchsorted(np.cumsum(shares), 0.99).clip(0, len(tokens) - 1)])
-        rows.append(Agreement(f"{side} tokens, mean", float(tokens @ shares), float(drawn.mean())))
-        rows.append(Agreement(f"{side} tokens, p99", p99, float(np.quantile(drawn, 0.99))))
+        rows.append(Agreement(f"{side} tokens, mean", float(tokens @ shares), float(tokens_drawn.mean())))
+        rows.append(Agreement(f"{side} tokens, p99", p99, float(np.quantile(tokens_drawn, 0.99))))
     return tuple(rows)

@@ -153,7 +153,7 @@ def test_costs_that_fail_are_named_with_the_line() -> None:
         simtune.PartError, match=r"cost model .*broken failed in .*broken \(.*test_simulate.py:\d+\): Zero"
     ):
         simtune.simulate(COLUMNS, model="llama-3.1-8b", costs=broken)
-    with pytest.raises(simtune.PartError, match=r"lambda.*decode answered \(0, 0, 1\), and at least one tick"):
+    with pytest.raises(simtune.PartError, match=r"lambda.*decode returned \(0, 0, 1\), expected at least one tick"):
         simtune.simulate(COLUMNS, model="llama-3.1-8b", costs=lambda b, c, chunks: 0.01 if chunks else 0.0)
     with pytest.raises(simtune.PartError, match=r"cost model dict \(builtins\) has no method decode"):
         simtune.simulate(COLUMNS, model="llama-3.1-8b", costs={})  # type: ignore[arg-type]

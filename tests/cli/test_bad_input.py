@@ -647,7 +647,7 @@ def test_a_link_that_the_hardware_does_not_have(desk: Any) -> None:
 def test_routers_that_need_what_the_workload_does_not_tell(desk: Any) -> None:
     desk.write("plan.yaml", MINE + "router: {kind: session_affinity}\n")
     message = desk.refused(desk.simulate, "--plan", "plan.yaml")
-    assert message.startswith("the session_affinity router needs sessions, and the workload names none; give it a")
+    assert message.startswith("the session_affinity router needs sessions, and the workload has none; give it a")
     message = desk.refused(desk.simulate, "--plan", "plan.yaml", "--set", "plan.router={kind: prefix_aware}")
     assert message.startswith(
         "the prefix_aware router needs prompts that say what they share; use a trace with hash_ids"

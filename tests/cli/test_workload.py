@@ -105,7 +105,7 @@ def test_scrapes_of_a_server_become_a_spec_that_simulates(desk: Desk, call: Call
     for count in (50, 250):
         scrape(desk.folder, f"at{count}.prom", [100, 300] * (count // 2), [20] * count)
     asked = ("workload", "at50.prom", "at250.prom")
-    assert "by --span 30m, or --rate" in desk.refused(call, *asked)
+    assert "with --span 30m, or set --rate" in desk.refused(call, *asked)
     assert "which --peak would need" in desk.refused(call, *asked, "--peak", "1m")
     assert "end the name in .yaml" in desk.refused(call, *asked, "--out", "t.csv")
     said = call(*asked, "--span", "100s", "--out", "load.yaml")

@@ -268,7 +268,7 @@ def test_instances_that_come_and_go_do_not_go_with_a_graph() -> None:
     pool = {"hardware": "h100-sxm", "instances": 2, "batching": {"max_num_seqs": 8, "max_num_batched_tokens": 512}}
     events = [{"kind": "failure", "at_s": 1.0, "pool": "mixed", "instance": 0}]
     plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool], "events": events}, strict=False)
-    with pytest.raises(UsageError, match="its instances come and go"):
+    with pytest.raises(UsageError, match="events and a request graph are mutually exclusive; remove the events"):
         simtune.simulate(workload([{"name": "a"}]), plan=plan, costs=Constant(), requests=2)
 
 

@@ -91,8 +91,8 @@ def test_a_host_that_nothing_hides_is_said_of_asynchronous_scheduling() -> None:
     for exposed in ("all", host):
         assert said("llama-3.1-8b", {"exposed_host": exposed}) == []
         assert said("llama-3.1-8b", {"exposed_host": exposed, "async_scheduling": False}) == [
-            "pools.0.exposed_host: all of the host's part is without asynchronous scheduling; leave it out, or set "
-            "async_scheduling"
+            "pools.0.exposed_host: without asynchronous scheduling all of the host's time is exposed; leave it out, or "
+            "set async_scheduling"
         ]
     preset = load_engine("vllm-0.10").settings(H100.device, load_model("llama-3.1-8b"))
     assert preset["exposed_host"]

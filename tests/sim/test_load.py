@@ -100,7 +100,7 @@ def test_what_a_spec_cannot_keep_is_said() -> None:
 
 def test_lengths_alone_need_a_rate() -> None:
     trace = Trace("t", "", None, np.array([5, 6]), np.array([1, 2]))
-    with pytest.raises(UsageError, match="give it one by --rate"):
+    with pytest.raises(UsageError, match="set one with --rate"):
         fit_workload(trace, "t")
     assert fit_workload(trace, "t", rate_rps=2.0).workload.arrivals == Poisson(rate_rps=2.0)
 

@@ -179,7 +179,7 @@ def test_a_router_of_ones_own_is_given_what_it_needs_and_its_options(own: str) -
     result = deployment.simulate(stream(), seed=5)
     assert result.completed.all()
     assert set(result.outcome.core.tolist()) == {1}
-    with pytest.raises(UsageError, match=f"the {own}:Last router needs sessions, and the workload names none"):
+    with pytest.raises(UsageError, match=f"the {own}:Last router needs sessions, and the workload has none"):
         deployment.simulate(stream(sessions=False))
 
 
@@ -243,13 +243,13 @@ def test_a_router_that_cannot_be_had(own: str, router: dict[str, Any], message: 
         (
             "Newest",
             {"step": 0},
-            "policy {own}:Newest ({own}.py:7) cannot be made with what the plan says: ValueError: ste",
+            "policy {own}:Newest ({own}.py:7) cannot be created with the plan's options: ValueError: ste",
         ),
         ("Typo", {}, "policy {own}:Typo failed in Typo.key ({own}.py:20): AttributeError: 'Request' object has no"),
         (
             "Never",
             {},
-            "policy {own}:Never ({own}.py:23): Never.schedule answers None for ever, with 20 requests waiting",
+            "policy {own}:Never ({own}.py:23): Never.schedule() returned None with 20 requests waiting",
         ),
     ],
 )
@@ -262,11 +262,15 @@ def test_a_policy_that_fails(own: str, policy: str, options: dict[str, int], mes
 
 @pytest.mark.parametrize(
     ("router", "answer"),
-    [("Nobody", "None, though cores are up"), ("Anybody", "7, which is none of"), ("Down", "core 0, which is down")],
+    [
+        ("Nobody", "None although cores are up"),
+        ("Anybody", "7, which is not one of"),
+        ("Down", "core 0, which is down"),
+    ],
 )
 def test_a_router_that_chooses_what_it_may_not(own: str, router: str, answer: str) -> None:
     deployment = deployed(router={"kind": f"{own}:{router}"})
-    with pytest.raises(PartError, match=rf"router {own}:{router} \({own}.py:\d+\): {router}.choose answered {answer}"):
+    with pytest.raises(PartError, match=rf"router {own}:{router} \({own}.py:\d+\): {router}.choose returned {answer}"):
         deployment.simulate(stream())
 
 
@@ -292,12 +296,12 @@ class Standing(LinearCosts):
 
 def test_answers_of_costs_are_whole_positive_ticks() -> None:
     with pytest.raises(
-        PartError, match=r"cost model Seconds \(.*test_parts.py:\d+\): Seconds.decode answered \(0.01, 0.0"
+        PartError, match=r"cost model Seconds \(.*test_parts.py:\d+\): Seconds.decode returned \(0.01, 0.0"
     ):
         OwnCosts(Seconds()).decode(1, 1)  # type: ignore[arg-type]
-    with pytest.raises(PartError, match=r"Seconds.mixed answered 0.01, and a whole number of ticks are wanted"):
+    with pytest.raises(PartError, match=r"Seconds.mixed returned 0.01, expected a whole number of ticks"):
         OwnCosts(Seconds()).mixed(1, 1, (), 1)  # type: ignore[arg-type]
-    with pytest.raises(PartError, match=r"Standing.mixed answered 0, and at least one tick"):
+    with pytest.raises(PartError, match=r"Standing.mixed returned 0, expected at least one tick"):
         OwnCosts(Standing(1e-3)).mixed(1, 1, (), 1)
     with pytest.raises(PartError, match=r"cost model object \(builtins\) has no method decode"):
         OwnCosts(object())  # type: ignore[arg-type]
@@ -329,7 +333,7 @@ def test_no_step_takes_less_than_a_tick(answer: tuple[int, int, int]) -> None:
         def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
             return answer
 
-    with pytest.raises(PartError, match=r"decode answered .*, and at least one tick for every step"):
+    with pytest.raises(PartError, match=r"decode returned .*, expected at least one tick for every step"):
         OwnCosts(Given(1e-3)).decode(1, 1)
 
 

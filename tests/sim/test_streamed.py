@@ -156,7 +156,7 @@ def test_requests_are_those_of_the_whole_stream(text: str, tmp_path: Path) -> No
 
 
 def test_what_needs_all_requests_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="goes by what is known of all requests"):
+    with pytest.raises(UsageError, match="needs data of all requests in advance"):
         stream(specs(tmp_path, SHARED, MIXED + "router: {kind: session_affinity}\n"))
     with pytest.raises(UsageError, match=r"plan .*: its stages see all requests at once; leave --stream out"):
         stream(specs(tmp_path, SHARED, MIXED + "stages: [{name: see, pool: mixed, seconds: 0.1}]\n"))

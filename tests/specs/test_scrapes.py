@@ -172,7 +172,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 def test_without_a_time_a_rate_is_asked_for(tmp_path: Path) -> None:
     prompt, output = requests(80)
     first, second = (read_scrape(scrape(tmp_path, f"s{n}", prompt[:n], output[:n])) for n in (20, 80))
-    with pytest.raises(UsageError, match="since the server began by --span 30m, or --rate"):
+    with pytest.raises(UsageError, match="since the server began with --span 30m, or set --rate"):
         fit_scrapes([first], "a")
     with pytest.raises(UsageError, match="between the first and the last scrape"):
         fit_scrapes([first, second], "a")

@@ -337,9 +337,7 @@ def test_tables(tmp_path: Path, data_dir: Path) -> None:
     with pytest.raises(UsageError, match="no model llama in it"):
         read_acceptance([table], model="llama")
     assert isinstance(read_acceptance([table], model="vicuna-7b-v1.3").rates, PerRank)
-    with pytest.raises(
-        SpecError, match=r"ranks\.csv: not as its writer would leave it: could not convert string to float: 'many'"
-    ):
+    with pytest.raises(SpecError, match=r"ranks\.csv: invalid content: could not convert string to float: 'many'"):
         read_acceptance([write(tmp_path, "ranks.csv", "depth,rank,taken,reached\n1,1,many,100\n")])
 
 
@@ -352,13 +350,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ({"accept_length": [2.0]}, "float"),
         ({"pooled_spec_decode_acceptance_histogram": {"many": 1}}, "many"),
     ):
-        with pytest.raises(SpecError, match=f"not as its writer would leave it: .*{why}"):
+        with pytest.raises(SpecError, match=f"invalid content: .*{why}"):
             read_acceptance([write(tmp_path, "odd.json", content)], draft_tokens=3)
     with pytest.raises(SpecError, match="taken: depth 1: candidates taken more often"):
         read_acceptance([write(tmp_path, "odd.csv", "depth,rank,taken,reached\n1,1,9,4\n")])
     with pytest.raises(SpecError, match=r"odd\.csv:2: has 1 values, the header names 2"):
         read_acceptance([write(tmp_path, "odd.csv", "accepted,drafted\n1\n")])
-    with pytest.raises(SpecError, match=r"odd\.txt: not as its writer would leave it: could not convert .*'400-0'"):
+    with pytest.raises(SpecError, match=r"odd\.txt: invalid content: could not convert .*'400-0'"):
         read_acceptance([write(tmp_path, "odd.txt", 'vllm:spec_decode_num_drafts_total{x="m"} 400-0\n')])
     with pytest.raises(UsageError, match="no such file"):
         read_acceptance([tmp_path / "nothing.json"])

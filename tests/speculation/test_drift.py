@@ -292,9 +292,7 @@ def test_a_drift_reaches_as_deep_as_its_drafts() -> None:
 
 def test_a_closed_loop_has_no_seconds_to_drift_over() -> None:
     stream = stream_of(None, [10] * 4, [10] * 4, users=2)
-    with pytest.raises(
-        UsageError, match=r"mine: drifts over seconds, and in a closed loop .* make it `over: requests`"
-    ):
+    with pytest.raises(UsageError, match=r"mine: drifts over seconds, .* a closed loop has none; set `over: requests`"):
         sampler(Chain(tokens=3), stream, rising("seconds"))
     sampler(Chain(tokens=3), stream, rising("requests"))
 

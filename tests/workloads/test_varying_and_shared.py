@@ -192,7 +192,7 @@ def test_a_trace_that_says_what_is_shared_needs_no_groups() -> None:
         name="w", arrivals=TraceArrivals(), prompt=TraceLengths(), output=TraceLengths(), trace="t.jsonl",
         shared_prefix=SHARED,
     )  # fmt: skip
-    with pytest.raises(UsageError, match="so the workload needs no shared_prefix"):
+    with pytest.raises(UsageError, match="the trace names shared blocks already; remove shared_prefix"):
         build_stream(workload, trace, requests=2, seed=0)
 
 

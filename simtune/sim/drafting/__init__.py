@@ -1,4 +1,5 @@
-"""Drafting under the clock: how many drafts are kept, and what a scheduler has to know of a pool's speculation."""
+"""Speculative decoding in simulated time: how many drafts are accepted, and the drafting terms of a pool's
+schedulers."""
 
 from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
 from simtune.sim.drafting.pool_terms import Drafting, check_drafting, drafting_terms

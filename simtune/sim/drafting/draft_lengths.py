@@ -1,4 +1,4 @@
-"""How many tokens a scheduler lets each request draft, where a scheme decides it by acceptance."""
+"""Draft lengths of each request, for schemes that choose them by acceptance."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from simtune.sim.drafting.survival import Survival
 
 
 class StopLengths:
-    """After how many drafts a drafter that knows the acceptance stops, the same in all rounds of a request."""
+    """Number of drafts after which a drafter that knows the acceptance stops, the same in all rounds of a request."""
 
     def __init__(self, survival: Survival, stops_below: float) -> None:
         self._survival, self._stops_below = survival, stops_below
 
     def __call__(self, request: Request) -> int:
-        """Of one request."""
+        """Return the number of drafts of one request."""
         return self._lengths[request.id]
 
     @cached_property
@@ -29,16 +29,16 @@ class StopLengths:
 
 
 class SharedBudget:
-    """Draft tokens of a batch, shared out to where they are likeliest to be kept (TETRIS, arXiv 2502.15197).
+    """Draft tokens of a batch, given to the drafts that are most likely to be accepted (TETRIS, arXiv 2502.15197).
 
-    Of equals they go to the shortest drafts, then to those who came first.
+    Among equals they go to the shortest drafts, then to the requests that came first.
     """
 
     def __init__(self, survival: Survival, tokens: int) -> None:
         self._survival, self._tokens = survival, tokens
 
     def __call__(self, requests: Sequence[Request]) -> list[int]:
-        """Draft tokens of each request of a step."""
+        """Return the draft tokens of each request of a step."""
         if not requests:
             return []
         columns = self._survival.columns(np.array([request.id for request in requests]))

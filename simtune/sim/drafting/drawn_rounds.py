@@ -1,4 +1,4 @@
-"""Verification rounds drawn for many requests at once: how many drafts each keeps, and how many were made."""
+"""Verification rounds drawn for many requests at once: the number of drafts accepted and made in each."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class DrawnRounds(NamedTuple):
     """Rounds of some requests, one request after the other."""
 
     starts: list[int]
-    """Where each request begins, and where the last one ends."""
+    """Position of each request's first round, and the end of the last request's rounds."""
     accepted: Counts
     stops: Counts
     """Drafts made before the drafter stops."""
     tokens: Ints
-    """Of all rounds up to each, those of the requests before included."""
+    """Tokens of all rounds up to and including each, those of the requests before included."""
 
 
 class RoundDrawer:
-    """Draws rounds of one scheme; each of a request has its own random number, whatever else is drawn."""
+    """Draws rounds of one scheme; each round of a request has its own random number, whatever else is drawn."""
 
     def __init__(self, scheme: Scheme, survival: Survival, output_tokens: Ints, seed: int) -> None:
         self._shape, self._shortest, self._stops_below = scheme.shape, scheme.shortest, scheme.stops_below
@@ -41,30 +41,32 @@ class RoundDrawer:
 
     @property
     def varies(self) -> bool:
-        """Whether a drafter that stops by itself may do so elsewhere in every round."""
+        """True if a drafter that stops by itself may stop after a different number of drafts in every round."""
         revealed = any(isinstance(rates, Revealed) for rates in self._survival.rates)
         return self._lengths is not None or (self._stops_below is not None and revealed)
 
     @property
     def from_the_first(self) -> bool:
-        """Whether a request's rounds must be drawn from its first, because each depends on those before."""
+        """True if a request's rounds must be drawn from its first, because each depends on those before."""
         return self._shape.overlapped or self._lengths is not None
 
     def enough(self, requests: Ints) -> Ints:
-        """Rounds that each of the requests may need, all but a few of them."""
+        """Return the rounds that each of the requests may need; for a few of them more may be needed."""
         output, columns = self._output[requests], self._survival.columns(requests)
-        if self._shape.overlapped:  # a token after every round, or after as many as there are replicas
+        # A token comes after every round, or after as many rounds as there are replicas.
+        if self._shape.overlapped:
             per_token = 1 + (self._shape.replicas - 1) * (1 - columns[:, 0])
             return np.ceil(output * per_token).astype(np.int64)
         columns = columns[:, : self._shortest]
-        kept, squared = columns.sum(axis=1), columns @ np.arange(1.0, 2 * columns.shape[1], 2)
-        rounds = output / (1 + kept)
-        more = 4 * np.sqrt(rounds * (squared - kept**2)) / (1 + kept)  # standard deviations
+        mean_accepted, squared = columns.sum(axis=1), columns @ np.arange(1.0, 2 * columns.shape[1], 2)
+        rounds = output / (1 + mean_accepted)
+        # Four standard deviations above the mean number of rounds.
+        more = 4 * np.sqrt(rounds * (squared - mean_accepted**2)) / (1 + mean_accepted)
         enough: Ints = np.minimum(output, (rounds + more).astype(np.int64) + 3)
         return enough
 
     def draw(self, requests: Ints, first: int, counts: Ints) -> DrawnRounds:
-        """`counts` rounds of each of the requests, from round `first` on."""
+        """Draw `counts` rounds of each of the requests, from round `first` on."""
         starts = [0, *counts.cumsum().tolist()]
         of_each = np.repeat(requests, counts)
         rounds = np.arange(first, first + len(of_each)) - np.repeat(np.array(starts[:-1]), counts)
@@ -77,12 +79,14 @@ class RoundDrawer:
             accepted, stops = overlapped(accepted, starts, self._shape.depth, self._shape.replicas)
         if self._lengths is not None:
             accepted, stops = adapted(accepted, starts, self._lengths)
+        # Every round yields one token more than accepted drafts; a round of -1 drafts yields none.
         tokens = accepted.cumsum(dtype=np.int64)
         tokens += np.arange(1, len(tokens) + 1)
         return DrawnRounds(starts, accepted, stops, tokens)
 
     def _by_survival(self, requests: Ints, counts: Ints, bits: Bits) -> Counts:
-        """As many drafts are kept as there are survivals above the number of the round."""
+        """Return the drafts accepted in each round: the number of survivals above the random number of the round."""
+        # 2^64 does not fit 64 bits; the largest double below it is 2^64 - 2048.
         limits = np.minimum(self._survival.columns(requests) * 2.0**64, 2.0**64 - 2048).astype(np.uint64)
         alike = bool((limits == limits[0]).all())
         accepted: Counts = np.zeros(len(bits), dtype=np.uint8)
@@ -93,51 +97,52 @@ class RoundDrawer:
     def _by_confidence(
         self, requests: Ints, counts: Ints, rounds: Ints, bits: Bits, accepted: Counts, stops: Counts
     ) -> None:
-        """Puts into `accepted` and `stops` the rounds of classes whose drafts have an acceptance each."""
+        """Write the rounds of classes whose drafts each have an acceptance of their own into `accepted` and `stops`."""
         of_each = np.repeat(requests, counts)
         classes = self._survival.class_of[of_each]
         for index, rates in enumerate(self._survival.rates):
             of_class = classes == index
             if isinstance(rates, Revealed):
-                kept, made = self._revealed(rates, of_each[of_class], rounds[of_class], bits[of_class])
-                accepted[of_class] = kept
+                class_accepted, class_made = self._revealed(rates, of_each[of_class], rounds[of_class], bits[of_class])
+                accepted[of_class] = class_accepted
             elif self._stops_below is not None:
-                made = np.repeat(self._survival.drafts_above(self._stops_below, requests), counts)[of_class]
+                class_made = np.repeat(self._survival.drafts_above(self._stops_below, requests), counts)[of_class]
             if self._stops_below is not None:
-                stops[of_class] = made
+                stops[of_class] = class_made
         if self._stops_below is not None:
             np.minimum(accepted, stops, out=accepted)
 
     def _revealed(self, rates: Revealed, requests: Ints, rounds: Ints, bits: Bits) -> tuple[Counts, Counts]:
-        """(drafts kept, drafts made) where every draft token has an acceptance of its own, drawn too."""
+        """Return (drafts accepted, drafts made) if every draft token has an acceptance of its own, which is drawn
+        too."""
         number = as_uniform(bits)
         alive: Array = np.ones_like(number)
-        accepted, made = np.zeros(number.shape, dtype=np.uint8), np.zeros(number.shape, dtype=np.uint8)
+        accepted, num_made = np.zeros(number.shape, dtype=np.uint8), np.zeros(number.shape, dtype=np.uint8)
         rate, bounds = np.array(rates.rate), np.cumsum(rates.share)[:-1]
         for depth in range(1, self._shape.depth + 1):
             alive = alive * rate[bounds.searchsorted(uniform(self._seed, requests, rounds, depth), "right")]
             accepted += number < alive
-            made += at_least(alive, self._stops_below or 0.0)
-        return accepted, made
+            num_made += at_least(alive, self._stops_below or 0.0)
+        return accepted, num_made
 
 
 def adapted(
     right: Counts, starts: Sequence[int], lengths: Callable[[Iterator[int]], Iterator[int]]
 ) -> tuple[Counts, Counts]:
-    """(drafts kept, drafts made) in rounds of requests that begin at `starts`, given how many of the drafts are right
-    in each round, and how lengths follow from those."""
-    drawn, made = right.tolist(), list[int]()
+    """Return (drafts accepted, drafts made) in rounds of requests that begin at `starts`, given the number of drafts
+    that are right in each round, and the function by which lengths follow from those."""
+    num_right, draft_lengths = right.tolist(), list[int]()
     for begin, end in pairwise(starts):
-        made += islice(lengths(iter(drawn[begin:end])), end - begin)
-    stops = np.array(made, dtype=np.int64)
+        draft_lengths += islice(lengths(iter(num_right[begin:end])), end - begin)
+    stops = np.array(draft_lengths, dtype=np.int64)
     return np.minimum(right, stops), stops
 
 
 def overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int) -> tuple[Counts, Counts]:
-    """(drafts kept, drafts computed) in rounds of DSI, of requests that begin at `starts`, given how many of the drafts
-    are right in each round. PEARL is DSI with one replica.
+    """Return (drafts accepted, drafts computed) in rounds of DSI, of requests that begin at `starts`, given the number
+    of drafts that are right in each round. PEARL is DSI with one replica.
 
-    Of m drafts to verify the target computes all but the last, and its own next token comes on top where that is not
+    Of m drafts to verify the target computes all but the last, and its own next token is added unless that is
     the last draft itself: min(right + 1, m) tokens. With no drafts yet it computes one token and looks whether the
     first draft made meanwhile is the same. Before that verdict come replicas - 1 rounds without any, here and in
     `simtune.engine` rounds of -1 drafts: not even the token that is certain is verified, and none delivered.
@@ -148,12 +153,12 @@ def overlapped(right: Counts, starts: Sequence[int], window: int, replicas: int)
     for _ in range(replicas - 1):
         anew = [anew] * (window + 1) + [-1]
     for pending, state in states.items():
-        after, needed = (window, pending) if pending else (window - 1 or window, 1)
-        state += [states[after] if drafts >= needed else anew for drafts in range(window + 1)]
+        after, num_needed = (window, pending) if pending else (window - 1 or window, 1)
+        state += [states[after] if drafts >= num_needed else anew for drafts in range(window + 1)]
         state.append(max(pending - 1, 0))
-    drawn, counts = right.tolist(), []
+    num_right, counts = right.tolist(), []
     for begin, end in pairwise(starts):
-        before = accumulate(drawn[begin:end], getitem, initial=anew)
+        before = accumulate(num_right[begin:end], getitem, initial=anew)
         counts += [state[-1] for state in islice(before, end - begin)]
     computed = np.array(counts, dtype=np.int64)
     return np.minimum(right, computed), computed

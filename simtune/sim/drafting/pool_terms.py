@@ -1,4 +1,4 @@
-"""What a pool's speculation comes to for its schedulers, and whether they could draft like that at all."""
+"""Drafting terms of a pool's schedulers, and the check that its engine could draft like that."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from simtune.specs.speculation import Speculation
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a pool's speculation names, loaded."""
+    """Loaded parts that a pool's speculation names."""
 
     acceptance: Acceptance
     model: Model | None = None
-    """Of a draft model."""
+    """The draft model; None if the drafter has none."""
 
 
 def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTerms:
-    """What a scheduler has to know of a pool's speculation, as vLLM 0.32 has it."""
+    """Return the drafting terms of a scheduler for a pool's speculation, as in vLLM 0.32."""
     scheme, drafter, shape = spec.scheme, spec.drafter, spec.scheme.shape
     lengths = shares = None
     if scheme.stops_below is not None and not sampler.varies:
@@ -32,7 +32,8 @@ def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTer
     if scheme.batch_tokens is not None:
         shares = SharedBudget(sampler.survival, scheme.batch_tokens)
     return DraftingTerms(
-        max_drafts=max(int(shape.overlapped), shape.drafts),  # none would mean that nothing is drafted
+        # 0 would disable drafting.
+        max_drafts=max(int(shape.overlapped), shape.drafts),
         accepted=sampler,
         tokens_after=sampler.tokens_after,
         laid_out=sampler.laid_out,
@@ -48,7 +49,7 @@ def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTer
 
 
 def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> None:
-    """Raises Infeasible where the engine of a pool that speculates could not draft like this."""
+    """Raise Infeasible if the engine of a pool that speculates could not draft like this."""
     spec, budget = pool.speculation, pool.batching.max_num_batched_tokens
     assert spec is not None
     shape, most_depth = spec.scheme.shape, spec.drafter.most_depth
@@ -56,18 +57,18 @@ def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> None:
         heads = f"{most_depth} {spec.drafter.label.capitalize()} heads"
         raise Infeasible(f"{heads} cannot draft {shape.depth} tokens deep; draft less deep")
     slots = spec.drafter.extra_slots(shape.drafts)
-    needed = 1 + shape.drafts + slots
-    if needed > budget:
-        what = "tree" if shape.tree else "chain"
+    needed_tokens = 1 + shape.drafts + slots
+    if needed_tokens > budget:
+        shape_name = "tree" if shape.tree else "chain"
         raise Infeasible(
-            f"one sequence with a {what} of {shape.drafts} drafts takes {needed} tokens of a step, and "
+            f"one sequence with a {shape_name} of {shape.drafts} drafts takes {needed_tokens} tokens of a step, and "
             f"max_num_batched_tokens is {budget}; draft less, or raise it"
         )
     if shape.replicas > 1:
-        needed = pool.batching.max_num_seqs * (shape.depth + slots)
-        if needed > budget:
+        needed_tokens = pool.batching.max_num_seqs * (shape.depth + slots)
+        if needed_tokens > budget:
             raise Infeasible(
-                f"replicas verify a window of every sequence at a time, {needed} tokens with max_num_seqs "
+                f"replicas verify a window of every sequence at a time, {needed_tokens} tokens with max_num_seqs "
                 f"{pool.batching.max_num_seqs}, and max_num_batched_tokens is {budget}; raise it, or lower "
                 "max_num_seqs or the scheme's tokens"
             )

@@ -1,4 +1,4 @@
-"""AcceptanceSampler: how many drafts the target keeps, drawn so that every plan has the same.
+"""AcceptanceSampler: number of drafts that the target accepts, drawn identically for every plan.
 
 A uniform number belongs to every (seed, request, round), whatever the plan, by hashing the three. A round of a chain
 with survival S_1 >= S_2 >= ... keeps as many drafts as there are S_d above it; a tree is taken at its depths, S_d
@@ -6,9 +6,10 @@ being the weights of its nodes at depth d added up. So of two chains the longer 
 one that is likelier to get to each depth. Requests that have an acceptance of their own are given it by the quantile
 of theirs.
 
-Where the drafter drafts on while the target verifies (PEARL, DSI), what a round verifies depends on those before: each
-still has its own number, which says how many of the drafts are right, and a request's rounds are gone through from the
-first. They go on as if no round was cut short by the token budget, and as if a preempted request's drafts were kept.
+If the drafter continues while the target verifies (PEARL, DSI), the drafts that a round verifies depend on the rounds
+before. Each round still has its own number, which determines how many of the drafts are right, and the rounds of a
+request are computed from the first. They continue as if no round was cut short by the token budget, and as if a
+preempted request's drafts were kept.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from simtune.specs.acceptance import Acceptance
 from simtune.specs.schemes import Scheme
 from simtune.workload.requests import RequestStream
 
-_ROUNDS = 1 << 16  # drawn at once, about, of as many requests as will need so many
-_GROUPS = 256  # kept; they are drawn alike whenever they are needed again
-_LAID_OUT = 16  # groups whose rounds are kept as a batch wants them
+_ROUNDS = 1 << 16  # rounds drawn at once, about; sets the requests of a group
+_GROUPS = 256  # groups that are kept; a group drawn again is identical
+_LAID_OUT = 16  # groups whose laid-out rounds are kept
 
 
 class _LaidOut(NamedTuple):
@@ -42,10 +43,10 @@ class _LaidOut(NamedTuple):
 
 
 class AcceptanceSampler:
-    """Accepted drafts of every request and round of a stream under one scheme, as a scheduler asks for them.
+    """Accepted drafts of every request and round of a stream under one scheme.
 
-    Rounds are drawn for groups of requests with neighbouring numbers. Raises Infeasible where the scheme drafts what
-    the acceptance does not know.
+    Rounds are drawn for groups of requests with neighbouring numbers. Raises Infeasible if the scheme drafts more than
+    the acceptance covers.
     """
 
     def __init__(self, scheme: Scheme, acceptance: Acceptance, stream: RequestStream, seed: int) -> None:
@@ -58,27 +59,26 @@ class AcceptanceSampler:
         self._laid_out: dict[int, _LaidOut] = {}
 
     def __call__(self, request: Request, number: int, drafts: int) -> int:
-        """How many of so many drafts are accepted in verification `number` of a request."""
+        """Return how many of `drafts` drafts are accepted in verification `number` of a request."""
         return min(int(self.accepted(request, number, 1)[0]), drafts)
 
     def tokens_after(self, request: Request, first: int, count: int, drafts: int, tokens: int) -> Ints:
-        """After each of `count` verifications of so many drafts, and of others that are drawn already, how many tokens
-        there are, if `tokens` before.
-        """
-        drawn, at, end = self._rounds(request.id, first, count)
+        """Return the tokens of a request after each of `count` verifications of `drafts` drafts, starting from
+        `tokens`, and after further verifications that are drawn already."""
+        rounds, at, end = self._rounds(request.id, first, count)
         if drafts < self.survival.depth:
-            kept = np.minimum(drawn.accepted[at:end], drafts)
-            return kept.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + end - at)
+            accepted = np.minimum(rounds.accepted[at:end], drafts)
+            return accepted.cumsum(dtype=np.int64) + np.arange(tokens + 1, tokens + 1 + end - at)
         if at:
-            tokens -= int(drawn.tokens[at - 1])
-        return drawn.tokens[at:end] + tokens
+            tokens -= int(rounds.tokens[at - 1])
+        return rounds.tokens[at:end] + tokens
 
     def laid_out(self, request: Request, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> tuple[Ints, int] | None:
-        """All rounds of a request whose prompt is computed, of all drafts each, as `lay_out` wants them, and the tokens
-        that are computed then; None where more would have to be drawn.
+        """Return all rounds of a request whose prompt is computed, with all drafts each, in the layout of `lay_out`,
+        and the tokens that are computed then; None if more rounds would have to be drawn.
 
-        `lay_out` is asked for a whole group at once: of (tokens computed before each round, prompt tokens of each
-        request, where each begins).
+        `lay_out` is called for a whole group at once, with (tokens computed before each round, prompt tokens of each
+        request, position of each request's first round).
         """
         number, row = divmod(request.id, self._size)
         group = self._laid_out.get(number)
@@ -90,35 +90,37 @@ class AcceptanceSampler:
         return (group.rows[:, begin:end], group.final[row]) if end <= group.begins[row + 1] else None
 
     def accepted(self, request: Request, first: int, count: int) -> Counts:
-        """How many drafts would be accepted in each of `count` verifications if all were made."""
-        drawn, at, _ = self._rounds(request.id, first, count)
-        return drawn.accepted[at : at + count]
+        """Return the drafts that would be accepted in each of `count` verifications if all were made."""
+        rounds, at, _ = self._rounds(request.id, first, count)
+        return rounds.accepted[at : at + count]
 
     def stops(self, request: Request, first: int, count: int) -> Counts:
-        """After how many drafts the drafter stops, its confidence being the acceptance itself."""
-        drawn, at, _ = self._rounds(request.id, first, count)
-        return drawn.stops[at : at + count]
+        """Return the number of drafts after which the drafter stops in each verification, its confidence being the
+        acceptance."""
+        rounds, at, _ = self._rounds(request.id, first, count)
+        return rounds.stops[at : at + count]
 
     @property
     def varies(self) -> bool:
-        """Whether a drafter that stops by itself may do so elsewhere in every round."""
+        """True if a drafter that stops by itself may stop after a different number of drafts in every round."""
         return self._drawer.varies
 
     def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOut:
-        drawn, _, _ = self._rounds(number * self._size, 0, 0)
-        begins = np.array(drawn.starts)
+        rounds, _, _ = self._rounds(number * self._size, 0, 0)
+        begins = np.array(rounds.starts)
         of_group = slice(number * self._size, number * self._size + len(begins) - 1)
         prompt, output = self._prompt[of_group], self._output[of_group]
-        before = np.concatenate([[0], drawn.tokens])
+        before = np.concatenate([[0], rounds.tokens])
         passed = before[begins[:-1]]
-        ends = drawn.tokens.searchsorted(passed + output - 1) + 1  # its prompt's own step delivers one
-        final = prompt + before[np.minimum(ends, len(drawn.tokens))] - passed
+        # The step that completes the prompt delivers the first token, so rounds deliver the others.
+        ends = rounds.tokens.searchsorted(passed + output - 1) + 1
+        final = prompt + before[np.minimum(ends, len(rounds.tokens))] - passed
         before = before[:-1] + np.repeat(prompt - passed, np.diff(begins))
-        rows = lay_out(before, prompt, drawn.starts)
-        return _LaidOut(rows, drawn.starts, ends.tolist(), final.tolist())
+        rows = lay_out(before, prompt, rounds.starts)
+        return _LaidOut(rows, rounds.starts, ends.tolist(), final.tolist())
 
     def _rounds(self, request: int, first: int, count: int) -> tuple[DrawnRounds, int, int]:
-        """Some drawn rounds, and from where to where they are a request's from `first` on, at least `count`."""
+        """Return drawn rounds, and the begin and end of those of a request from round `first` on, at least `count`."""
         number, row = divmod(request, self._size)
         group = self._groups.get(number)
         if group is None:

@@ -1,4 +1,4 @@
-"""How likely each request of a stream keeps at least so many drafts."""
+"""Survival: probability that each request of a stream keeps at least a given number of drafts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from simtune.specs.schemes import Scheme
 from simtune.workload.requests import RequestStream
 
 _EQUAL = 1e-12
-"""Survivals are products in some order; nearer than this they are the same."""
+"""Tolerance: survivals are products in some order; a smaller difference counts as none."""
 _OWN = -1
-"""Purpose of the numbers that requests draw their own acceptance by."""
+"""Purpose of the random numbers by which requests draw their own acceptance."""
 
 
 class Survival:
-    """P(at least d drafts are kept) of the requests of a stream under one scheme, d = 1 ... `depth`.
+    """P(at least d drafts are accepted) of the requests of a stream under one scheme, d = 1 ... `depth`.
 
-    It is that of a request's class; where that is a distribution over requests, each is given an acceptance of its own
-    by the quantile of a number that belongs to it, and where that drifts, each has what it has come to when it arrives.
-    Raises Infeasible where the scheme drafts what the acceptance does not know, UsageError where rates drift by the
+    The survival is that of a request's class. If the class has a distribution over requests, each request is given an
+    acceptance of its own, the quantile at a random number that belongs to the request. If acceptance drifts, a request
+    has the acceptance at its arrival.
+    Raises Infeasible if the scheme drafts more than the acceptance covers, UsageError if rates drift by the
     clock and requests come when others have ended.
     """
 
@@ -38,7 +39,7 @@ class Survival:
             self._drifting = {
                 index: _Drifting(
                     drift,
-                    [scheme.survival(one) for one in (self.rates[index], *drift.later)],
+                    [scheme.survival(stage) for stage in (self.rates[index], *drift.later)],
                     _since_the_start(drift, acceptance, stream),
                 )
                 for index, drift in enumerate(drifts)
@@ -49,35 +50,35 @@ class Survival:
         self._own = self._own_acceptance(seed, len(stream))
 
     def columns(self, requests: Ints) -> Array:
-        """(requests, depth)."""
+        """Return survivals of shape (requests, depth)."""
         classes = self.class_of[requests]
         columns: Array = self._of_class[classes]
         for index, rates in enumerate(self.rates):
             if isinstance(rates, BetaMixture):
                 of_class = classes == index
-                own = self._own[requests[of_class]]
-                columns[of_class] = own[:, None] ** np.arange(1, self.depth + 1)
+                own_rates = self._own[requests[of_class]]
+                columns[of_class] = own_rates[:, None] ** np.arange(1, self.depth + 1)
         for index, drifting in self._drifting.items():
             of_class = classes == index
             columns[of_class] = drifting.columns(requests[of_class])
         return columns
 
     def drafts_above(self, least: float, requests: Ints) -> Ints:
-        """After how many drafts the survival falls below `least`."""
+        """Return the number of drafts after which the survival falls below `least`."""
         drafts: Ints = at_least(self.columns(requests), least).sum(axis=1)
         return drafts
 
     def _own_acceptance(self, seed: int, n: int) -> Array:
-        """Of requests whose class has a distribution of them."""
-        own = np.zeros(n)
+        """Return the acceptance of requests whose class has a distribution of acceptance; 0 for other requests."""
+        own_rates = np.zeros(n)
         for index, rates in enumerate(self.rates):
             if isinstance(rates, BetaMixture):
                 from scipy.special import betaincinv
 
                 of_class = np.flatnonzero(self.class_of == index)
                 quantiles = uniform(seed, of_class, np.zeros_like(of_class), _OWN)
-                own[of_class] = betaincinv(rates.a, rates.b, quantiles)
-        return own
+                own_rates[of_class] = betaincinv(rates.a, rates.b, quantiles)
+        return own_rates
 
 
 class _Drifting:
@@ -87,7 +88,7 @@ class _Drifting:
         self._drift, self._survivals, self._since = drift, np.array(survivals), since
 
     def columns(self, requests: Ints) -> Array:
-        """(requests, depth)."""
+        """Return survivals of shape (requests, depth)."""
         columns: Array = self._drift.shares(self._since[requests]) @ self._survivals
         return columns
 
@@ -97,12 +98,12 @@ def _since_the_start(drift: Drift, acceptance: Acceptance, stream: RequestStream
         return stream.numbers.astype(np.float64)
     if stream.arrival_s is None:
         raise UsageError(
-            f"acceptance {acceptance.name}: drifts over seconds, and in a closed loop it depends on the plan when a "
-            "request comes; make it `over: requests`, or take arrivals of another kind"
+            f"acceptance {acceptance.name}: drifts over seconds, which needs known arrival times, and a closed loop "
+            "has none; set `over: requests`, or use open arrivals"
         )
     return stream.arrival_s
 
 
 def at_least(survival: Array, least: float) -> Mask:
-    """Where survivals are not below `least`."""
+    """Return a mask of the survivals that are not below `least`."""
     return survival >= least - _EQUAL

@@ -1,4 +1,4 @@
-"""How many replicas of a target are worth using: one more brings verdicts oftener, and each of them later."""
+"""Number of replicas of a target that are worth using: one more brings verdicts more often, and each of them later."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from simtune.specs.acceptance import Rates
 from simtune.specs.schemes import Scheme
 
 ROUNDS = 4096
-"""Drawn to tell how many tokens a tick brings: within 2 % or so."""
+"""Rounds drawn to estimate the tokens per tick, to within 2 % or so."""
 
 
 def useful_replicas(scheme: Scheme, rates: Rates, tick: Callable[[int], int]) -> int:
-    """Of the replicas that a scheme has, how many bring the most tokens a second; `tick` is that of so many.
+    """Return the number of replicas of a scheme that brings the most tokens per second; `tick` gives the ticks of a
+    round by the number of replicas.
 
-    In lockstep a verdict comes as many ticks later as there are replicas. Once the drafter is what a tick waits for, a
-    further replica makes none shorter and every verdict later: it is left idle. So more replicas are never slower.
+    In lockstep a verdict comes as many ticks later as there are replicas. Once the drafter limits the tick, a further
+    replica shortens no tick and delays every verdict: it is left idle. So more replicas are never slower.
     """
     survival = np.array(scheme.survival(rates))
-    kept = (np.random.default_rng(0).random((ROUNDS, 1)) < survival).sum(axis=1).astype(np.uint8)
+    accepted_drafts = (np.random.default_rng(0).random((ROUNDS, 1)) < survival).sum(axis=1).astype(np.uint8)
 
     def speed(replicas: int) -> float:
-        accepted, _ = overlapped(kept, [0, ROUNDS], scheme.shape.depth, replicas)
+        accepted, _ = overlapped(accepted_drafts, [0, ROUNDS], scheme.shape.depth, replicas)
         return float((accepted + 1).sum()) / ROUNDS / tick(replicas)
 
     return max(range(1, scheme.shape.replicas + 1), key=speed)

@@ -11,17 +11,17 @@ Bits = NDArray[np.uint64]
 
 
 def uniform(seed: int, requests: Ints, rounds: Ints, purpose: int = 0) -> Array:
-    """A number in [0, 1) for each pair of request and round."""
+    """Return a number in [0, 1) for each pair of request and round."""
     return as_uniform(random_bits(seed, requests, rounds, purpose))
 
 
 def as_uniform(bits: Bits) -> Array:
-    """Numbers in [0, 1) of 53 of the 64 bits."""
+    """Return numbers in [0, 1) from 53 of the 64 bits."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def random_bits(seed: int, requests: Ints, rounds: Ints, purpose: int = 0, counts: Ints | int = 1) -> Bits:
-    """64 well-mixed bits for each pair of request and round; `counts` of the rounds are of each of the requests."""
+    """Return 64 well-mixed bits for each pair of request and round; each request has `counts` of the rounds."""
     key = np.uint64((seed * 0x9E3779B97F4A7C15 + purpose * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF)
     bits = (rounds + 1).astype(np.uint64)
     bits *= np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +30,7 @@ def random_bits(seed: int, requests: Ints, rounds: Ints, purpose: int = 0, count
 
 
 def _mixed(x: Bits) -> Bits:
-    """The finaliser of SplitMix64, in place."""
+    """Apply the finaliser of SplitMix64, in place."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
