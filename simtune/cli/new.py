@@ -34,7 +34,7 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.option("--objective", help="What to optimize, e.g. gpus: the number of GPUs needed; goodput_per_gpu by default.")
 @click.option(
     "--confidence",
-    type=click.FloatRange(0.5, 0.99),
+    type=Real(least=0.5, most=0.99),
     help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
 @force_option

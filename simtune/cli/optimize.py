@@ -331,12 +331,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
     _print_left_out(tuned)
-    if tuned.confirmed is not None:
-        draws, requests, lifetimes = tuned.confirmed
-        lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
-        trace = tuned.question.trace
-        repeated = "" if trace is None or requests <= len(trace) else f" (a trace of {len(trace):,}, repeated)"
-        click.echo(f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}")
+    _print_confirmed(tuned)
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
         if unseen := Counter(row.allocation for row in tuned.rows if row.allocation):
@@ -351,6 +346,17 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     launch = out / "engine" / "launch.sh"
     engine = f"engine: {launch}\n" if launch.exists() else ""
     click.echo(f"plan:   {out / 'plan.yaml'}\n{engine}report: {out / 'report.html'}")
+
+
+def _print_confirmed(tuned: Tuned) -> None:
+    """Print the fresh draws on which the chosen plan was confirmed, if there were any."""
+    if tuned.confirmed is None:
+        return
+    draws, requests, lifetimes = tuned.confirmed
+    lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
+    trace = tuned.question.trace
+    repeated = "" if trace is None or requests <= len(trace) else f" (a trace of {len(trace):,}, repeated)"
+    click.echo(f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}")
 
 
 def _print_left_out(tuned: Tuned) -> None:

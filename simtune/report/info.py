@@ -120,13 +120,20 @@ def headline(run: Run) -> str:
         missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
         rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
         return f"{plan} misses {missed}{rate}."
-    searched = s.objective is not None and s.objective.name.startswith("goodput")
-    # A searched rate was confirmed on longer runs than the one reported, whose goodput counts how it begins and ends.
-    rate_rps = s.offered_rate_rps if searched else s.goodput_rps if s.slo else s.request_throughput_rps
+    rate_rps = _served_rps(s)
     within = f"within {_listed([limit(x) for x in s.slo])}" if s.slo else "with no latency limit set"
     if rate_rps is None:
         return f"{plan} runs {within}."
     return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.num_gpus)} per GPU, {within}."
+
+
+def _served_rps(s: Summary) -> float | None:
+    """Return the rate that the headline states: the rate that was searched, else goodput or throughput."""
+    if not s.slo:
+        return s.request_throughput_rps
+    searched = s.objective is not None and s.objective.name.startswith("goodput")
+    # A searched rate was confirmed on longer runs than the one reported, whose goodput counts how it begins and ends.
+    return s.offered_rate_rps if searched and s.goodput_rps is not None else s.goodput_rps
 
 
 def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
