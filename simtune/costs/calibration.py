@@ -169,8 +169,8 @@ def _own(path: Path, number: int, data: dict[str, Any]) -> TimedStep:
         good = False
     if not good:
         message = (
-            "is no step: decodes, context_tokens and draft_tokens are counts, chunks are [past, new] tokens, one of "
-            "decodes and chunks is there, drafts are with decodes, seconds are positive, and there is nothing else"
+            "is not a step: give decodes, context_tokens and draft_tokens as counts, chunks as [past, new] tokens, at "
+            "least one of decodes and chunks, drafts only with decodes, positive seconds, and no other keys"
         )
         raise SpecError(Problem(str(path), message, "", number))
     decodes, context, drafts = counts
@@ -205,7 +205,7 @@ def _csv(columns: Columns, subject: _Subject) -> Log:
             log.left_out["no time or no tokens"] += 1
             continue
         if max(row) > _MOST_TOKENS or pieces > prefill + 1:
-            message = f"is no step: no number of it may exceed {_MOST_TOKENS:g}, nor prefill_chunks prefill_tokens"
+            message = f"is not a step: no number may exceed {_MOST_TOKENS:g}, nor prefill_chunks prefill_tokens"
             raise SpecError(Problem(str(columns.path), message, "", columns.line(at)))
         chunks = _equal_chunks(int(prefill), max(1, int(pieces)), int(past))
         batch = StepWork(int(decodes), int(context), chunks, int(decodes) + len(chunks))
@@ -218,12 +218,12 @@ def _timed(batch: StepWork, seconds: float, path: Path, line: int) -> TimedStep:
     counts = (batch.num_decodes, batch.context_tokens, batch.draft_tokens)
     largest = max(*counts, *(n for chunk in batch.chunks for n in chunk), 0)
     if largest > _MOST_TOKENS:
-        raise SpecError(Problem(str(path), f"is no step: a count of {largest:,} exceeds {_MOST_TOKENS:g}", "", line))
+        raise SpecError(Problem(str(path), f"is not a step: a count of {largest:,} exceeds {_MOST_TOKENS:g}", "", line))
     if batch.context_tokens < batch.num_decodes or bool(batch.context_tokens) > bool(batch.num_decodes):
         message = f"cannot be {batch.context_tokens:,} for {batch.num_decodes:,} decodes: each has a token at least"
         raise SpecError(Problem(str(path), message, "context_tokens", line))
     if not _SHORTEST_S <= seconds <= _LONGEST_S:
-        message = f"is no time of a step: {seconds:g} s; between {_SHORTEST_S:g} and {_LONGEST_S:g} s are read"
+        message = f"is not the time of a step: {seconds:g} s; must be between {_SHORTEST_S:g} and {_LONGEST_S:g} s"
         raise SpecError(Problem(str(path), message, "seconds", line))
     return TimedStep(batch, seconds)
 
@@ -235,7 +235,7 @@ def _identity(columns: Columns) -> dict[str, str]:
         if name in columns.names and len(columns):
             value = columns.only(name)
             if value is None:
-                raise SpecError(Problem(str(columns.path), "holds several; give each a log of its own", name))
+                raise SpecError(Problem(str(columns.path), "has several values; split the log, one for each", name))
             identity[name] = value
     return identity
 
@@ -261,7 +261,7 @@ def _splitwise(columns: Columns, subject: _Subject) -> Log:
             sorted({f"{model} on {device} at tp {tp}" for model, device, tp in zip(*names, strict=True)})
         )
         subject_words = f"{subject.model.name} on {subject.device} at tp {subject.tp}"
-        raise SpecError(Problem(str(columns.path), f"holds no row of {subject_words}; it holds {available}"))
+        raise SpecError(Problem(str(columns.path), f"has no row of {subject_words}; its rows are of {available}"))
     log = Log()
     log.left_out["of another model, device or tp"] = int((~of_subject).sum())
     for row in np.stack([columns.numbers(name) for name in _SPLITWISE], axis=-1)[of_subject]:
@@ -357,7 +357,7 @@ def calibrate(model: Model, hardware: Hardware, pool: Pool, log: Log, source: Pa
     if not corrections:
         available = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise SpecError(
-            Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; it holds {available}")
+            Problem(str(source), f"at least {FEWEST} decode or prefill steps are needed; the log has {available}")
         )
     return Calibration(
         model=model.name, tp=pool.parallelism.tp, pp=pool.parallelism.pp, source=source.name, **corrections

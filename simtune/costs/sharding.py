@@ -37,7 +37,7 @@ def _check_apart(model: Model, parallelism: Parallelism, afd: Afd) -> None:
         raise Infeasible(f"{where}: attention devices are groups of tp ranks; set pp and cp to 1")
     experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
     if min(experts, default=afd.ffn_devices) < afd.ffn_devices:
-        raise Infeasible(f"{where}: {afd.ffn_devices} ffn_devices need an expert each, and there are {min(experts)}")
+        raise Infeasible(f"{where}: {afd.ffn_devices} ffn_devices need an expert each; set at most {min(experts)}")
 
 
 def _check_context_parallelism(model: Model, parallelism: Parallelism) -> None:
@@ -69,11 +69,11 @@ def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
     experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
     ranks = parallelism.tp * parallelism.attention_dp
     if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
-        raise Infeasible(f"{where}: expert_parallel needs an expert for every rank, and there are {min(experts)}")
+        raise Infeasible(f"{where}: expert_parallel needs an expert for every rank; use at most {min(experts)} ranks")
     if parallelism.expert_parallel and not experts:
-        raise Infeasible(f"model {model.name}: expert_parallel is for mixtures of experts, and it is none")
+        raise Infeasible(f"model {model.name}: expert_parallel requires a mixture of experts; set it to false")
     if parallelism.attention_dp > 1 and (not experts or parallelism.pp > 1):
-        raise Infeasible(f"{where}: attention_dp needs experts to share, and pp 1; more instances do without")
+        raise Infeasible(f"{where}: attention_dp requires experts and pp 1; set it to 1 and use more instances")
 
 
 def _where(model: Model, parallelism: Parallelism) -> str:

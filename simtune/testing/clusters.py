@@ -423,7 +423,7 @@ def check(cluster: Cluster) -> None:
     _check_same(flown, stepped)
     _check_same(jumped, stepped)
     assert jumped.transferred_bytes == stepped.transferred_bytes
-    assert (jumped.finish >= 0).all(), "somebody is never answered, and everybody fits"
+    assert (jumped.finish >= 0).all(), "a request is never answered, though all fit"
     check_nothing_is_left(cluster)
     assert (jumped.arrival <= jumped.scheduled).all(), "scheduled before it arrives"
     assert (jumped.scheduled < jumped.first_token).all(), "a first token before a step is over"
@@ -443,7 +443,7 @@ def check(cluster: Cluster) -> None:
 def check_nothing_is_left(cluster: Cluster) -> None:
     """Check that no request, block or KV cache is left in the cores of the latest run."""
     for core in cluster.cores:
-        assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken when everybody has gone"
+        assert core.scheduler.kv.free == core.scheduler.kv.total, "blocks are still taken after all requests have ended"
         assert not core.has_work, "work is left"
         assert not core.holding, "a KV cache is still held"
 
@@ -462,7 +462,9 @@ def _check_transfers(cluster: Cluster, outcome: Outcome) -> None:
         return
     sent_once = outcome.resent == 0
     least = 0 if cluster.way.first_token == "decode" else 1
-    assert (sent == (cluster.stream.output_tokens > least))[sent_once].all(), "who has more tokens to come is sent"
+    assert (sent == (cluster.stream.output_tokens > least))[sent_once].all(), (
+        "KV caches are sent exactly if tokens remain"
+    )
     assert (outcome.prompt_done[sent] <= outcome.transferred[sent]).all(), "sent before the prompt was done"
     if cluster.way.first_token != "prefill":
         first, came = outcome.first_token[sent & sent_once], outcome.transferred[sent & sent_once]

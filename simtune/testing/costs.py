@@ -60,7 +60,7 @@ class CostSuite:
             if k <= last:
                 later = model.decode(num_decodes, context + k * num_decodes)[0]
                 assert later == first + k * slope, f"step {k} of a span of {span} takes {later} ticks"
-        assert first + slope * last >= 1, "time stands still or goes back within a span"
+        assert first + slope * last >= 1, "a step within a span takes less than 1 tick"
 
     @given(st.data())
     @many
@@ -77,7 +77,7 @@ class CostSuite:
         ticks = model.mixed(*batch, parts, samples)
         if batch[0]:
             model.decode(*batch)
-        assert model.mixed(*batch, list(parts), samples) == ticks, "the same step takes another time when asked again"
+        assert model.mixed(*batch, list(parts), samples) == ticks, "a repeated call of mixed returns other ticks"
 
     @given(st.data())
     @many
@@ -108,5 +108,5 @@ class CostSuite:
         computed = sorted(data.draw(st.lists(st.integers(num_decodes, most), min_size=1, max_size=6)))
         ticks = [costs.round(num_decodes, verified, depth, context + verified) for context in computed]
         ends = [index(end) for end in costs.rounds(num_decodes, verified, depth, np.array(computed))]
-        assert min(ticks) >= 1, "time stands still in a round"
-        assert ends == list(accumulate(ticks)), "rounds told together end at other ticks than one by one"
+        assert min(ticks) >= 1, "a round takes less than 1 tick"
+        assert ends == list(accumulate(ticks)), "rounds() differs from the sums of round()"

@@ -149,10 +149,11 @@ class Driver:
     def _step(self, now: int, single: bool) -> int:
         """Run one step and its repetitions; return the number of the step that follows."""
         scheduler, log = self.scheduler, self.log
-        assert now < TOO_LONG, "somebody waits for ever"
+        assert now < TOO_LONG, "a request waits forever"
         residents = set(scheduler.residents) if isinstance(scheduler, ListScheduler) else None
         step = scheduler.schedule()
-        assert step is not None, "there is work, and nothing runs"
+        name = type(scheduler).__name__
+        assert step is not None, f"{name}.schedule() returned None with {scheduler.num_waiting} requests waiting"
         plan = scheduler.composition()
         self._check_step(step, plan, residents)
         repeat = 1 if single else step.repeat
@@ -176,7 +177,7 @@ class Driver:
         assert all(tokens > 0 for tokens in plan.values()), "a request without tokens in the step"
         assert sum(plan.values()) <= scheduler.max_num_batched_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan) <= scheduler.max_num_seqs, "more requests than max_num_seqs"
-        assert len(step.chunks) + step.num_decodes == len(plan), "chunks and decodes are not the requests of the step"
+        assert len(step.chunks) + step.num_decodes == len(plan), "chunks and decodes differ from the step's requests"
         assert step.repeat == 1 or not step.chunks, "a step with chunks cannot be repeated"
         self._check_chunks(step, plan)
         if residents is not None:
@@ -185,7 +186,7 @@ class Driver:
             self._check_work_conserved(plan)
 
     def _check_residents(self, step: Step, plan: dict[Request, int], residents: set[Request]) -> None:
-        assert set(step.admitted) == set(plan) - residents, "those admitted are not those that are new"
+        assert set(step.admitted) == set(plan) - residents, "step.admitted differs from the new requests of the step"
         if not self.pads:
             chunks = {chunk.request for chunk in step.chunks}
             contexts = [request.computed + 1 for request in plan if request not in chunks]
@@ -207,24 +208,24 @@ class Driver:
             assert self.idle_seats is not None
             full = sum(plan.values()) == scheduler.max_num_batched_tokens or len(plan) == scheduler.max_num_seqs
             short = scheduler.kv.blocks_for(scheduler.waiting[0].known_tokens) > scheduler.kv.free
-            assert full or short or self.idle_seats(scheduler, len(plan)), "somebody waits who could have come in"
+            assert full or short or self.idle_seats(scheduler, len(plan)), "a waiting request could have been admitted"
 
     def _check_conserved(self) -> None:
         scheduler = self.scheduler
         present = scheduler.num_running + scheduler.num_waiting
         assert len(self._done) + present == len(self._accepted), "requests are lost or doubled"
-        assert len(set(scheduler.waiting)) == len(scheduler.waiting), "somebody waits twice"
+        assert len(set(scheduler.waiting)) == len(scheduler.waiting), "a request waits twice"
         assert 0 <= scheduler.kv.free <= scheduler.kv.total, "more blocks than there are"
         if isinstance(scheduler, ListScheduler):
             held_blocks = sum(scheduler.kv.held_by(request) for request in scheduler.residents)
             assert scheduler.kv.free + held_blocks == scheduler.kv.total, "blocks are lost or doubled"
-            assert not set(scheduler.residents) & set(scheduler.waiting), "somebody waits and has a seat"
-            assert all(scheduler.kv.held_by(request) == 0 for request in scheduler.waiting), "who waits holds blocks"
+            assert not set(scheduler.residents) & set(scheduler.waiting), "a request both waits and has a seat"
+            assert all(scheduler.kv.held_by(r) == 0 for r in scheduler.waiting), "a waiting request has blocks"
 
     def _check_everybody_was_served(self) -> None:
         scheduler, log, accepted = self.scheduler, self.log, self._accepted
         assert Counter(self._done) == Counter(accepted), "everyone finishes once"
-        assert scheduler.kv.free == scheduler.kv.total, "blocks are still taken when everybody has gone"
+        assert scheduler.kv.free == scheduler.kv.total, "blocks are still taken after all requests have ended"
         assert all(request.emitted == request.true_tokens for request in accepted), "an answer of another length"
         first = {number: step for step, numbers in log.first.items() for number in numbers}
         assert Counter(n for numbers in log.first.values() for n in numbers) == Counter(r.id for r in accepted)

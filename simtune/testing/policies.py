@@ -123,9 +123,11 @@ class PolicySuite:
             scheduler.schedule()
         lost = scheduler.abandon()
         assert Counter(lost) == Counter(requests) - Counter(finished), (
-            "those that are lost are not those that were here"
+            "abandon() did not return all unfinished requests"
         )
-        assert all(request.computed == 0 and not request.decoding for request in lost), "something is left of them"
+        assert all(request.computed == 0 and not request.decoding for request in lost), (
+            "abandon() left computed tokens or decoding set"
+        )
         assert not scheduler.has_work
         assert scheduler.kv.free == scheduler.kv.total, "blocks are still taken"
         resubmitted = [Request(10 + i, 8, 4) for i in range(5)]

@@ -134,9 +134,7 @@ class RouterSuite:
     def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[Event], count: int) -> None:
         """Check stories of requests that arrive and finish, and cores that fail and return; repeated stories are
         equal."""
-        assert self.choices(story, count) == self.choices(story, count), (
-            "the same story has other choices when it comes again"
-        )
+        assert self.choices(story, count) == self.choices(story, count), "a repeated story has other choices"
 
     @given(st.data())
     @few
@@ -158,5 +156,5 @@ class RouterSuite:
         best = next((core for core in up if core.up), None)
         assert (choice is None) == (best is None)
         assert choice is best or not self.first_of_equals, (
-            "of equal cores not the first is chosen; set first_of_equals = False where that is meant"
+            "not the first of equal cores is chosen; set first_of_equals = False if that is intended"
         )

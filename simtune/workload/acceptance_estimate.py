@@ -31,8 +31,8 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
     for name, value in after.items():
         if value < before.get(name, 0.0):
             raise ValueError(
-                f"{name} goes backwards, from {before[name]:g} to {value:g}: the engine was started again in between, "
-                "or the files are in the wrong order"
+                f"{name} falls from {before[name]:g} to {value:g}: the engine was restarted in between, or the files "
+                "are in the wrong order; give two readings of one run, the earlier first"
             )
     if absent := sorted(set(before) - set(after)):
         raise ValueError(f"{absent[0]} is counted in the first reading and missing in the second")
@@ -49,7 +49,7 @@ def from_histogram(rounds: Mapping[int, float] | Sequence[float], window: int | 
         raise ValueError("a histogram needs counts, none of them negative, of 0 or more accepted tokens")
     longest = max(counts)
     if window is not None and window < longest:
-        raise ValueError(f"rounds that kept {longest} draft tokens cannot have drafted {window}")
+        raise ValueError(f"rounds that accepted {longest} draft tokens cannot have drafted {window}")
     per_count = [counts.get(j, 0.0) for j in range((window or longest) + 1)]
     return _conditional(np.cumsum(per_count[::-1])[::-1].tolist())
 
@@ -63,7 +63,7 @@ def from_windows(rounds: Iterable[tuple[int, int]]) -> PerPosition:
     pairs = np.array(list(rounds), dtype=np.int64).reshape(-1, 2)
     accepted, drafted = pairs.T
     if len(pairs) == 0 or (accepted > drafted).any() or (accepted < 0).any():
-        raise ValueError("a round cannot keep more draft tokens than it had")
+        raise ValueError("a round cannot accept more draft tokens than it drafted")
     rates, errors = [], []
     for j in range(1, int(drafted.max(initial=0)) + 1):
         at_risk = int(((drafted >= j) & (accepted >= j - 1)).sum())
@@ -162,8 +162,8 @@ def _conditional(at_least: Sequence[float]) -> PerPosition:
     for j, (before, now) in enumerate(pairwise(at_least), start=1):
         if not 0 <= now <= before:
             raise ValueError(
-                f"position {j} was kept {now:g} times and the one before {before:g} times: a draft is kept only "
-                "where all before it were, so counts cannot rise"
+                f"position {j} was accepted {now:g} times and the one before {before:g} times: a draft is accepted "
+                "only if all before it were, so counts cannot rise"
             )
     # Positions that no round reached are unknown, not 0.
     reached = [(a, b) for a, b in pairwise(at_least) if a > 0]

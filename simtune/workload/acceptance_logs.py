@@ -56,7 +56,7 @@ def read_acceptance(paths: Sequence[Path], draft_tokens: int | None = None, mode
         return _table(path, text, model) if path.suffix == ".csv" else _json(path, text, draft_tokens)
     except (KeyError, TypeError, ArithmeticError, ValueError, AttributeError, IndexError) as error:
         fault = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise SpecError(Problem(str(path), f"not as its writer would leave it: {fault}")) from None
+        raise SpecError(Problem(str(path), f"malformed: {fault}")) from None
 
 
 def _estimated(path: Path, key: str, counting: Callable[[], Rates]) -> Rates:
@@ -211,8 +211,8 @@ def _unknown(path: Path) -> SpecError:
     return SpecError(
         Problem(
             str(path),
-            "no acceptance found: known are vLLM's counters, log lines, bench serve results and per-request metrics, "
-            "SGLang's accept_length, AIPerf's histogram, and CSV with head_index,top_k,accuracy or "
+            "no acceptance found; known formats are vLLM's counters, log lines, bench serve results and per-request "
+            "metrics, SGLang's accept_length, AIPerf's histogram, and CSV with head_index,top_k,accuracy or "
             "depth,rank,taken,reached or accepted,drafted",
         )
     )

@@ -39,7 +39,7 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
         ("calibrate h100-sxm --measured steps.jsonl --out new", "name the model the engine ran (--model), or its plan"),
         (
             "calibrate h100-sxm --measured splitwise.csv --model llama-3.1-8b --out new",
-            "holds no row of llama-3.1-8b on NVIDIA H100 SXM5 80GB at tp 1; it holds llama-2-70b on h100-80gb at tp 8",
+            "has no row of llama-3.1-8b on NVIDIA H100 SXM5 80GB at tp 1; its rows are of llama-2-70b on h100-80gb",
         ),
         ("validate plan.yaml --engine http://127.0.0.1:9 --out v", "name the load to send: --workload"),
         (
@@ -64,7 +64,7 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
         ),
         (
             "calibrate h100-sxm --measured steps.csv --model llama-3.1-8b --out new",
-            "at least 8 decode or prefill steps are needed; it holds 1 decode",
+            "at least 8 decode or prefill steps are needed; the log has 1 decode",
         ),
         ("simulate --plan plan.yaml --workload chat --leave-out trace", "--leave-out says what --out FOLDER lacks"),
         (

@@ -109,7 +109,7 @@ class TestFit:
         assert found.prefill is None
         step_model = StepModel(model(), hardware(host_step_s=1.0).model_copy(update={"calibration": found}), pool())
         assert step_model.seconds(few[0].batch) == 1.0, "its host still counts"
-        with pytest.raises(SpecError, match=r"x\.csv.*at least 8 .* it holds 7 prefill"):
+        with pytest.raises(SpecError, match=r"x\.csv.*at least 8 .* the log has 7 prefill"):
             calibrate(model(), hardware(), pool(), Log(few), Path("x.csv"))
 
     @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ class TestLogs:
     @pytest.mark.parametrize(
         ("line", "words"),
         [
-            ({"decodes": 1, "context_tokens": 5}, "seconds are positive"),
+            ({"decodes": 1, "context_tokens": 5}, "positive seconds"),
             ({"decodes": 0, "seconds": 1.0}, "one of decodes and chunks"),
-            ({"chunks": [[0]], "seconds": 1.0}, "chunks are"),
-            ({"chunks": [[0, 4]], "second": 1.0}, "is no step"),
+            ({"chunks": [[0]], "seconds": 1.0}, "chunks as"),
+            ({"chunks": [[0, 4]], "second": 1.0}, "is not a step"),
             ({"decodes": 3, "context_tokens": 0, "seconds": 1.0}, "context_tokens: cannot be 0 for 3 decodes"),
-            ({"decodes": 1.5, "context_tokens": 9, "seconds": 1.0}, "draft_tokens are counts"),
-            ({"decodes": 1, "context_tokens": 9, "seconds": 1e300}, "seconds: is no time of a step: 1e.300 s"),
+            ({"decodes": 1.5, "context_tokens": 9, "seconds": 1.0}, "draft_tokens as counts"),
+            ({"decodes": 1, "context_tokens": 9, "seconds": 1e300}, "seconds: is not the time of a step: 1e.300 s"),
             (
                 {"decodes": 1, "context_tokens": 10**15, "seconds": 1.0},
-                "is no step: a count of 1,000,000,000,000,000 exceeds",
+                "is not a step: a count of 1,000,000,000,000,000 exceeds",
             ),
         ],
     )

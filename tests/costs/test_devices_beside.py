@@ -266,7 +266,7 @@ class TestAfd:
             pool(parallelism={"expert_parallel": True, "afd": {"ffn_devices": 8}, key: 1})
 
     def test_too_few_devices_are_told(self) -> None:
-        with pytest.raises(Infeasible, match="ffn_devices need an expert each, and there are 128"):
+        with pytest.raises(Infeasible, match="ffn_devices need an expert each; set at most 128"):
             step_model(pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 256}}), EXPERTS)
         with pytest.raises(Infeasible, match=r"give afd\.ffn_devices more"):
             step_model(pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 1}}), load_model("deepseek-v3"))

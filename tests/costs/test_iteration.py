@@ -471,7 +471,7 @@ def test_the_estimate_between_nodes_is_near_published_times(ranks: int, dispatch
     ("m", "settings"), [(model(), {}), (model(feed_forward=moe()), {"expert_parallel": True, "pp": 2})]
 )
 def test_data_parallel_attention_needs_experts_to_share_and_one_stage(m: Model, settings: dict[str, Any]) -> None:
-    with pytest.raises(Infeasible, match="attention_dp needs experts to share, and pp 1"):
+    with pytest.raises(Infeasible, match="attention_dp requires experts and pp 1"):
         StepModel(m, hardware(), pool(attention_dp=2, **settings))
 
 

@@ -429,7 +429,7 @@ def test_graphs_and_a_draft_model_take_their_share() -> None:
 @pytest.mark.parametrize(
     ("tp", "sizes", "words"),
     [
-        (2, {}, "expert_parallel is for mixtures of experts, and it is none"),
+        (2, {}, "expert_parallel requires a mixture of experts"),
         (16, {"heads": 16, "kv_heads": 16, "feed_forward": moe()}, "needs an expert for every rank"),
     ],
 )

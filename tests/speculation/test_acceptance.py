@@ -214,12 +214,12 @@ def test_ranks() -> None:
 @pytest.mark.parametrize(
     ("counting", "message"),
     [
-        (lambda: estimate.from_counters(100, [70, 80]), "position 2 was kept 80 times and the one before 70"),
-        (lambda: estimate.from_counters(100, [170]), "position 1 was kept 170 times and the one before 100"),
+        (lambda: estimate.from_counters(100, [70, 80]), "position 2 was accepted 80 times and the one before 70"),
+        (lambda: estimate.from_counters(100, [170]), "position 1 was accepted 170 times and the one before 100"),
         (lambda: estimate.from_counters(0, [0]), "no round that drafted anything"),
-        (lambda: estimate.from_histogram({0: 5, 4: 2}, 3), "rounds that kept 4 draft tokens cannot have drafted 3"),
+        (lambda: estimate.from_histogram({0: 5, 4: 2}, 3), "rounds that accepted 4 draft tokens cannot have drafted 3"),
         (lambda: estimate.from_histogram({0: -5}), "none of them negative"),
-        (lambda: estimate.from_windows([(3, 2)]), "cannot keep more draft tokens than it had"),
+        (lambda: estimate.from_windows([(3, 2)]), "cannot accept more draft tokens than it drafted"),
         (lambda: estimate.from_windows([(0, 0)]), "no round drafted a token"),
         (lambda: estimate.from_requests([[1, 2]]), "at least two requests"),
         (lambda: estimate.from_ranks([[5]], [[4]]), "depth 1: candidates taken more often"),
@@ -227,7 +227,7 @@ def test_ranks() -> None:
         (lambda: from_few_ranks([0, 0], 3), "some candidate must have been taken"),
         (
             lambda: estimate.difference({"drafts": 10}, {"drafts": 9}),
-            "drafts goes backwards, from 10 to 9: the engine was started again",
+            "drafts falls from 10 to 9: the engine was restarted",
         ),
         (lambda: estimate.difference({"drafts": 10, "x": 1}, {"drafts": 11}), "x is counted in the first reading"),
     ],
@@ -275,7 +275,7 @@ def test_prometheus_counters_are_differenced(tmp_path: Path) -> None:
     assert rates.chain(2) == pytest.approx((0.7, 0.6))
     assert source == "vLLM counters between before.prom and after.prom"
     assert read_acceptance([after]).rates.chain(1) == pytest.approx((790 / 1100,))
-    with pytest.raises(SpecError, match=r"before\.prom: spec_decode_num_drafts goes backwards, from 1100 to 100"):
+    with pytest.raises(SpecError, match=r"before\.prom: spec_decode_num_drafts falls from 1100 to 100"):
         read_acceptance([after, before])
     twice = write(tmp_path, "twice.prom", after.read_text() + after.read_text().replace('engine="0"', 'engine="1"'))
     assert read_acceptance([twice]).rates.chain(2) == pytest.approx(read_acceptance([after]).rates.chain(2))
@@ -337,26 +337,26 @@ def test_tables(tmp_path: Path, data_dir: Path) -> None:
     with pytest.raises(UsageError, match="no model llama in it"):
         read_acceptance([table], model="llama")
     assert isinstance(read_acceptance([table], model="vicuna-7b-v1.3").rates, PerRank)
-    with pytest.raises(SpecError, match=r"ranks\.csv: invalid content: could not convert string to float: 'many'"):
+    with pytest.raises(SpecError, match=r"ranks\.csv: malformed: could not convert string to float: 'many'"):
         read_acceptance([write(tmp_path, "ranks.csv", "depth,rank,taken,reached\n1,1,many,100\n")])
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     for name, content in (("a.json", "{}"), ("b.csv", "x,y\n1,2\n"), ("c.json", "[1]"), ("d.csv", "")):
-        with pytest.raises(SpecError, match="no acceptance found: known are"):
+        with pytest.raises(SpecError, match="no acceptance found; known formats are"):
             read_acceptance([write(tmp_path, name, content)])
     for content, why in (
         ({"spec_decode_per_position_acceptance_rates": [0.5]}, "spec_decode_num_drafts is missing"),
         ({"accept_length": [2.0]}, "float"),
         ({"pooled_spec_decode_acceptance_histogram": {"many": 1}}, "many"),
     ):
-        with pytest.raises(SpecError, match=f"invalid content: .*{why}"):
+        with pytest.raises(SpecError, match=f"malformed: .*{why}"):
             read_acceptance([write(tmp_path, "odd.json", content)], draft_tokens=3)
     with pytest.raises(SpecError, match="taken: depth 1: candidates taken more often"):
         read_acceptance([write(tmp_path, "odd.csv", "depth,rank,taken,reached\n1,1,9,4\n")])
     with pytest.raises(SpecError, match=r"odd\.csv:2: has 1 values, the header names 2"):
         read_acceptance([write(tmp_path, "odd.csv", "accepted,drafted\n1\n")])
-    with pytest.raises(SpecError, match=r"odd\.txt: invalid content: could not convert .*'400-0'"):
+    with pytest.raises(SpecError, match=r"odd\.txt: malformed: could not convert .*'400-0'"):
         read_acceptance([write(tmp_path, "odd.txt", 'vllm:spec_decode_num_drafts_total{x="m"} 400-0\n')])
     with pytest.raises(UsageError, match="no such file"):
         read_acceptance([tmp_path / "nothing.json"])
@@ -395,5 +395,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     write(tmp_path, "bench.json", bench)
     code, _, err = run("bench.json", "--out", "other.yaml")
     assert code == 2
-    assert "position 2 was kept 520 times" in err
+    assert "position 2 was accepted 520 times" in err
     assert not (tmp_path / "other.yaml").exists()

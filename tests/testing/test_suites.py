@@ -118,7 +118,7 @@ LAWS = "test_all_laws_hold_and_jumps_equal_single_steps"
         (Greedy, LAWS, "more tokens than max_num_batched_tokens"),
         (Crowded, LAWS, "more requests than max_num_seqs"),
         # a policy that leaks all blocks in one step runs nothing, which is found before the blocks are counted
-        (Leaking, LAWS, "blocks are lost or doubled|there is work, and nothing runs"),
+        (Leaking, LAWS, "blocks are lost or doubled|returned None with .* requests waiting"),
         (Clairvoyant, LAWS, "Clairvoyant.key reads the output length"),
         (Jumpy, LAWS, "differs between jumps and single steps"),
         (Forgetful, LAWS, "requests are lost or doubled"),
@@ -191,8 +191,8 @@ CHOICES = "test_only_cores_that_are_up_are_chosen_and_always_the_same"
     ("router", "test", "finding"),
     [
         (First, CHOICES, "core 0 is down"),
-        (Last, "test_ties", "of equal cores not the first is chosen"),
-        (Whimsical, CHOICES, "the same story has other choices"),
+        (Last, "test_ties", "not the first of equal cores is chosen"),
+        (Whimsical, CHOICES, "a repeated story has other choices"),
         (Lazy, CHOICES, "returned None although cores are up"),
         (Reader, CHOICES, "Reader.choose reads the output length"),
     ],
@@ -267,8 +267,8 @@ class Sprinting(LinearCosts):
             "of a span of|at least one tick for every step",
         ),
         (Tilting(1e-3), "test_load_imbalance_stays_while_nobody_comes_or_goes", "imbalance adds"),
-        (Sprinting(1e-3), "test_rounds_end_when_one_after_the_other_does", "end at other ticks than one by one"),
-        (Tired(), "test_the_same_step_takes_the_same_time", "takes another time when asked again"),
+        (Sprinting(1e-3), "test_rounds_end_when_one_after_the_other_does", "differs from the sums of round"),
+        (Tired(), "test_the_same_step_takes_the_same_time", "a repeated call of mixed returns other ticks"),
     ],
 )
 def test_costs_that_break_a_rule_are_found_out(costs: LinearCosts, test: str, finding: str) -> None:
