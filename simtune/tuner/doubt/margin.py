@@ -9,8 +9,8 @@ own, so a step of which kind k is the share w_k takes
 
 times as long as predicted, s_k the standard deviation of the kind's error and z_k standard normal. Steps that decode
 and steps with prompts have other shares; the margin is the quantile of the longer of both, so it is no less than either
-needs. Bounds are those of plans that are slower by the margin, and hold for them as without it. The probability that the
-chosen plan then has is stated from its own steps (`simtune.tuner.doubt.slo_probability`).
+needs. Bounds are those of plans that are slower by the margin, and hold for them as without it. The probability of the
+chosen plan is then computed from its own steps (`simtune.tuner.doubt.slo_probability`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def margin(
     `num_blocks` are the KV blocks of an instance, if they are known: no more requests decode together than they hold.
     """
     basis = StepBasis(model, hardware, pool)
-    drawn = draws(WORLDS, seed)
+    errors = draws(WORLDS, seed)
     longer = np.ones(WORLDS)
     for work in _typical_steps(pool, stream, num_blocks):
         kinds = basis.of([WeightedStep(1.0, work)])
         total = sum(float(kind.seconds.sum()) for kind in kinds.values())
         factor = np.zeros(WORLDS)
         for name, kind in kinds.items():
-            factor += float(kind.seconds.sum()) / total * np.exp(kind.log_sd * drawn[name])
+            factor += float(kind.seconds.sum()) / total * np.exp(kind.log_sd * errors[name])
         longer = np.maximum(longer, factor)
     return float(np.quantile(longer, confidence))
 
