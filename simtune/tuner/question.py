@@ -89,13 +89,13 @@ class Question:
             for profile, hardware in self.profiles.items():
                 if objective.needs_prices and hardware.device.price_per_hour_usd is None:
                     raise UsageError(
-                        f"{name}: {setting} {objective.name} asks for dollars, and hardware profile {profile} names no "
-                        "price; give it device.price_per_hour_usd"
+                        f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
+                        "set device.price_per_hour_usd in it"
                     )
                 if objective.needs_power and hardware.device.power is None:
                     raise UsageError(
-                        f"{name}: {setting} {objective.name} asks for energy, and hardware profile {profile} names no "
-                        "power; give it device.power with tdp_w and idle_w"
+                        f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
+                        "none; set device.power with tdp_w and idle_w in it"
                     )
         self._check_engine()
         self._check_day()

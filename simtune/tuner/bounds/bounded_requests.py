@@ -37,7 +37,8 @@ class BoundLoad:
         stream = self.stream
         if stream.hash_ids is None:
             return np.zeros(len(stream), dtype=np.int64)
-        owners: dict[Hashable, int] = {}  # of each block, its request, or -1 where there are several
+        # The request of each block, or -1 if several requests have it.
+        owners: dict[Hashable, int] = {}
         for request, blocks in enumerate(stream.hash_ids):
             for block in blocks:
                 owners[block] = request if owners.get(block, request) == request else -1

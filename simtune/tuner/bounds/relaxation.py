@@ -86,7 +86,8 @@ class Relaxation:
             budget, b = self.fleet.budget_per_hour, worths.of_cost
             spent = b * budget if b else 0.0
             gain = self._packed((k, rps - b * self._cost(k)) for k, rps in weighed)
-            return gain + spent + ROUNDING * (abs(gain) + spent)  # large worths of cost cancel out
+            # Widen by both terms: for large worths of cost they cancel out, and their rounding errors remain.
+            return gain + spent + ROUNDING * (abs(gain) + spent)
         x = worths.of_demand
         saved = self._packed((k, x * rps - self._cost(k)) for k, rps in weighed)
         return max(0.0, x * self.demand_rps - saved - ROUNDING * (x * self.demand_rps + abs(saved)))
@@ -134,14 +135,16 @@ class Relaxation:
         for alone in self._pair:
             yield Worths({role: float(role == alone) for role in self._pair}, of_demand=x)
         if self.aim == "least cost" and self.one_of_each:
-            yield Worths(dict.fromkeys(self._pair, 1.0))  # one of each is all that need be
+            # One instance of each role may be all that is needed, so that no demand is worth anything.
+            yield Worths(dict.fromkeys(self._pair, 1.0))
 
     def best(self, *, solver: bool) -> Worths:
         """Return the worths that prove the tightest bound: of those without a solver and, if `solver`, those of the
         solver."""
         candidates = [*self.balanced()]
         if solver:
-            with suppress(SimtuneError):  # the worths that need no solver prove a bound as well
+            # The worths that need no solver prove a bound as well.
+            with suppress(SimtuneError):
                 candidates.append(self.solved())
         sign = -1 if self.aim == "least cost" else 1
         return min(candidates, key=lambda worths: sign * self.bound(worths))

@@ -69,7 +69,8 @@ class Jobs:
         for inside, span_s, slack_s in self._nested():
             work_s = float((works @ inside).max()) / self.speed if finite else float("inf")
             if work_s <= slack_s or span_s / (work_s - slack_s) > factor * (1 + ROUNDING):
-                continue  # the window cannot lower the factor, even before its largest works are removed
+                # The window cannot lower the factor, even before its largest works are removed.
+                continue
             least_s = without_largest(works[:, inside], allowed).max() / self.speed * (1 - ROUNDING) - ROUNDING
             if least_s > slack_s:
                 factor = min(factor, span_s / (least_s - slack_s))

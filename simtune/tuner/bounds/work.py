@@ -84,7 +84,8 @@ class PoolWork:
             return float("inf"), 0.0
         longest = int((stream.prompt_tokens + stream.output_tokens).max())
         at = np.unique(np.geomspace(1, longest, 40).astype(np.int64))
-        cached = at - 1 if kv_cache.prefix_caching else 0 * at  # its own blocks, as they were when it was preempted
+        # A preempted request may find its own blocks in the prefix cache, as they were when it was preempted.
+        cached = at - 1 if kv_cache.prefix_caching else 0 * at
         to = np.append(at[1:], longest)
         return float((self.least.prefill_s(at, cached) / to).min()), 0.0 if kv_cache.prefix_caching else 0.5
 
@@ -125,7 +126,8 @@ class PoolWork:
         least, load = self.least, self.load
         rounds = np.ceil(load.decodes / self.rounds.most)
         one_token = np.ones(1, dtype=np.int64)
-        shortest = min(least.attention_s, float(least.prefill_s(one_token, one_token - 1)[0]))  # or it is recomputed
+        # A round may recompute the request instead: take the smaller of both attention times.
+        shortest = min(least.attention_s, float(least.prefill_s(one_token, one_token - 1)[0]))
         steepest: dict[float, float] = {}
         for line in self.lines:
             steepest[line.context_s] = max(steepest.get(line.context_s, 0.0), line.start_s + line.token_s)
@@ -171,6 +173,7 @@ class PoolWork:
         counts = [tokens / self.budget, decodes / self.seats, private / self.kv_tokens]
         of_tokens, of_context = float(tokens[counted].sum()), float(self._context[counted].sum())
         token_costs = [(line, line.token_s * of_tokens + line.context_s * of_context) for line in self.lines]
+        # Every line below the step time gives a valid bound: take the one whose sum over the requests is largest.
         works = []
         for steps in counts:
             of_steps = float(steps[counted].sum())

@@ -88,7 +88,7 @@ class FrontAudit:
         """Return True if everything in the certificate holds; `problems` lists the differences."""
         claimed = self.certificate
         if claimed.digest != claimed.expected_digest:
-            self.problems.append("the file was changed after it was written: its digest is another")
+            self.problems.append("the file was changed after it was written: its digest does not match")
             return False
         search = FrontSearch(self.question, space_for(self.question).candidates, Evaluator(None, None))
         search.run(claimed.settled)
@@ -103,7 +103,7 @@ class FrontAudit:
         )
         for key in FrontCertificate.model_fields:
             if key not in ("points", "digest") and getattr(claimed, key) != getattr(computed, key):
-                self.problems.append(f"{key}: is not what comes of the study's inputs")
+                self.problems.append(f"{key}: differs from the value computed from the study's inputs")
         if claimed.settled < len(claimed.loads) and not claimed.interrupted:
             self.problems.append("settled: some loads of the ladder were not decided")
         self._compare_points(computed)

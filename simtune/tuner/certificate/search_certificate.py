@@ -259,7 +259,7 @@ class Audit:
         """Return True if everything in the certificate holds; `problems` lists the differences."""
         certificate, study = self.certificate, self.question.study
         if certificate.digest != certificate.expected_digest:
-            self.problems.append("the file was changed after it was written: its digest is another")
+            self.problems.append("the file was changed after it was written: its digest does not match")
         self._compare_inputs()
         self._same("objective", certificate.objective, study.objective)
         self._same("unit", certificate.unit, self.question.objective.unit)
@@ -289,12 +289,14 @@ class Audit:
         for claimed in self.certificate.allocations:
             members = plans.get(claimed.name)
             if members is None:
-                self.problems.append(f"{claimed.name} is no class of plans of this space")
+                self.problems.append(f"{claimed.name} is not a class of plans of this space")
                 continue
             programme = classes.programme(members)
             group = classes.bounded_by(claimed.name, members, programme, claimed.worths)
             if not programme.counts(claimed.worths):
-                self.problems.append(f"allocations of {claimed.name}: worths are given of what is not counted there")
+                self.problems.append(
+                    f"allocations of {claimed.name}: a worth is given that the bound does not depend on; it must be 0"
+                )
             if not group.proved:
                 self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
                 continue
@@ -307,9 +309,9 @@ class Audit:
         name, settled = candidate.name, self._plan_cache.settled(candidate)
         plans, best = self._closed.get(fate.allocation, (set(), None))
         if name not in plans:
-            self.problems.append(f"{name} is not in {fate.allocation}, or that has no bound")
+            self.problems.append(f"{name} does not belong to class {fate.allocation}, or the class has no bound")
         elif name == self.certificate.incumbent.plan or fate.simulated or fate.same_as:
-            self.problems.append(f"{name} was looked at, and ruled out with {fate.allocation} unseen")
+            self.problems.append(f"{name} was simulated, but is listed as ruled out with class {fate.allocation}")
         else:
             gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
             self._same(f"{name}: GPUs", fate.num_gpus, gpus)
@@ -319,7 +321,7 @@ class Audit:
         """Check every plan of the space; plans whose claim rests on the simulation of another plan come last."""
         claimed = {fate.plan: fate for fate in self.certificate.plans}
         if len(claimed) < len(self.certificate.plans):
-            self.problems.append("a plan is named twice")
+            self.problems.append("a plan is listed twice")
         bounded_candidates: list[tuple[BoundedCandidate, PlanFate]] = []
         for candidate in self._candidates:
             claim = claimed.get(candidate.name)
@@ -352,7 +354,7 @@ class Audit:
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         if any(not self._of_its_load(attempt.rate_rps) for attempt in fate.simulated):
             self.problems.append(
-                f"{fate.plan} was simulated under another load than {self.question.objective.name} is of"
+                f"{fate.plan} was not simulated under the load of objective {self.question.objective.name}"
             )
             return
         self.bounds += 1
@@ -429,7 +431,7 @@ class Audit:
             best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
             if _near(fate.best, best) and bounded_candidate.ruled_out_by(simulated_plan, finding):
                 return
-        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
+        self.problems.append(f"{fate.plan} is not bound to behave as {fate.same_as} does")
 
     def _attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
         """Yield the simulations of a plan that apply to other plans: those that missed the SLO, or all if the load is
@@ -485,7 +487,9 @@ class Audit:
         if self._handed_out not in (None, bounded_candidate.deployment.plan):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not self._of_its_load(incumbent.rate_rps):
-            self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
+            self.problems.append(
+                f"{incumbent.plan} was not chosen under the load of objective {question.objective.name}"
+            )
             return
         self._confirm_draws(bounded_candidate, fate)
         last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
@@ -510,7 +514,7 @@ class Audit:
 
     def _same(self, what: str, claimed: Any, computed: Any) -> None:
         if not _near(claimed, computed):
-            self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
+            self.problems.append(f"{what} is {_words(claimed)} in the certificate, but {_words(computed)} was computed")
 
 
 def _near(claimed: Any, computed: Any) -> bool:

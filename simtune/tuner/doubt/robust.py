@@ -69,7 +69,8 @@ def _nearest(tuned: Tuned) -> list[Trial]:
     if isinstance(objective, RateObjective):
         return sorted(bounded, key=lambda row: -_reaches(question, row))
     simulated = [row for row in candidates if row.summary is not None]
-    if objective.needs_power:  # the bound is the power of idle GPUs, which says little about busy ones
+    # The bound is the power of idle GPUs, which says little about busy ones.
+    if objective.needs_power:
         return simulated
     unseen = [row for row in bounded if row.summary is None]
     return simulated + sorted(unseen, key=lambda row: -objective.sign * (row.best or 0.0))

@@ -273,6 +273,7 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
     of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
     plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
+    # If short runs do not show the miss that the search saw, the upper end uses the curves without that miss.
     most = replace(plan, curves=simulated_curves) if _unfelt(curves, simulated_curves, limits) else plan
     return SloOdds(
         worlds=WORLDS,
@@ -434,7 +435,8 @@ def _not_above_missed(
     """Raise the limit that is reached first at rates at which the search saw the plan miss its SLO."""
     assert few.rate_rps is not None
     if few.tuned.question.study.slo.confidence is not None:
-        return [*curves]  # the search judged with a margin, and saw no miss of the predicted plan
+        # The search judged with a margin, so its misses are not those of the predicted plan.
+        return [*curves]
     missed = [
         attempt.rate_rps for attempt in few.tuned.chosen.tried if not attempt.met and attempt.rate_rps is not None
     ]

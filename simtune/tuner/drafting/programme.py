@@ -59,7 +59,10 @@ def select(
     try:
         solve(problem)
     except Unsolvable:
-        raise Infeasible(f"no trees of {budget:g} draft tokens keep to the minima and widths asked for") from None
+        raise Infeasible(
+            f"no trees of {budget:g} draft tokens satisfy the minima and widths; raise the budget or the widths, or "
+            "lower the minima"
+        ) from None
     return [[node for node in weights if take[i, node].value() > 0.5] for i, weights in enumerate(requests)]
 
 

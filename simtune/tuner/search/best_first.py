@@ -104,7 +104,8 @@ class CourseLog:
         plan = "" if now.best is None else now.best.candidate.name
         point = CoursePoint(now.simulations, now.done, plan, now.value, now.bound)
         if len(self.points) > 1 and all((p.value, p.bound) == (point.value, point.bound) for p in self.points[-2:]):
-            self.points.pop()  # two points are enough for a period without changes: its first and its last
+            # Two points are enough for a period without changes: its first and its last.
+            self.points.pop()
         self.points.append(point)
         if self._listener is not None:
             self._listener(now)
@@ -207,6 +208,7 @@ class BestFirst:
 
     def _decide(self, item: _Open) -> None:
         """Tighten the bound of a kind of plans, or of a plan; if it is exact, simulate the plan."""
+        # One bound at the most favourable limits of a kind may rule out all of its plans at once.
         if item.known == "as it came":
             self.candidate_filter.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
@@ -255,7 +257,8 @@ class BestFirst:
             else:
                 self._seen.remember(plan, rate, finding)
         if climb.met is not None and plan.row.status == "infeasible":
-            plan.row.best = None  # the plan meets the SLO, but breaks a limit of the study
+            # The plan meets the SLO, but breaks a limit of the study.
+            plan.row.best = None
 
     def _simulated(self, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
         """Simulate a plan; with worker processes, the simulation may have been started before."""

@@ -239,6 +239,7 @@ class Confirmer:
             return verdicts[rung].confirmed is not None
 
         most = max(0, math.floor(math.log(highest / least) / math.log(self.step) + 1e-9))
+        # If the lowest rate that beats the leader does not hold, no higher one needs to be simulated.
         rung = None if leader is not None and not holds(most) else highest_rung(holds, most)
         if rung is None:
             last = max(verdicts)
@@ -265,7 +266,8 @@ class Confirmer:
         result = deployment.simulate(stream, question.study.slo, record=True)
         judged = result
         if result.meets_slo and question.study.slo.confidence is not None:
-            judged = best.deployment.simulate(stream, question.study.slo)  # with the margin; reported as predicted
+            # Judge with the margin of the study, but report the result as predicted.
+            judged = best.deployment.simulate(stream, question.study.slo)
         row.simulations += 1
         row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=len(stream)))
         if judged.meets_slo:

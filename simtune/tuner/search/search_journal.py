@@ -127,7 +127,8 @@ class SearchJournal(Generic[R]):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            written = os.write(self._file, line)  # at once, so that lines of several processes do not mix
+            # One write, so that lines of several processes do not mix.
+            written = os.write(self._file, line)
             os.fsync(self._file)
         except OSError as error:
             raise SimtuneError(f"{self.path}: cannot be written ({error.strerror})") from None

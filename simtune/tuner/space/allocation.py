@@ -387,6 +387,7 @@ def _answer(asked: _AllocationQuestion, rates: Sequence[InstanceRate]) -> Alloca
     if asked.demand_rps is None:
         bound = most.relaxed() * (1 + TOLERANCE)
         used_columns, proven = most.solved()
+        # The programme maximises the rate alone: of the allocations with this rate take the cheapest.
         used_columns = _cheapest(asked, columns, used_columns)
         value = _served(asked, used_columns)[0]
     else:

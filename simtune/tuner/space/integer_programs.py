@@ -117,7 +117,8 @@ def solve(problem: pulp.LpProblem, *, whole: bool = True, time_limit_s: float | 
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
         return False
     status = pulp.LpSolution[problem.sol_status]
-    if problem.status == pulp.LpStatusInfeasible:  # of fractions, or only of whole numbers
+    # The relaxation is infeasible, or only whole numbers are.
+    if problem.status == pulp.LpStatusInfeasible:
         raise Unsolvable(f"{problem.name}: {status}")
     limit = "" if time_limit_s is None else f" within {time_limit_s:g} s; allow more time"
     raise SimtuneError(f"{solver_name()} on {problem.name}: {status}{limit}")

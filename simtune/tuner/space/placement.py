@@ -45,7 +45,7 @@ def place_experts(
     way.
 
     `slots` is how many experts a GPU holds. An integer programme: what is the best by `time_limit_s` is returned with
-    its `bound`. Raises Infeasible where the slots are too few for all experts.
+    its `bound`. Raise Infeasible if the slots are too few for all experts.
     """
     import pulp
 
@@ -162,7 +162,7 @@ def partition(
 
     A stage takes the time of its layers (`layer_s`, on a device of speed 1) over the device's speed, and `send_s` more
     unless it is the last. Devices that are alike count as one kind, so that 80 layers over 6 devices of 3 kinds are
-    80 x 27 states. Raises Infeasible where the layers do not fit the memory.
+    80 x 27 states. Raise Infeasible if the layers do not fit the memory.
     """
     kinds = sorted(Counter(zip(speed, memory_bytes, strict=True)).items())
     cuts = _Cuts(layer_s, layer_bytes, send_s)
@@ -170,15 +170,14 @@ def partition(
     for state in product(range(len(layer_s)), product(*(range(count + 1) for _, count in kinds))):
         if state not in best:
             continue
+        # States are visited in the order of the layers done, so the best way to this one is final.
         so_far, (start, devices_used) = best[state][0], state
         for k, (kind, count) in enumerate(kinds):
             if devices_used[k] == count:
                 continue
             for end, takes in cuts.from_layer(start, *kind):
-                after, slowest = (
-                    (end, (*devices_used[:k], devices_used[k] + 1, *devices_used[k + 1 :])),
-                    max(so_far, takes),
-                )
+                after = (end, (*devices_used[:k], devices_used[k] + 1, *devices_used[k + 1 :]))
+                slowest = max(so_far, takes)
                 if after not in best or slowest < best[after][0]:
                     best[after] = (slowest, state)
     final_states = [(value, state) for state, (value, _) in best.items() if state[0] == len(layer_s)]
