@@ -1,4 +1,4 @@
-"""The collection: which families of systems there are, and which of them are asked for."""
+"""The collection of families of published systems, and the selection of entries by name."""
 
 from __future__ import annotations
 
@@ -13,59 +13,61 @@ from simtune.specs.input_files import read_text
 from simtune.specs.systems import PublishedSystem, Systems, problems
 
 STORED = "results.json"
-"""What the whole collection came to when it was last run."""
+"""File of the findings of the whole collection, from its last run."""
 
 
 class Entry(NamedTuple):
-    """One system, and the file it stands in."""
+    """A system, and the family that contains it."""
 
     family: Systems
     system: PublishedSystem
 
 
 def folder() -> Path:
-    """Where the collection stands."""
+    """Return the folder of the collection."""
     return Path(str(resources.files("simtune") / "systems"))
 
 
 def read(path: Path) -> Systems:
-    """A family from its file. Raises SpecError for all that is wrong in it, its plans and workloads included."""
+    """Return a family from its file. Raise SpecError with everything that is wrong in it, including its plans and
+    workloads."""
     return Systems.from_document(yamlfile.parse(read_text(path), str(path)), problems)
 
 
 def collection() -> list[Systems]:
-    """All families, by name."""
+    """Return all families, by name."""
     return [read(path) for path in sorted(folder().glob("*.yaml"))]
 
 
 def select(asked: Sequence[str]) -> list[Entry]:
-    """Systems by their names, those of their families, or files of one's own; all where nothing is asked for.
+    """Return systems by their names, the names of their families, or files of the user; all systems if `asked` is
+    empty.
 
-    Raises UsageError for a name that nothing has, SpecError for what is wrong in a file.
+    Raise UsageError for an unknown name, and SpecError for an invalid file.
     """
     if not asked:
         return list(entries(collection()))
-    known = list(entries(collection())) if any(not _is_file(name) for name in asked) else []
+    all_entries = list(entries(collection())) if any(not _is_file(name) for name in asked) else []
     chosen: dict[tuple[str, str], Entry] = {}
     for name in asked:
-        asked_for = list(entries([read(Path(name))])) if _is_file(name) else _named(name, known)
+        asked_for = list(entries([read(Path(name))])) if _is_file(name) else _named(name, all_entries)
         chosen |= {(entry.family.name, entry.system.name): entry for entry in asked_for}
     return list(chosen.values())
 
 
 def entries(families: Sequence[Systems]) -> Iterator[Entry]:
-    """All systems of some families. Raises SpecError where two families have one of the same name."""
-    seen: dict[str, str] = {}
+    """Yield all systems of some families. Raise SpecError if two families contain systems of the same name."""
+    families_by_system: dict[str, str] = {}
     for family in families:
         for system in family.systems:
-            if system.name in seen:
-                raise _twice(system.name, seen[system.name], family.name)
-            seen[system.name] = family.name
+            if system.name in families_by_system:
+                raise _twice(system.name, families_by_system[system.name], family.name)
+            families_by_system[system.name] = family.name
             yield Entry(family, system)
 
 
 def _twice(name: str, first: str, second: str) -> SpecError:
-    return SpecError(Problem(f"{second}.yaml", f"{name} stands in {first}.yaml as well; give one another name", name))
+    return SpecError(Problem(f"{second}.yaml", f"{name} is also defined in {first}.yaml; rename one of them", name))
 
 
 def _is_file(name: str) -> bool:
@@ -73,9 +75,9 @@ def _is_file(name: str) -> bool:
 
 
 def _named(name: str, known: Sequence[Entry]) -> list[Entry]:
-    named = [entry for entry in known if name in (entry.family.name, entry.system.name)]
-    if named:
-        return named
+    matches = [entry for entry in known if name in (entry.family.name, entry.system.name)]
+    if matches:
+        return matches
     names = [entry.system.name for entry in known] + list({entry.family.name for entry in known})
     raise UsageError(
         f"no published system or family is called {name!r}{suggest(name, names) or '.'} `simtune reproduce --list` "

@@ -1,4 +1,4 @@
-"""What a comparison came to: status, numbers, and the reason where they differ."""
+"""Findings of a comparison: status, numbers, and the reason if the two sides do not match the claim."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ WORDS: dict[Status, str] = {
     "infeasible": "does not fit on that hardware",
     "failed": "cannot be run as it stands",
 }
-"""What each status means."""
+"""Meaning of each status."""
 
 
 class FoundInput(Record):
-    """An input of an entry, and what comes of it otherwise."""
+    """An input of an entry, and the gains with other values of it."""
 
     what: str
     source: InputSource
     where: str | None
     gains: Seq[float]
-    """At the ends of what an assumed input could be instead."""
+    """Gains at the ends of the range that an assumed input could have."""
     decides: bool
-    """Whether the band is missed at one of them, or it is not varied though it is assumed."""
+    """True if the band is missed at one of the ends, or if the input is assumed and not varied."""
 
 
 class Finding(Record):
-    """One system: what it claims, what came out, and what that is called. Gains are above 1 where the variant wins."""
+    """A system: its claim, its results and their status. Gains are above 1 if the variant wins."""
 
     family: str
     system: str
@@ -54,26 +54,27 @@ class Finding(Record):
     status: Status
     claim: str | None
     claimed: float | None
-    """A gain; or, where the claim is a number of its own, 1."""
+    """Claimed gain; 1 if the claim is a number of its own."""
     band: Seq[float] | None
     simulated: float | None
     base: float | None
-    """What was measured of the base, in the unit of `metric`; the claimed number where the claim is one."""
+    """Result of the base in the unit of `metric`; the claimed number if the claim is a number."""
     variant: float | None
     metric: str | None
     reason: str | None
-    """Where it differs: the parts of the time that do; else what is needed, or why nothing is run."""
+    """Reason for a status `differs`: the parts of the time that differ; otherwise what is needed, or why nothing is
+    run."""
     inputs: Seq[FoundInput]
-    """All that the result stands on, with the sources; those under `assumed` among them."""
+    """All inputs of the result, with their sources, including those under `assumed`."""
     assumed: Seq[str]
-    """Those of them that nobody published and that decide the verdict."""
+    """Inputs that are not published and that decide the verdict."""
     chosen: str | None
-    """What was chosen with the claim or a result in sight."""
+    """Inputs that were chosen with knowledge of the claim or of a result."""
     not_modelled: Seq[str]
 
     @property
     def ran(self) -> bool:
-        """Whether both sides were run."""
+        """True if both sides were run."""
         return self.simulated is not None
 
 
@@ -82,24 +83,24 @@ class Findings(Record):
 
     schema_: Literal["simtune/findings@1"] = Field(FINDINGS_SCHEMA, alias="schema")
     hardware: str | None
-    """What all ran on, where that was asked for."""
+    """Hardware of all sides, if a run replaced the hardware of the entries."""
     findings: Seq[Finding]
 
     @classmethod
     def of(cls, findings: Sequence[Finding], hardware: str | None = None) -> Findings:
-        """Of a run that has just been made."""
+        """Return the findings of a run that has just been made."""
         return cls(schema_=FINDINGS_SCHEMA, hardware=hardware, findings=tuple(findings))
 
 
 def counts(findings: Sequence[Finding]) -> dict[Status, int]:
-    """How many there are of each status, those of none left out."""
+    """Return the number of findings of each status, without statuses that do not occur."""
     counted = Counter(finding.status for finding in findings)
     return {status: counted[status] for status in WORDS if counted[status]}
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """One line: how many of the serving systems are reproduced with nothing assumed, are within the band otherwise,
-    differ, need something. What is no serving system at all is not counted."""
+    """Return one line with the number of serving systems by status; entries that are no serving systems do not
+    count."""
     of = [finding for finding in findings if finding.family != NOT_SERVING]
     n = Counter(finding.status for finding in of)
     return (
@@ -110,4 +111,4 @@ def headline(findings: Sequence[Finding]) -> str:
 
 
 NOT_SERVING = "not-serving"
-"""The family of what was looked at and serves no requests."""
+"""Family of entries that were examined and serve no requests."""

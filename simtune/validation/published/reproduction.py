@@ -1,4 +1,5 @@
-"""Running entries: both sides on the same requests, held against the claim, and why they differ."""
+"""Run entries of the collection: both sides on the same requests, compared with the claim, and the reason if they
+differ."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from simtune.validation.published.findings import Finding, FoundInput, Status
 from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
 
 DIGITS = 4
-"""Significant digits of what is written: further ones depend on the platform's arithmetic."""
+"""Significant digits of written numbers: further digits depend on the platform's arithmetic."""
 
 
 def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: int | None = None) -> Iterator[Finding]:
-    """The findings of some systems, in their order, as they are made.
+    """Yield the findings of some systems, in their order, as they are computed.
 
-    `hardware` takes the place of each entry's own; nothing is judged then. Families run in `jobs` processes. An entry
+    `hardware` replaces the hardware of each entry; nothing is judged then. Families run in `jobs` processes. An entry
     that cannot be run as it stands, or on that hardware, is a finding of its own, "failed" or "infeasible".
     """
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
     with executor(jobs, len(families)) as pool:
-        for made in ordered_map(pool, partial(_family, hardware=hardware), families):
-            yield from made
+        for findings in ordered_map(pool, partial(_family, hardware=hardware), families):
+            yield from findings
 
 
 def _family(entries: Sequence[Entry], hardware: str | None) -> list[Finding]:
@@ -47,7 +48,8 @@ def _finding(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
 
 
 def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
-    """The finding of an entry that has two sides. Raises Infeasible, UsageError or SpecError if it cannot be run."""
+    """Return the finding of an entry that has two sides. Raise Infeasible, UsageError or SpecError if it cannot be
+    run."""
     system = entry.system
     sides = {
         name: runner.measure(entry.family, side, system.measure) for name, side in entry.family.sides(system).items()
@@ -55,27 +57,28 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     variant, base = sides["variant"], sides.get("base")
     if hardware is not None:
         return _compared(entry, variant, base, "elsewhere", _inputs(system, []))
-    ends = [[_gain(entry, runner, otherwise) for otherwise in one.otherwise] for one in system.inputs]
+    ends = [[_gain(entry, runner, otherwise) for otherwise in item.otherwise] for item in system.inputs]
     inputs = _inputs(system, ends)
     status = judged(_over(system, variant, base)[0], system, inputs)
-    probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
-    reasons = [f"{what} {_rounded(gain):g}" for what, gain in probed] if status == "differs" else []
+    gains = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
+    reasons = [f"{label} {_rounded(gain):g}" for label, gain in gains] if status == "differs" else []
     return _compared(entry, variant, base, status, inputs, reasons)
 
 
 def _gain(entry: Entry, runner: Runner, otherwise: Otherwise, measure: Measure | None = None) -> float:
-    """Of the variant over the base, with something otherwise; 0, in no band, where one of them cannot do it at all."""
+    """Return the gain of the variant over the base with other settings; 0, which is in no band, if a side cannot
+    run."""
     sides = entry.family.varied(entry.system, otherwise)
     measured_by = measure or entry.system.measure
     try:
-        done = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
+        results = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
     except Infeasible:
         return 0.0
-    return _over(entry.system, done["variant"], done.get("base"))[0]
+    return _over(entry.system, results["variant"], results.get("base"))[0]
 
 
 def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> tuple[float, float]:
-    """The gain, and what the variant is held against: the base, or the claimed number."""
+    """Return the gain, and the reference of the variant: the base, or the claimed number."""
     assert system.claim is not None
     reference = base.value if base is not None else system.claim.value
     assert reference is not None, "a claim without a base has a value"
@@ -85,39 +88,41 @@ def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None)
 
 
 def _by_formula(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> float:
-    """The gain that the claim's formula makes of these requests; 1 where it has none. Raises UsageError where it holds
-    for no such requests."""
+    """Return the gain by the claim's formula for these requests; 1 without a formula.
+
+    Raise UsageError if the formula does not apply to these requests.
+    """
     assert system.claim is not None
     formula = system.claim.formula
     if formula is None or base is None:
         return 1.0
     if formula not in base.by_formula or formula not in variant.by_formula:
         raise UsageError(f"{system.name}: {formula} says nothing of these requests: more come than are served")
-    said = base.by_formula[formula]
-    return said if formula == "padded_tokens" else said / variant.by_formula[formula]
+    predicted = base.by_formula[formula]
+    return predicted if formula == "padded_tokens" else predicted / variant.by_formula[formula]
 
 
 def _inputs(system: PublishedSystem, ends: Sequence[Sequence[float]]) -> tuple[FoundInput, ...]:
-    """All inputs; `ends` are the gains of each that is varied, none where nothing is judged."""
+    """Return all inputs; `ends` are the gains of each input that is varied, empty if nothing is judged."""
     gains = ends or [()] * len(system.inputs)
     varied = [
         FoundInput(
-            what=one.what,
-            source=one.source,
-            where=one.where,
+            what=item.what,
+            source=item.source,
+            where=item.where,
             gains=tuple(_rounded(gain) for gain in at_ends),
             decides=not all(_inside(gain, system) for gain in at_ends),
         )
-        for one, at_ends in zip(system.inputs, gains, strict=True)
+        for item, at_ends in zip(system.inputs, gains, strict=True)
     ]
     guesses = [
-        FoundInput(what=what, source="assumed", where=None, gains=(), decides=True) for what in system.unpublished
+        FoundInput(what=text, source="assumed", where=None, gains=(), decides=True) for text in system.unpublished
     ]
     return (*varied, *guesses)
 
 
 def _inside(gain: float, system: PublishedSystem) -> bool:
-    """Whether a gain, rounded as it is written, is in the band of the claim."""
+    """Return True if a gain, rounded as it is written, is in the band of the claim."""
     assert system.claim is not None
     assert system.claim.band is not None
     low, high = system.claim.band
@@ -132,7 +137,7 @@ def _compared(
     inputs: Sequence[FoundInput],
     probed: Sequence[str] = (),
 ) -> Finding:
-    """The two sides, held against the claim unless they were moved to other hardware."""
+    """Return the finding of two sides, compared with the claim unless they were moved to other hardware."""
     system, claim = entry.system, entry.system.claim
     assert claim is not None
     gain, reference = _over(system, variant, base)
@@ -153,18 +158,18 @@ def _compared(
 
 
 def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> Status:
-    """What a gain is called beside the claim's band; within it by what is published, or decides nothing."""
+    """Return the status of a gain: outside the band, fitted, decided by assumed inputs, or reproduced."""
     if not _inside(gain, system):
         return "differs"
     if system.chosen is not None:
         return "fitted"
-    return "assumed" if any(one.decides for one in inputs) else "reproduced"
+    return "assumed" if any(item.decides for item in inputs) else "reproduced"
 
 
 def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult | None, by_formula: float = 1.0) -> str:
-    """By how much it misses the band, and the parts of the time that change otherwise than the claim would have it.
+    """Return how far a gain misses the band, and the parts of the time that change differently than the claim implies.
 
-    The band is of the gain over what a formula makes of it, where the claim has one.
+    If the claim has a formula, the band is that of the gain over the formula's gain.
     """
     assert claim.band is not None
     low, high = claim.band
@@ -173,19 +178,19 @@ def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult 
     if base is None:
         most = sorted(variant.parts.items(), key=lambda part: -part[1])[:3]
         return f"{words}; it is made of {', '.join(f'{name} {_amount(x)}' for name, x in most)}"
-    wanted = {name: x / (edge * by_formula) for name, x in base.parts.items()}
-    names = sorted({*wanted, *variant.parts})
-    excess = {name: variant.parts.get(name, 0.0) - wanted.get(name, 0.0) for name in names}
+    at_edge = {name: x / (edge * by_formula) for name, x in base.parts.items()}
+    names = sorted({*at_edge, *variant.parts})
+    excess = {name: variant.parts.get(name, 0.0) - at_edge.get(name, 0.0) for name in names}
     sign = 1 if gain < low else -1
     parts = [
         f"{name} from {_amount(base.parts.get(name, 0.0))} to {_amount(variant.parts.get(name, 0.0))}, "
-        f"where the band has {_amount(wanted.get(name, 0.0))}"
+        f"where the band has {_amount(at_edge.get(name, 0.0))}"
         for name in sorted(names, key=lambda name: -sign * excess[name])[:2]
         if sign * excess[name] > 0
     ]
     if variant.tokens_per_round > 1:
-        needed = variant.tokens_per_round * edge / gain
-        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {needed:.3g}")
+        tokens_at_edge = variant.tokens_per_round * edge / gain
+        parts.append(f"{variant.tokens_per_round:.3g} tokens a round, and the band is met with {tokens_at_edge:.3g}")
     if not parts:
         ends = (_amount(x) for x in (base.value, variant.value, base.value / (edge * by_formula)))
         parts = ["{} from {} to {}, where the band has {}".format(variant.unit, *ends)]
@@ -194,7 +199,7 @@ def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult 
 
 
 def _amount(x: float) -> str:
-    """Seconds as milliseconds or microseconds, anything larger as it is."""
+    """Return seconds as milliseconds or microseconds, and larger numbers unchanged."""
     if x >= 1:
         return f"{x:,.4g}"
     return f"{x * 1e3:.3g} ms" if x >= 1e-3 else f"{x * 1e6:.3g} us"
@@ -240,7 +245,7 @@ def _with(
         metric=in_words(system.measure) if system.variant is not None else None,
         reason=reason,
         inputs=tuple(inputs),
-        assumed=tuple(one.what for one in inputs if one.decides),
+        assumed=tuple(item.what for item in inputs if item.decides),
         chosen=system.chosen,
         not_modelled=system.not_modelled,
     )

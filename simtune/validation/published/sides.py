@@ -1,4 +1,4 @@
-"""One side of a comparison: from settings to one number, and to where the time of it goes."""
+"""A side of a comparison: its settings are run, and give one number and the time by part."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ from simtune.specs.systems import (
 from simtune.workload.requests import RequestStream, build_stream
 
 Parts = Mapping[str, float]
-"""Seconds for each output token by part of the step, or bytes by what takes them."""
+"""Seconds per output token by part of the step, or bytes by their use."""
 
 REST = "drafts, host, waiting"
-"""What of the measured time is in no part of the target's steps."""
+"""Name of the part of the measured time that is not in the target's steps."""
 
 
 @dataclass(frozen=True)
 class SideResult:
-    """What one side came to."""
+    """Result of one side."""
 
     value: float
     parts: Parts
     unit: str
     note: str = ""
-    """What of `best_of` was best, or that the system is saturated."""
+    """The alternative of `best_of` that was best, or a note that the system is saturated."""
     tokens_per_round: float = 1.0
-    """Of a request, where it drafts."""
+    """Tokens per round of a request, if it drafts."""
     per: str = "token"
-    """What the parts are of: an output token, or a request."""
+    """Unit of the parts: an output token, or a request."""
     by_formula: Mapping[str, float] = field(default_factory=dict)
-    """What published formulas make of the requests; their ratio between two sides is the gain that they say."""
+    """Results of published formulas for the requests, by name; their ratio between two sides is the predicted gain."""
 
 
 class Runner:
-    """Measures sides, and each equal side once."""
+    """Measures sides, and each distinct side once."""
 
     def __init__(self, hardware: str | None = None) -> None:
         self._hardware = hardware
@@ -73,29 +73,29 @@ class Runner:
         self._measured: dict[str, SideResult] = {}
 
     def measure(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
-        """A side, with all its phases, each with the best of its alternatives."""
+        """Return the result of a side over all its phases, each with the best of its alternatives."""
         phases = side.get("phases")
         if not phases:
             return self._best(family, side, measure)
         common = {key: value for key, value in side.items() if key not in ("phases", "beside")}
-        done = [
+        results = [
             (float(phase.get("times", 1.0)), self._best(family, merged(common, phase.get("setup", {})), measure))
             for phase in phases
         ]
-        totals = [times * one.value for times, one in done]
+        totals = [times * result.value for times, result in results]
         parts: dict[str, float] = {}
-        for times, one in done:
-            for part, seconds in one.parts.items():
+        for times, result in results:
+            for part, seconds in result.parts.items():
                 parts[part] = parts.get(part, 0.0) + times * seconds
-        return SideResult(max(totals) if side.get("beside") else sum(totals), parts, done[0][1].unit)
+        return SideResult(max(totals) if side.get("beside") else sum(totals), parts, results[0][1].unit)
 
     def _best(self, family: Systems, side: Mapping[str, Any], measure: Measure) -> SideResult:
         wins = min if is_cost(measure) else max
-        tried = [self._once(family, one, measure) for one in alternatives(side)]
-        best = wins(tried, key=lambda one: one.value)
-        if len(tried) > 1:
+        results = [self._once(family, settings, measure) for settings in alternatives(side)]
+        best = wins(results, key=lambda result: result.value)
+        if len(results) > 1:
             best = replace(
-                best, note=f"{best.note} best of {len(tried)}: {_flat(side['best_of'][tried.index(best)])}".strip()
+                best, note=f"{best.note} best of {len(results)}: {_flat(side['best_of'][results.index(best)])}".strip()
             )
         return best
 
@@ -114,7 +114,7 @@ class Runner:
 
 
 def _flat(settings: Mapping[str, Any]) -> str:
-    """Settings in one line, by the last words of their keys; kinds are left out."""
+    """Return settings in one line, by the last words of their keys, without their kinds."""
     words = []
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -125,14 +125,14 @@ def _flat(settings: Mapping[str, Any]) -> str:
 
 
 def is_cost(measure: Measure) -> bool:
-    """Whether less of it is better."""
+    """Return True if less of the measured value is better."""
     if isinstance(measure, UnderLoad):
         return measure.metric in (*LATENCIES, "duration", "group", "tokens")
     return isinstance(measure, StepSeconds)
 
 
 def in_words(measure: Measure) -> str:
-    """What is measured, for a column of a table."""
+    """Return the name of a measure for a column of a table."""
     if isinstance(measure, HighestRate):
         return "highest rate, requests/s"
     if isinstance(measure, StepSeconds):
@@ -146,7 +146,7 @@ def in_words(measure: Measure) -> str:
 
 
 class Side:
-    """One plan under one load, or one step of it."""
+    """A plan under one load, or one step of it."""
 
     def __init__(
         self, family: Systems, side: Mapping[str, Any], hardware: str | None, deployed: dict[str, Deployment]
@@ -158,28 +158,28 @@ class Side:
 
     @cached_property
     def plan(self) -> Plan:
-        """Where things run."""
+        """Plan of the side."""
         return plan_of(self._side, "side")
 
     @cached_property
     def model(self) -> Model:
-        """Of the file, or by name."""
+        """Model of the side: from the file of the family, or by name."""
         name = str(self._side.get("model"))
         return self._family.own_model(name) or load_model(name)
 
     @cached_property
     def hardware(self) -> dict[str, Hardware]:
-        """Of every pool, by the name that the plan has for it."""
+        """Hardware of every pool, by the name in the plan."""
         return {pool.hardware: load_kernels(pool.hardware, pool.engine) for pool in self.plan.pools}
 
     @property
     def pool(self) -> Pool:
-        """The only or first one."""
+        """First pool of the plan, often the only one."""
         return self.plan.pools[0]
 
     @cached_property
     def deployment(self) -> Deployment:
-        """What `simulate` runs; one for all sides that differ in their load only."""
+        """Deployment to simulate; shared by all sides that differ in their load only."""
         key = json.dumps([self._family.name, self.model.name, self.plan.to_data()], sort_keys=True)
         if key not in self._deployed:
             drafting = {pool.name: self._drafting(pool) for pool in self.plan.pools if pool.speculation is not None}
@@ -189,13 +189,13 @@ class Side:
 
     def _drafting(self, pool: Pool) -> Drafting:
         assert pool.speculation is not None
-        own, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
-        model = None if own is None else self._family.own_model(own) or load_model(own)
+        draft_model, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
+        model = None if draft_model is None else self._family.own_model(draft_model) or load_model(draft_model)
         return Drafting(self._family.own_acceptance(rates) or load_acceptance(rates), model)
 
     @cached_property
     def stream(self) -> RequestStream:
-        """The requests; the same for both sides unless an order or branches make them others."""
+        """Requests of the side; the same for both sides unless an order or branches change them."""
         workload = workload_of(self._side, "side")
         stream = build_stream(workload, None, requests=workload.requests, seed=0)
         if "branches" in self._side:
@@ -208,7 +208,7 @@ class Side:
     # --- what is measured ---
 
     def under_load(self, measure: UnderLoad) -> SideResult:
-        """A number of one run."""
+        """Simulate once, and return one number of the run."""
         result = self.deployment.simulate(self.stream)
         value = self._value(result, measure)
         gpus = result.num_gpus if measure.per_gpu else 1
@@ -242,22 +242,22 @@ class Side:
         return float(getattr(result.summary(), metric))
 
     def highest_rate(self, measure: HighestRate) -> SideResult:
-        """By bisection on a logarithmic scale, the same requests at every rate."""
-        seen: dict[float, Result] = {}
+        """Return the highest rate within the limits, by bisection on a logarithmic scale with the same requests."""
+        results: dict[float, Result] = {}
 
         def ok(rate: float) -> bool:
-            seen[rate] = self.deployment.simulate(self.stream.at_rate(rate))
-            return _meets(seen[rate], measure)
+            results[rate] = self.deployment.simulate(self.stream.at_rate(rate))
+            return _meets(results[rate], measure)
 
         rate = bisected(ok, measure.from_rps, measure.to_rps, measure.tolerance)
         if rate is None:
             raise Infeasible(f"the limits are not met at {measure.from_rps:g} requests/s either; lower from_rps")
-        result = seen[rate]
+        result = results[rate]
         gpus = result.num_gpus if measure.per_gpu else 1
         return SideResult(rate / gpus, self._parts(result), in_words(measure))
 
     def step(self, measure: StepSeconds) -> SideResult:
-        """Seconds of one step over the tokens that it delivers."""
+        """Return the seconds of one step over the tokens that it delivers."""
         spec = OneStep.model_validate(self._side.get("step", {}), strict=False)
         model = StepModel(self.model, self.hardware[self.pool.hardware], self.pool)
         most = spec.decodes if isinstance(spec.decodes, int) else self._capacity(spec.context)
@@ -278,7 +278,7 @@ class Side:
         return SideResult(seconds / delivers, parts, in_words(measure), f"{decodes} decodes" if decodes else "")
 
     def _most_within(self, model: StepModel, spec: OneStep, most: int, within_s: float) -> int:
-        """The most decodes, up to so many, whose step is no longer than that."""
+        """Return the largest number of decodes, up to `most`, whose step takes no longer than `within_s`."""
         if model.seconds(_work(spec, 1)) > within_s:
             raise Infeasible(f"a step of one decode already takes longer than {within_s:g} s")
         low, high = 1, most + 1
@@ -295,7 +295,7 @@ class Side:
         return min(self.pool.batching.max_num_seqs, most)
 
     def held(self, measure: MemoryHeld) -> SideResult:
-        """Tokens that fit."""
+        """Return the tokens that fit into memory."""
         pool = self.pool
         if measure.metric == "longest_context":
             value = self._longest(pool)
@@ -315,7 +315,7 @@ class Side:
         return kv_capacity(self.model, self.hardware[self.pool.hardware], pool)
 
     def _longest(self, pool: Pool) -> int:
-        """The longest context of one sequence; with chunked_prefill false, prefilled in one step."""
+        """Return the longest context of one sequence; with chunked_prefill false, prefilled in one step."""
 
         def fits(tokens: float) -> bool:
             length = round(tokens)
@@ -335,8 +335,10 @@ class Side:
     # --- where the time goes ---
 
     def _parts(self, result: Result) -> Parts:
-        """Seconds for each output token: of the target's steps by kind, at the mean batch and the mean lengths, and
-        what the run took besides."""
+        """Return the seconds per output token: of the target's steps by kind, and the remaining time of the run.
+
+        The steps are those at the mean batch and the mean lengths.
+        """
         stream, outputs = result.stream, float(result.stream.output_tokens.mean())
         context = float((stream.prompt_tokens + stream.output_tokens / 2).mean())
         latency = float(result.values("e2el").mean()) / outputs
@@ -364,7 +366,7 @@ class Side:
         return parts
 
     def _mean_batch(self, pool: DeployedPool, result: Result) -> int:
-        """Requests that decode at a time on one core, by Little's law, at most its seats."""
+        """Return the requests that decode at a time on one core, by Little's law, at most its seats."""
         decoding = float(np.nansum(result.decode_s)) / max(result.duration_s, 1e-9) / pool.num_cores
         return max(1, min(pool.spec.batching.max_num_seqs, round(decoding)))
 
@@ -382,13 +384,14 @@ def _work(spec: OneStep, decodes: int) -> StepWork:
 
 
 def per_round(result: Result) -> float:
-    """Tokens that a round of a request delivers, where it drafts; else one."""
+    """Return the tokens that a round of a request delivers; 1 if it does not draft."""
     tally = result.drafted
     return 1 + tally.accepted / tally.rounds if tally.rounds else 1.0
 
 
 def by_formula(result: Result, seats: int) -> dict[str, float]:
-    """Of batches of so many prompts the tokens when padded, and the mean wait of an M/G/1 queue (Pollaczek, Khinchine).
+    """Return the results of formulas: tokens of batches of `seats` prompts when padded, over the real tokens; and the
+    mean wait of an M/G/1 queue (Pollaczek, Khinchine).
 
     Real tokens stand for a side whose batches are not padded: the formula's gain is of a padded base over its tokens.
     """
@@ -406,7 +409,7 @@ def by_formula(result: Result, seats: int) -> dict[str, float]:
 
 
 def verified(model: StepModel, batch: int, context: float, width: int) -> dict[str, float]:
-    """Seconds by kind of a step in which so many sequences have `width` tokens each."""
+    """Return the seconds by kind of a step in which `batch` sequences have `width` tokens each."""
     tokens = np.array([batch * width])
     parts = {kind: float(seconds[0]) for kind, seconds in (model.linear(tokens) | model.head(tokens)).items()}
     parts["decode_attention"] = float(model.decode(batch, np.array([context]), width)[0])
@@ -414,14 +417,14 @@ def verified(model: StepModel, batch: int, context: float, width: int) -> dict[s
 
 
 def moved(side: Mapping[str, Any], hardware: str) -> dict[str, Any]:
-    """The same side with all its pools on other hardware."""
+    """Return the same side with all its pools on other hardware."""
     pools = [{key: value for key, value in pool.items() if key != "hardware"} for pool in side.get("pools", ())]
     pool = {key: value for key, value in side.get("pool", {}).items() if key != "hardware"}
     return {**side, "hardware": hardware, "pool": pool, **({"pools": pools} if pools else {})}
 
 
 def bisected(ok: Callable[[float], bool], low: float, high: float, tolerance: float) -> float | None:
-    """The highest x that is still ok, within a relative tolerance; None where `low` is not."""
+    """Return the highest x that is still ok, within a relative tolerance; None if `low` is not ok."""
     if not ok(low):
         return None
     if ok(high):
@@ -452,7 +455,7 @@ def _meets(result: Result, measure: HighestRate) -> bool:
 
 
 def order_of(stream: RequestStream, order: str, sigma: float) -> Ints:
-    """The numbers of the requests in an order."""
+    """Return the numbers of the requests in an order."""
     if order == "arrival":
         return np.arange(len(stream))
     if order == "prefix":
@@ -464,7 +467,7 @@ def order_of(stream: RequestStream, order: str, sigma: float) -> Ints:
 
 
 def at_once(stream: RequestStream, order: Ints) -> RequestStream:
-    """The same requests in another order, all there at the beginning, a microsecond apart."""
+    """Return the same requests in another order, all arriving at the beginning, a microsecond apart."""
     blocks = None if stream.hash_ids is None else tuple(stream.hash_ids[i] for i in order.tolist())
     return replace(
         stream,
@@ -480,10 +483,11 @@ def at_once(stream: RequestStream, order: Ints) -> RequestStream:
 
 
 def grouped(stream: RequestStream, size: int, finish_first: int | None) -> RequestStream:
-    """Groups of so many requests, which arrive with their first; none goes further than the shortest but so many.
+    """Return groups of `size` requests, which arrive with their first; none is longer than the `finish_first`-th
+    shortest of its group.
 
-    What a group stops at is known from the start: its branches run side by side, one token each per step, so that the
-    n-th to finish is the n-th shortest.
+    The length at which a group stops is known from the start: its branches run side by side, one token each per step,
+    so the n-th to finish is the n-th shortest.
     """
     if len(stream) % size:
         raise UsageError(f"{len(stream)} requests do not make groups of {size}: ask for a multiple")
