@@ -44,7 +44,7 @@ class Confirmed(NamedTuple):
 
 @dataclass
 class Trial:
-    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None where there was none."""
+    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None if there was none."""
 
     candidate: Candidate
     status: str

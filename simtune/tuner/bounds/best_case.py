@@ -59,9 +59,11 @@ class PoolCapacity:
 
 
 def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
-    """Requests per second beyond which they pile up without end in a deployment whose costs were compiled.
+    """Return the requests per second beyond which they pile up without end, if the costs of the deployment are
+    compiled.
 
-    Pools that share the requests add up; of those that each request passes the slowest holds all back.
+    Rates of pools that share the requests add up; if each request passes several pools, the slowest pool limits the
+    rate.
     """
     rates = []
     for pool in deployment.pools:

@@ -1,7 +1,7 @@
 """Bounds of a whole plan on the very requests that a simulation of it would receive.
 
-Every bound is on what `Deployment.simulate` of the same stream would report, so none of them says more than that. Those
-by floors and windows hold under every policy and router; that by the order of arrival where first tokens come in
+Every bound is on the report of `Deployment.simulate` for the same stream, so none of them claims more than that. Bounds
+by floors and windows hold under every policy and router; the bound by the order of arrival if first tokens come in
 order (`Scheduler.first_come`) and requests are dealt in turn. Costs without lower bounds (`least_costs`) give none.
 """
 

@@ -1,8 +1,8 @@
 """The margin with which plans are judged if a study asks for confidence: how much longer their steps may take.
 
-A search that stops where the SLO is just kept has a probability of about a half that it is kept where the profile is
-off. With `slo: {confidence: 0.9}` every plan is judged as if all its operators took so much longer that 90 % of the
-drawn worlds (`simtune.sim.uncertainty`) take no longer. In a world, each kind of operator is off by an error of its
+A plan that just keeps its SLO as predicted keeps it with a probability of only about a half if the profile is off. With
+`slo: {confidence: 0.9}` every plan is judged as if all its operators took longer, by a factor that 90 % of the drawn
+worlds (`simtune.sim.uncertainty`) do not exceed. In a world, each kind of operator is off by an error of its
 own, so a step of which kind k is the share w_k takes
 
     sum_k w_k exp(s_k z_k)

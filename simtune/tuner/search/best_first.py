@@ -7,8 +7,8 @@ meets the SLO there is bisected up to its own bound. The search is over when no 
 the tolerance. Plans that differ from a simulated plan only in limits that were not reached get its result without a
 simulation (`simtune.tuner.search.implied_results`).
 
-Plans of several pools come in classes, all divisions of the GPUs among instances of the same kind, and stay unopened
-where no allocation of these beats the best plan (`simtune.tuner.space.plan_classes`).
+Plans of several pools form classes, all divisions of the GPUs among instances of the same kind. A class is not opened
+if no allocation of it beats the best plan (`simtune.tuner.space.plan_classes`).
 
 Plans are decided one after the other. Several processes work ahead, on the plans that come next unless the best plan
 changes; if it changes, work that no longer applies is done again. So the answer does not depend on the number of

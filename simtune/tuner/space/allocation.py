@@ -1,6 +1,6 @@
 """Allocation of instances to nodes, for several roles and types of GPU, as an integer programme.
 
-Every instance is known by its role, its GPUs and the rate it serves alone. Nodes that are alike are not told apart:
+Every instance is known by its role, its GPUs and the rate it serves alone. Equal nodes are not distinguished:
 all ways to fill one of them that no other way beats (none serves as much in every role on no more GPUs) are listed, and
 the programme has one integer z_f for each. With P, D, M the rates of a filling, and KV the bytes of a request,
 
@@ -9,8 +9,8 @@ the programme has one integer z_f for each. With P, D, M the rates of a filling,
     pd * KV <= link,   price <= budget,   and for each rack with an uplink: KV that leaves it, or comes to it, <= uplink
 
 An instance over k whole nodes is a column of its own that takes k of them. Nothing else grows with the number of nodes:
-512 GPUs are a few dozen integers. Rates add up in it, so where each is an upper bound, so is the answer, and the value
-of the linear relaxation bounds every allocation (`AllocationAnswer.lp_bound`).
+512 GPUs are a few dozen integers. Rates add up, so if each is an upper bound, the result is one too, and the value of
+the linear relaxation bounds every allocation (`AllocationAnswer.lp_bound`).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Placement(NamedTuple):
 class AllocationAnswer:
     """The best allocation. `value` is `rate_rps`, or `price_per_hour` if a demand is to be met.
 
-    No allocation of the fleet has a value above `lp_bound`, or a price below it. The counts are the best where
-    `proven`; else they are the best found in the time there was, and `lp_bound` still holds.
+    No allocation of the fleet has a value above `lp_bound`, or a price below it. The counts are the best if
+    `proven`; otherwise they are the best found within the time limit, and `lp_bound` still holds.
     """
 
     value: float

@@ -384,8 +384,8 @@ def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts
     }
     conflict = list(study.constraints)
     for text in study.constraints:
-        fewer = [kept_text for kept_text in conflict if kept_text != text]
-        if fewer and not set.intersection(*(fulfilled[kept_text] for kept_text in fewer)):
+        fewer = [constraint_text for constraint_text in conflict if constraint_text != text]
+        if fewer and not set.intersection(*(fulfilled[constraint_text] for constraint_text in fewer)):
             conflict = fewer
     lines = " and ".join(f"`{text}`" for text in conflict)
     why = "contradict each other" if len(conflict) > 1 else "holds for none"

@@ -96,7 +96,7 @@ def _stdout_muted() -> Iterator[None]:
 
 
 def _flush_c() -> None:
-    """Empty the buffers of C's standard streams, where C's library can be found."""
+    """Empty the buffers of C's standard streams, if C's library can be found."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).fflush(None)
 

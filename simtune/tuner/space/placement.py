@@ -44,8 +44,8 @@ def place_experts(
     """Return the placement with the lightest heaviest GPU, if an expert's load may be split over its replicas in any
     way.
 
-    `slots` is how many experts a GPU holds. An integer programme: what is the best by `time_limit_s` is returned with
-    its `bound`. Raise Infeasible if the slots are too few for all experts.
+    `slots` is the number of experts that a GPU holds. An integer programme: the best placement found in
+    `time_limit_s` is returned with its `bound`. Raise Infeasible if the slots are too few for all experts.
     """
     import pulp
 

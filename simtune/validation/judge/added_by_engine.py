@@ -2,8 +2,8 @@
 
     added = measured - sum of kernels = per step + per sequence x sequences
 
-by least squares, of steps that decode only and of those with prompt tokens apart. It is the engine's host part where
-its kernels are those of the profile; below zero, they are faster than the profile's.
+by least squares, separately for steps that decode only and for those with prompt tokens. It is the engine's host time
+if its kernels are those of the profile; below zero, its kernels are faster than the profile's.
 """
 
 from __future__ import annotations

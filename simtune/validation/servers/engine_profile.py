@@ -191,7 +191,7 @@ def profile_engine(
     clock: Callable[[], float] = now,
     progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> EngineProfile:
-    """Run every session at least once, and on until the budget is spent, and fit. Resume where an earlier run stopped.
+    """Run every session at least once, and on until the budget is spent, and fit. Resume a run that was stopped.
 
     `make` starts the engine, given the reference of an earlier gauge. Raise UsageError if the folder contains sessions
     of another engine, model or size.
