@@ -1,4 +1,4 @@
-"""What a study may ask for: one small class each, that says what a plan is worth and what it could be worth at best."""
+"""Objectives of a study: one small class each, with the value of a plan and the best value that it could reach."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from simtune.tuner.doubt.draw_spread import allowance
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known of a plan before it is simulated."""
+    """Facts about a plan that need no simulation."""
 
     num_gpus: int
     usd_per_hour: float | None
-    """None where a hardware profile names no price; nothing that asks for it is judged then."""
+    """None if a hardware profile has no price; objectives that need prices are refused then."""
     output_tokens: float
-    """Mean of the requests."""
+    """Mean output tokens per request."""
     idle_j_per_token: float | None = None
-    """What its GPUs would draw from the first arrival to the last if nothing ran, at one request per second; None where
-    a hardware profile names no power."""
+    """Joules that its GPUs would draw from the first arrival to the last if nothing ran, per output token, at one
+    request per second; None if a hardware profile has no power."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a simulation of a plan showed."""
+    """Results of the last simulation of a plan."""
 
     rate_rps: float | None
-    """At which it met the SLO; None for a closed loop without one."""
+    """Rate at which the plan met the SLO; None for a closed loop without a rate."""
     output_tokens_per_s: float | None
     e2el_s: float | None
-    """Mean."""
+    """Mean end-to-end latency in seconds."""
     tokens_per_s_per_user: float | None = None
     joules_per_token: float | None = None
 
@@ -45,39 +45,44 @@ class Miss(NamedTuple):
 
     rate_rps: float
     requests: int
-    """That were simulated."""
+    """Number of requests that were simulated."""
 
 
 class Objective(ABC):
-    """Values as users read them, in `unit`; `sign` says whether more (1) or less (-1) is better."""
+    """An objective. Values are in `unit`, as users read them; `sign` is 1 if more is better, and -1 if less is."""
 
     name: ClassVar[str]
     unit: ClassVar[str]
     sign: ClassVar[int] = 1
     searches_rate: ClassVar[bool] = False
-    """Whether the highest rate that meets the SLO is looked for; else the load is the workload's."""
+    """True if the search looks for the highest rate that meets the SLO; otherwise the load is the workload's."""
     needs_slo: ClassVar[bool] = False
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
     aim: ClassVar[Aim | None] = None
-    """What it asks of an allocation of GPUs to instances (`simtune.tuner.bounds.relaxation`); None where rates and
-    costs of instances do not say."""
+    """Aim of the allocation of GPUs to instances that bounds the objective (`simtune.tuner.bounds.relaxation`).
+
+    None if rates and costs of instances do not bound it.
+    """
 
     @abstractmethod
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """Of a plan that met its SLO."""
+        """Return the value of a plan that met its SLO."""
 
     @abstractmethod
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """No worse than anything the plan can reach: it serves at most so many requests per second, and its mean
-        end-to-end latency is at least so long."""
+        """Return a value that is no worse than anything the plan can reach.
+
+        The plan serves at most `rate_bound_rps` requests per second, and its mean end-to-end latency is at least
+        `floor_e2el_s` seconds.
+        """
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
-        """The objective where `aim` comes to so much; so many output tokens are offered in a second."""
+        """Return the objective if `aim` comes to `amount`, with `tokens_per_s` output tokens offered per second."""
         return amount
 
     def better(self, a: float, b: float, tolerance: float = 0.0) -> bool:
-        """Whether one value is better than another by more than a relative tolerance."""
+        """Return True if one value is better than another by more than a relative tolerance."""
         return a > b * (1 + tolerance) if self.sign > 0 else a * (1 + tolerance) < b
 
 
@@ -88,24 +93,26 @@ class RateObjective(Objective):
 
     @abstractmethod
     def worth(self, plan: PlanFacts) -> float:
-        """Of one request per second."""
+        """Return the value of one request per second on the plan."""
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """Of a plan that met its SLO at a rate."""
+        """Return the value of a plan that met its SLO at a rate."""
         assert judged.rate_rps is not None
         return judged.rate_rps * self.worth(plan)
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """At the highest rate it could serve."""
+        """Return the value at the highest rate that the plan could serve."""
         return rate_bound_rps * self.worth(plan)
 
     def reaches(self, plan: PlanFacts, missed: Miss, capacity_rps: float) -> float:
-        """At most, where a plan missed the SLO on a draw: of rates that draws may tell apart the highest, and no more
-        than its capacity."""
+        """Return a bound on the value of a plan that missed the SLO on one draw of the requests.
+
+        The bound is the highest rate that another draw may still allow (`allowance`), and no more than the capacity.
+        """
         return min(missed.rate_rps * allowance(missed.requests), capacity_rps) * self.worth(plan)
 
     def rate_for(self, plan: PlanFacts, value: float) -> float:
-        """The request rate at which a plan has that value."""
+        """Return the request rate at which a plan has that value."""
         return value / self.worth(plan)
 
 
@@ -115,7 +122,7 @@ class Goodput(RateObjective):
     name, unit, aim = "goodput", "requests/s", "most"
 
     def worth(self, plan: PlanFacts) -> float:
-        """One."""
+        """Return 1: the objective is the rate itself."""
         return 1.0
 
 
@@ -125,7 +132,7 @@ class GoodputPerGpu(RateObjective):
     name, unit, aim = "goodput_per_gpu", "requests/s/GPU", "per cost"
 
     def worth(self, plan: PlanFacts) -> float:
-        """Shared by all GPUs."""
+        """Return the share of one GPU: the rate is divided by all GPUs."""
         return 1 / plan.num_gpus
 
 
@@ -135,12 +142,12 @@ class GoodputPerDollar(RateObjective):
     name, unit, needs_prices, aim = "goodput_per_dollar", "requests/USD", True, "per cost"
 
     def worth(self, plan: PlanFacts) -> float:
-        """Requests of an hour over the price of an hour."""
+        """Return the requests of an hour over the price of an hour."""
         assert plan.usd_per_hour is not None
         return 3600 / plan.usd_per_hour
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
-        """Costs are those of an hour."""
+        """Return the requests per dollar: `amount` is per second, and the costs are those of an hour."""
         return amount * 3600
 
 
@@ -150,52 +157,53 @@ class Gpus(Objective):
     name, unit, sign, aim = "gpus", "GPUs", -1, "least cost"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """As many as it has."""
+        """Return the number of GPUs of the plan."""
         return float(plan.num_gpus)
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """The same."""
+        """Return the number of GPUs of the plan."""
         return float(plan.num_gpus)
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
-        """Of whole GPUs."""
+        """Return `amount` rounded up to whole GPUs."""
         return float(math.ceil(amount * (1 - 1e-6)))
 
 
 class UsdPerHour(Objective):
-    """What the devices cost; for limits."""
+    """Price of the devices per hour; used as a limit."""
 
     name, unit, sign, needs_prices = "usd_per_hour", "USD/h", -1, True
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """By the profiles' prices."""
+        """Return the price per hour by the prices of the hardware profiles."""
         assert plan.usd_per_hour is not None
         return plan.usd_per_hour
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """The same."""
+        """Return the price per hour by the prices of the hardware profiles."""
         assert plan.usd_per_hour is not None
         return plan.usd_per_hour
 
 
 class UsdPerMillionTokens(Objective):
-    """What a million output tokens cost at the load they are served at."""
+    """Price of a million output tokens at the load at which they are served."""
 
     name, unit, sign, needs_prices, aim = "usd_per_million_tokens", "USD/1M output tokens", -1, True, "least cost"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """Price of a second over the output tokens of a second: those offered, or in a closed loop those served."""
+        """Return the price of a second over the output tokens of a second: offered, or in a closed loop served
+        tokens."""
         assert plan.usd_per_hour is not None
         offered = None if judged.rate_rps is None else judged.rate_rps * plan.output_tokens
         return _usd_per_million(plan.usd_per_hour, offered or judged.output_tokens_per_s or 0.0)
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """At the highest rate it could serve."""
+        """Return the price at the highest rate that the plan could serve."""
         assert plan.usd_per_hour is not None
         return _usd_per_million(plan.usd_per_hour, rate_bound_rps * plan.output_tokens)
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
-        """Of the price of an hour."""
+        """Return the price of a million output tokens, given the price of an hour."""
         return _usd_per_million(amount, tokens_per_s)
 
 
@@ -205,25 +213,25 @@ class MeanLatency(Objective):
     name, unit, sign = "e2el", "s", -1
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """The simulated mean."""
+        """Return the simulated mean."""
         return float("inf") if judged.e2el_s is None else judged.e2el_s
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """That of requests that are alone."""
+        """Return the mean latency of requests that are alone."""
         return floor_e2el_s
 
 
 class JoulesPerToken(Objective):
-    """The energy of an output token at the load it is served at (`simtune.results.energy`)."""
+    """Energy of an output token at the load at which it is served (`simtune.results.energy`)."""
 
     name, unit, sign, needs_power = "joules_per_token", "J/output token", -1, True
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """As simulated."""
+        """Return the simulated energy per output token."""
         return float("inf") if judged.joules_per_token is None else judged.joules_per_token
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """Of GPUs that draw no more than idle ones until the last request has come."""
+        """Return the energy if the GPUs draw no more than idle ones until the last request has arrived."""
         assert plan.idle_j_per_token is not None
         return plan.idle_j_per_token / rate_bound_rps if rate_bound_rps > 0 else 0.0
 
@@ -235,12 +243,12 @@ class Pareto(Objective):
     name, unit, searches_rate = "pareto", "tokens/s/user x tokens/s/GPU", True
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """The power of a plan at a rate that it keeps up with."""
+        """Return the power of a plan at a rate that it keeps up with."""
         assert judged.rate_rps is not None
         return judged.rate_rps * plan.output_tokens / plan.num_gpus * (judged.tokens_per_s_per_user or 0.0)
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
-        """Points are held against each other at their load; of a plan as a whole nothing is said."""
+        """Return infinity: points are compared at their load, so a plan as a whole has no bound."""
         return float("inf")
 
 
@@ -262,24 +270,25 @@ OBJECTIVES: dict[str, Objective] = {
         Pareto(),
     )
 }
-"""By name; those of `simtune.specs.study.Objective` may be asked for, those of `StudyLimits` may bound what is."""
+"""Objectives by name. A study may ask for those of `simtune.specs.study.Objective`, and limit those of
+`StudyLimits`."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A bound on one objective while another is asked for."""
+    """A bound on one objective while a study asks for another."""
 
     objective: Objective
     limit: float
 
     @classmethod
     def of(cls, limits: StudyLimits) -> Iterator[Limit]:
-        """All that a study sets."""
+        """Yield all limits that a study sets."""
         for name, limit in limits.given().items():
             yield cls(OBJECTIVES[name], limit)
 
     def violated(self, value: float) -> str:
-        """What is wrong with a value; nothing where it is within the limit."""
+        """Return how a value breaks the limit, in words; empty if it is within the limit."""
         if not self.objective.better(self.limit, value):
             return ""
         sense = "at least" if self.objective.sign > 0 else "at most"

@@ -1,4 +1,4 @@
-"""Candidates made ready to be judged: whether they fit, how they draft, their step costs, what they could reach."""
+"""Memory, drafting, step costs and bounds of candidates, each computed once."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
 
 DIGITS = 4
-"""Significant ones of a router's weights."""
+"""Significant digits of a router's weights."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a pool or a plan is not tried."""
+    """Reason why a pool or a plan is not simulated."""
 
     status: str
     reason: str
 
 
 class PlanCache:
-    """Knows each pool of a space once, however many candidates have it."""
+    """Memory, costs and bounds of each pool of a space, computed once, however many candidates share the pool."""
 
     def __init__(self, question: Question, candidates: Iterable[Candidate]) -> None:
         self.question = question
@@ -55,10 +55,10 @@ class PlanCache:
         self._round_costs: dict[tuple[object, ...], RoundCost] = {}
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
         self._known: dict[PoolChoice, DeployedPool] = {}
-        """Pools that were deployed before: another number of instances has all but that in common."""
+        """Pools that were deployed before: another number of instances shares everything but that number."""
 
     def stream(self, candidate: Candidate) -> RequestStream:
-        """The requests of a candidate, at the workload's own rate."""
+        """Return the requests of a candidate, at the workload's own rate."""
         requests = self.question.num_requests(candidate)
         if requests not in self._streams:
             self._streams[requests] = self.question.stream(candidate)
@@ -67,24 +67,25 @@ class PlanCache:
     # --- whether it fits --------------------------------------------------------------------------------------
 
     def settled(self, candidate: Candidate) -> Candidate | Refused:
-        """The same with its drafts settled, or why an engine would refuse it or drafting would not pay."""
+        """Return the candidate with its drafts settled, or why an engine would refuse it or why drafting would not
+        pay."""
         pools = []
         for choice in candidate.pools:
             settled = self._settled_as(choice, candidate)
             if isinstance(settled, Refused):
                 return settled
             pools.append(settled)
-        whole = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
-        refusal = self._too_many(whole) or self._no_way(whole)
+        with_drafts = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
+        refusal = self._too_many(with_drafts) or self._no_way(with_drafts)
         if refusal:
             return Refused("does_not_fit", refusal)
-        return self._weighted(whole) if whole.of_kinds else whole
+        return self._weighted(with_drafts) if with_drafts.of_kinds else with_drafts
 
     def _settled_as(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
-        """A pool as it is settled: known by the object, which the plans of a space share."""
-        known = self._settled_objects.get(id(choice))
-        if known is not None:
-            return known[1]
+        """Return a pool as it is settled; cached by the object, which the plans of a space share."""
+        cached_pool = self._settled_objects.get(id(choice))
+        if cached_pool is not None:
+            return cached_pool[1]
         settled = self._settled_alone(choice.alone, candidate)
         if not isinstance(settled, Refused):
             settled = choice if settled.speculation is None else replace(choice, speculation=settled.speculation)
@@ -97,12 +98,14 @@ class PlanCache:
         return self._settled[alone]
 
     def _weighted(self, candidate: Candidate) -> Candidate:
-        """The same with a weight for each pool: requests per second that one of its cores sustains, over those of the
-        first pool's."""
-        stream, each = self.stream(candidate), []
+        """Return the candidate with a weight for each pool.
+
+        A weight is the requests per second that one core of the pool sustains, over those of the first pool's.
+        """
+        stream, rps_per_core = self.stream(candidate), []
         for choice in candidate.pools:
-            each.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
-        weights = [float(f"{rps / each[0]:.{DIGITS}g}") for rps in each]
+            rps_per_core.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
+        weights = [float(f"{rps / rps_per_core[0]:.{DIGITS}g}") for rps in rps_per_core]
         pools = zip(candidate.pools, weights, strict=True)
         return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
 
@@ -110,7 +113,7 @@ class PlanCache:
         q, hardware = self.question, self.question.profiles[choice.shape.gpu]
         draft, pool = q.draft(choice.drafter), self.pool(choice)
         try:
-            # What does not fit without drafts does not with them, and how to draft takes long to choose.
+            # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
             if refusal := self._too_small_a_budget(pool, self.stream(candidate)):
                 return Refused("does_not_fit", refusal)
@@ -139,7 +142,7 @@ class PlanCache:
         )
 
     def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
-        """What the rounds of a pool take: computed once for all pools of its cut with its drafter."""
+        """Return the cost of the rounds of a pool: computed once for all pools of its cut with its drafter."""
         key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
         if key not in self._round_costs:
             hardware = self.question.profiles[choice.shape.gpu]
@@ -148,13 +151,14 @@ class PlanCache:
 
     def _too_many(self, candidate: Candidate) -> str:
         for entry in self.question.study.hardware:
-            used = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
-            if used > entry.devices:
-                return f"needs {used} {entry.profile}, of which there are {entry.devices}"
+            devices = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
+            if devices > entry.devices:
+                return f"needs {devices} {entry.profile}, of which there are {entry.devices}"
         return ""
 
     def _no_way(self, candidate: Candidate) -> str:
-        """Why KV caches could not be sent, of a prefill pool; asked once of each shape."""
+        """Return why KV caches could not be sent from a prefill pool; empty if they can. Computed once for each
+        shape."""
         if candidate.prefilling is None:
             return ""
         shape = candidate.prefilling.shape
@@ -167,15 +171,15 @@ class PlanCache:
         return self._ways[shape]
 
     def pool(self, choice: PoolChoice) -> Pool:
-        """The pool that a choice stands for."""
+        """Return the pool of a choice."""
         study = self.question.study
         return choice.pool(study, self.max_model_len, self.question.settings_of(choice.shape))
 
     # --- what it costs, and could reach -----------------------------------------------------------------------
 
     def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
-        """Step costs of a pool: compiled once for all pools of its cut that draft alike, whatever their role, on the
-        most seats and the largest budget among them."""
+        """Return the step costs of a pool: compiled once for all pools of its cut that draft alike, whatever their
+        role, for the most seats and the largest budget among them."""
         key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed)
         if key not in self._costs:
             seats, tokens = self._widest[replace(choice.shape, role="mixed")]
@@ -189,7 +193,8 @@ class PlanCache:
         return self._costs[key]
 
     def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
-        """Factors on the times of operators with which a pool is judged, by kind; None if it is judged as predicted."""
+        """Return the factors on operator times with which a pool is judged, by kind; None if it is judged as
+        predicted."""
         q, confidence = self.question, self.question.study.slo.confidence
         if confidence is None:
             return None
@@ -199,13 +204,13 @@ class PlanCache:
         return dict.fromkeys(KINDS, factor)
 
     def deployment(self, candidate: Candidate) -> Deployment:
-        """A settled candidate, with step costs that others share."""
-        known = [self._known.get(choice.alone) for choice in candidate.pools]
-        pools = [pool for pool in known if pool is not None]
-        if len(pools) == len(known):
+        """Return the deployment of a settled candidate, with step costs that other candidates share."""
+        deployed = [self._known.get(choice.alone) for choice in candidate.pools]
+        pools = [pool for pool in deployed if pool is not None]
+        if len(pools) == len(deployed):
             plan = self.question.plan(candidate, self.max_model_len)
-            own = (replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True))
-            return Deployment(plan, self.question.model, tuple(own))
+            deployed_pools = (replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True))
+            return Deployment(plan, self.question.model, tuple(deployed_pools))
         costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
         deployment = self.question.deploy(candidate, self.max_model_len, costs)
         for choice, pool in zip(candidate.pools, deployment.pools, strict=True):
@@ -214,11 +219,11 @@ class PlanCache:
         return deployment
 
     def memory(self, choice: PoolChoice) -> Memory:
-        """Of an instance of a settled pool."""
+        """Return the memory of an instance of a settled pool."""
         return self._memories[choice.alone]
 
     def capacity(self, candidate: Candidate) -> RateBound:
-        """Requests per second that no schedule of a settled candidate sustains."""
+        """Return the requests per second that no schedule of a settled candidate exceeds."""
         stream = self.stream(candidate)
         bounds = []
         for choice in candidate.pools:
@@ -227,8 +232,8 @@ class PlanCache:
         return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
 
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
-        """(GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at most);
-        None where an engine would refuse it."""
+        """Return (GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at
+        most); None if an engine would refuse it."""
         alone = choice.alone
         settled = self._settled_alone(alone, candidate)
         if isinstance(settled, Refused):
@@ -236,7 +241,7 @@ class PlanCache:
         return settled.devices, self._sustains(settled, self.stream(candidate))
 
     def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
-        """Requests per second that an instance could sustain at most."""
+        """Return the requests per second that an instance could sustain at most."""
         alone = choice.alone
         key = (alone, len(stream))
         if key not in self._sustained:
@@ -256,7 +261,7 @@ class PlanCache:
 
 
 def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:
-    """The most seats and the largest budget of the pools of each cut."""
+    """Return the most seats and the largest budget of the pools of each cut."""
     widest: dict[object, tuple[int, int]] = {}
     for choice in {id(choice): choice for choice in choices}.values():
         cut = replace(choice.shape, role="mixed")

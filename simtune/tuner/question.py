@@ -1,4 +1,4 @@
-"""A study with everything it names loaded, and what follows from it for each candidate."""
+"""A study with all named inputs loaded, and the settings that follow from it for each candidate."""
 
 from __future__ import annotations
 
@@ -28,70 +28,74 @@ from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
 
 SAMPLED_CORES = 4
-"""Of wide deployments this many cores are simulated while searching; the chosen plan is confirmed on all of them."""
+"""Cores that are simulated during the search, if a deployment has more; the chosen plan is confirmed on all cores."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A study with everything it names loaded. What workers are sent."""
+    """A study with all named inputs loaded. Sent to worker processes."""
 
     study: Study
     model: Model
     hardware: tuple[Hardware, ...]
-    """In the order of the study's."""
+    """Hardware profiles, in the order of the study."""
     workload: Workload
     trace: Trace | None
     drafts: tuple[Draft, ...] = ()
-    """The drafters of the study."""
+    """Drafters of the study."""
     fixed_drafting: Mapping[str, Drafting] = field(default_factory=dict)
-    """Acceptance and draft model that the speculation of fixed pools names, by the pool's name."""
+    """Acceptance and draft model of the speculation of fixed pools, by the name of the pool."""
     engine: EnginePreset | None = None
-    """Whose settings hold where the search leaves something open."""
+    """Engine preset with the settings that the search leaves open."""
 
     @property
     def requests(self) -> int:
-        """How many a simulation runs, by the study or else by the workload."""
+        """Requests of a simulation, by the study or else by the workload."""
         return self.study.search.requests or self.workload.requests
 
     @property
     def objective(self) -> Objective:
-        """What the study asks for."""
+        """Objective of the study."""
         return OBJECTIVES[self.study.objective]
 
     @property
     def limits(self) -> list[Limit]:
-        """What bounds it."""
+        """Limits of the study on other objectives."""
         return list(Limit.of(self.study.limits))
 
     @property
     def searches_rate(self) -> bool:
-        """Whether the objective is a rate, which the search varies; else the load is the workload's."""
+        """True if the objective is a rate, which the search varies; otherwise the load is the workload's."""
         return self.objective.searches_rate
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of its drafters, and '' for none; nothing where it has none."""
+        """Labels of the drafters, and '' for no drafter; empty if the study has no drafters."""
         return ("", *(draft.choice.label for draft in self.drafts)) if self.drafts else ()
 
     @property
     def profiles(self) -> dict[str, Hardware]:
         """Hardware by the name that the study gives."""
-        return {entry.profile: its for entry, its in zip(self.study.hardware, self.hardware, strict=True)}
+        return {entry.profile: hardware for entry, hardware in zip(self.study.hardware, self.hardware, strict=True)}
 
     def check(self) -> None:
-        """Raises UsageError where the objective asks for what the workload, the SLO or a profile leaves open."""
+        """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
+        have."""
         study, name = self.study, self.study.name
-        for asked, objective in (("objective", self.objective), *(("limit", limit.objective) for limit in self.limits)):
+        for setting, objective in (
+            ("objective", self.objective),
+            *(("limit", limit.objective) for limit in self.limits),
+        ):
             for profile, hardware in self.profiles.items():
                 if objective.needs_prices and hardware.device.price_per_hour_usd is None:
                     raise UsageError(
-                        f"{name}: {asked} {objective.name} asks for dollars, and hardware profile {profile} names no "
-                        "price; give it device.price_per_hour_usd"
+                        f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
+                        "set device.price_per_hour_usd in it"
                     )
                 if objective.needs_power and hardware.device.power is None:
                     raise UsageError(
-                        f"{name}: {asked} {objective.name} asks for energy, and hardware profile {profile} names no "
-                        "power; give it device.power with tdp_w and idle_w"
+                        f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
+                        "none; set device.power with tdp_w and idle_w in it"
                     )
         self._check_engine()
         self._check_day()
@@ -112,7 +116,7 @@ class Question:
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
 
     def _check_engine(self) -> None:
-        """Raises UsageError if the engine preset sets the parallelism, which candidates have of their own."""
+        """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itself."""
         if self.engine is None:
             return
         for settings in (self.engine.pool, *(case.pool for case in self.engine.cases)):
@@ -150,69 +154,75 @@ class Question:
             )
 
     def cores_apart(self, candidate: Candidate) -> bool:
-        """Whether some cores of a wide deployment can stand for all."""
+        """Return True if some cores of a wide deployment can stand for all."""
         if len(candidate.pools) > 1 or isinstance(self.workload.arrivals, ClosedLoop):
             return False
         return ROUTER.find(self.study.routers[candidate.router].kind).deals_in_turn
 
     def num_requests(self, candidate: Candidate, requests: int | None = None) -> int:
-        """So many that those of its instances that are simulated see `requests` of them, by the study unless given."""
+        """Return the requests of all instances such that the simulated ones receive `requests`, by default those of the
+        study."""
         requests = self.requests if requests is None else requests
         if not self.cores_apart(candidate):
             return requests
         return -(-requests * candidate.pools[0].instances // self.simulated_instances(candidate))
 
     def simulated_instances(self, candidate: Candidate) -> int:
-        """How many instances of its first pool are simulated while searching."""
+        """Return the number of instances of its first pool that are simulated during the search."""
         pool = candidate.pools[0]
         if not self.cores_apart(candidate):
             return pool.instances
         return min(pool.instances, -(-SAMPLED_CORES // (pool.shape.pp * pool.shape.attention_dp)))
 
     def stream(self, candidate: Candidate, rate_rps: float | None = None, requests: int | None = None) -> RequestStream:
-        """Requests for a candidate, of which `requests` will be simulated: those of the study, or so many of them."""
+        """Return the requests for a candidate, of which `requests` are simulated; by default as many as the study asks
+        for."""
         number = self.num_requests(candidate, requests)
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     @property
     def draws(self) -> LoadDraws:
-        """The requests, as many as are asked for and as often as they are drawn anew."""
+        """Draws of the requests, of any number of requests."""
         return LoadDraws(self.workload, self.trace, self.study.seed)
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
-        """A max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
+        """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
         requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
         draws = range(1 + self.study.search.confirm.draws)
         return max(length_limit(self.model, self.draws.stream(requests, draw)) for draw in draws)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
-        """What pools of a hardware profile, a dtype of weights and a number of stages have in common: the profile's
-        name, or that of the one with the kernels of the study's engine, and the settings of that engine."""
+        """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in
+        common.
+
+        These are the name of the profile, or of the variant with the kernels of the study's engine, and the settings of
+        that engine.
+        """
         hardware = self.profiles[shape.gpu]
-        named = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
+        settings = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
         if self.engine is None:
-            return named
+            return settings
         served = self.model.with_weights(cast(Dtype, shape.weight_dtype) or None)
-        return {**named, "engine": self.study.engine, **self.engine.settings(hardware.device, served, shape.pp)}
+        return {**settings, "engine": self.study.engine, **self.engine.settings(hardware.device, served, shape.pp)}
 
     def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
-        """The plan that a candidate stands for."""
+        """Return the plan of a candidate."""
         return candidate.plan(self.study, max_model_len, self.settings_of)
 
     def draft(self, label: str) -> Draft | None:
-        """The drafter of a label."""
+        """Return the drafter of a label; None if there is none."""
         return next((draft for draft in self.drafts if draft.choice.label == label), None)
 
     def drafting(self, candidate: Candidate) -> dict[str, Drafting]:
-        """What the speculation of each pool that has one names, by the pool's name."""
-        named: dict[str, Drafting] = {}
+        """Return acceptance and draft model of each pool that speculates, by the name of the pool."""
+        drafting_by_pool: dict[str, Drafting] = {}
         for pool in candidate.pools:
             drafting = self.drafting_of(pool)
             if drafting is not None:
-                named[pool.pool_name if pool.fixed is None else pool.fixed.name] = drafting
-        return named
+                drafting_by_pool[pool.pool_name if pool.fixed is None else pool.fixed.name] = drafting
+        return drafting_by_pool
 
     def drafting_of(self, pool: PoolChoice) -> Drafting | None:
         """Return acceptance and draft model of a pool: of its drafter, or of the speculation it is fixed with."""
@@ -224,14 +234,15 @@ class Question:
     def deploy(
         self, candidate: Candidate, max_model_len: int, costs: Mapping[str, StepCosts] | None = None
     ) -> Deployment:
-        """The candidate, ready to be simulated; with the step costs of each pool by its name, where these are known."""
+        """Return the candidate ready to be simulated; `costs` are step costs by the name of the pool, if they are
+        known."""
         plan, drafting = self.plan(candidate, max_model_len), self.drafting(candidate)
         pools = zip(plan.pools, candidate.pools, strict=True)
         hardware = {pool.hardware: self.profiles[choice.shape.gpu] for pool, choice in pools}
         return deploy(plan, self.model, hardware, costs, drafting=drafting)
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
-        """What objectives have to know of a candidate."""
+        """Return the facts about a candidate that objectives need."""
         return PlanFacts(
             candidate.num_gpus,
             self.usd_per_hour(candidate),
@@ -240,43 +251,51 @@ class Question:
         )
 
     def usd_per_hour(self, candidate: Candidate) -> float | None:
-        """Of all its GPUs, each at the price of its kind; None where one of them has no price."""
+        """Return the price of all GPUs, each at the price of its kind; None if one of them has no price."""
         prices = [self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools]
-        known = [price for price in prices if price is not None]
-        if len(known) < len(prices):
+        known_prices = [price for price in prices if price is not None]
+        if len(known_prices) < len(prices):
             return None
-        return sum(price * pool.devices for price, pool in zip(known, candidate.pools, strict=True))
+        return sum(price * pool.devices for price, pool in zip(known_prices, candidate.pools, strict=True))
 
     def idle_j_per_token(self, candidate: Candidate, stream: RequestStream) -> float | None:
-        """What its GPUs would draw from the first arrival to the last if nothing ran, over the output tokens, at one
-        request per second; the least of what is seen where some cores stand for all, and of all. None where the
-        profile of one of its pools names no power."""
+        """Return the joules that the GPUs would draw from the first arrival to the last if nothing ran, per output
+        token, at one request per second.
+
+        If some cores stand for all, the result is the least for the simulated cores and for all. None if the profile of
+        a pool has no power.
+        """
         powers = [self.profiles[pool.shape.gpu].device.power for pool in candidate.pools]
-        known = [power for power in powers if power is not None]
-        if len(known) < len(powers):
+        known_powers = [power for power in powers if power is not None]
+        if len(known_powers) < len(powers):
             return None
-        watts = sum(power.idle_w * pool.devices for power, pool in zip(known, candidate.pools, strict=True))
+        watts = sum(power.idle_w * pool.devices for power, pool in zip(known_powers, candidate.pools, strict=True))
         instances, simulated = candidate.pools[0].instances, self.simulated_instances(candidate)
         streams = [(stream, 1.0), (stream.share_of(simulated, instances), simulated / instances)]
         offered = stream.offered_rate_rps
         if offered is None:
             return 0.0
-        return min(watts * part * _span_s(seen) * offered / float(seen.output_tokens.sum()) for seen, part in streams)
+        return min(
+            watts * part * _span_s(part_stream) * offered / float(part_stream.output_tokens.sum())
+            for part_stream, part in streams
+        )
 
     def watch(
         self, candidate: Candidate, deployment: Deployment, rate_rps: float | None, requests: int | None = None
     ) -> Result:
-        """A candidate under its load, or at another rate, to the end; some cores stand for all where they can. With
-        `requests` under a shorter load, the beginning of its own."""
+        """Simulate a candidate under its load, or at another rate, to the end; some cores stand for all if they can.
+
+        With `requests` the load is shorter: the beginning of its own.
+        """
         stream = self.stream(candidate, rate_rps, requests)
         return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES)
 
     def judge(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
-        """The same until it cannot meet the SLO any more."""
+        """Simulate a candidate as `watch` does, until it cannot meet the SLO any more."""
         stream = self.stream(candidate, rate_rps)
         return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, stop_when_lost=True)
 
 
 def _span_s(stream: RequestStream) -> float:
-    """From the first arrival to the last."""
+    """Return the seconds from the first arrival to the last."""
     return 0.0 if stream.arrival_s is None else float(stream.arrival_s[-1] - stream.arrival_s[0])

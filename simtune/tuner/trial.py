@@ -21,15 +21,15 @@ class Attempt(NamedTuple):
     """A simulation of a candidate."""
 
     rate_rps: float | None
-    """None: the workload's own."""
+    """None for the workload's own rate."""
     met: bool
-    """Whether it met the SLO."""
+    """True if the simulation met the SLO."""
     all_cores: bool = False
-    """Whether all cores were simulated, where some can stand for all."""
+    """True if all cores were simulated although some could stand for all."""
     draw: int = 0
-    """Of the requests: 0 is that of the search."""
+    """Draw of the requests; 0 is the draw of the search."""
     requests: int | None = None
-    """To begin with, over all cores; None: the study's own number."""
+    """Requests at the start of the simulation, over all cores; None for the study's own number."""
 
 
 class Confirmed(NamedTuple):
@@ -37,42 +37,42 @@ class Confirmed(NamedTuple):
 
     draws: int
     requests: int
-    """That were simulated in each, at least."""
+    """Least number of requests that were simulated in a draw."""
     lifetimes: float | None
-    """That each lasts, at least; None for a load without a rate."""
+    """Least number of lifetimes that a draw lasts; None for a load without a rate."""
 
 
 @dataclass
 class Trial:
-    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None where there was none."""
+    """A candidate and its fate. Numbers are those of the last simulation at `rate_rps`; None if there was none."""
 
     candidate: Candidate
     status: str
     reason: str
     kv_blocks: int | None = None
-    """Of an instance of the first pool."""
+    """KV blocks of an instance of the first pool."""
     rate_bound_rps: float | None = None
-    """No higher rate meets the SLO."""
+    """Request rate above which the plan does not meet the SLO."""
     bounded_by: str = ""
-    """What says so."""
+    """Name of the bound that proves it."""
     rate_rps: float | None = None
     simulations: int = 0
     summary: SimulationSummary | None = None
     tried: list[Attempt] = field(default_factory=list)
-    """How it was simulated, in this order."""
+    """Simulations of the plan, in order."""
     same_as: str = ""
     """Another plan that was simulated, of which this one must do the same, by its name."""
     allocation: str = ""
     """The class of plans that was ruled out as a whole, by its name (`simtune.tuner.space.plan_classes`)."""
     best: float | None = None
-    """What it can reach of the objective at most, by its bound and by what was simulated."""
+    """Bound on the objective, by the bounds of the plan and by its simulations."""
 
     def take(self, summary: SimulationSummary, rate_rps: float | None) -> None:
-        """Remember what a simulation of this candidate showed."""
+        """Store the results of a simulation of this candidate."""
         self.summary, self.rate_rps = summary, rate_rps or summary.offered_rate_rps
 
     def statistic(self, metric: Metric, statistic: Literal["mean", "p99"]) -> float | None:
-        """A statistic of a metric in seconds; None where nothing was simulated or counted."""
+        """Return a statistic of a metric in seconds; None if nothing was simulated or counted."""
         if self.summary is None:
             return None
         latencies = self.summary.metrics[metric]
@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def judged(self) -> Judged:
-        """What objectives ask of the last simulation."""
+        """Results of the last simulation that objectives need."""
         served = None if self.summary is None else self.summary.output_tokens_per_s
         per_user = None if self.summary is None else self.summary.output_tokens_per_s_per_user
         joules = None if self.summary is None else self.summary.joules_per_token
@@ -88,44 +88,47 @@ class Trial:
 
 
 class CoursePoint(NamedTuple):
-    """How far a search had come after so many simulations."""
+    """Progress of a search after a number of simulations."""
 
     simulations: int
     decided: int
-    """Plans whose fate was known."""
+    """Plans that were decided."""
     plan: str
-    """The best so far; empty where there was none."""
+    """Name of the best plan so far; empty if there was none."""
     value: float | None
-    """Of the best, in the objective's unit."""
+    """Objective of the best plan, in its unit."""
     bound: float | None
-    """What no plan of the space reaches more than."""
+    """Value that no plan of the space exceeds."""
 
 
 @dataclass
 class Tuned:
-    """The answer of a search: the chosen plan first, then everybody else with the reason it lost."""
+    """The answer of a search: the chosen plan first, then all others with the reason why they lost."""
 
     question: Question
     rows: list[Trial]
     deployment: Deployment
     result: Result
     value: float
-    """The objective of the chosen plan, in its own unit."""
+    """Objective of the chosen plan, in its own unit."""
     bound: float
-    """No plan of the space reaches more than this of the objective, under the cost model and within what was simulated
-    (a plan that misses the SLO on a draw of the requests is taken to miss it on any at rates that are more than two
-    standard deviations higher, `simtune.tuner.doubt.draw_spread`)."""
+    """Value of the objective that no plan of the space exceeds, under the cost model and within the simulations made.
+
+    A plan that misses the SLO on a draw of the requests is taken to miss it on any draw at rates that are more than two
+    standard deviations higher (`simtune.tuner.doubt.draw_spread`).
+    """
     interrupted: bool = False
     ladder: Ladder | None = None
-    """The front, where that was asked for."""
+    """The front, if the study asks for one."""
     classes: tuple[PlanClass, ...] = ()
-    """With what no allocation exceeds: all classes of plans, and the parts of them that were ruled out whole."""
+    """All classes of plans, and the parts of them that were ruled out as a whole, with their bounds."""
     course: tuple[CoursePoint, ...] = ()
-    """The best plan and the bound as the search went on."""
+    """Best plan and bound over the course of the search."""
     confirmed: Confirmed | None = None
-    """None where no draws were asked for."""
+    """None if the study asks for no draws."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Plans that are no rows, by the constraint that they break or why the engine would not run them."""
+    """Number of plans that have no row, by the constraint that they break or the reason why the engine would refuse
+    them."""
 
     @property
     def chosen(self) -> Trial:
@@ -134,7 +137,7 @@ class Tuned:
 
     @property
     def gap(self) -> float:
-        """By how much the best of all plans could be better than the chosen one at most, as a share of its value."""
+        """Share of the chosen plan's value by which another plan could be better at most."""
         if self.value == self.bound:
             return 0.0
         return max(0.0, self.question.objective.sign * (self.bound - self.value) / self.value)
@@ -152,20 +155,23 @@ class Tuned:
         return {profile: (unused, devices) for profile, (unused, devices) in counts.items() if unused > 0}
 
     def runners_up(self, most: int = 3) -> list[Trial]:
-        """The best candidates that meet the SLO, then the nearest of the others that were simulated."""
+        """Return the best candidates that meet the SLO, then the nearest of the others that were simulated."""
         return [row for row in self.rows[1:] if row.status in ("feasible", "infeasible")][:most]
 
     def to_pandas(self) -> Any:
-        """Every plan that was considered as a row of a `pandas.DataFrame`. Raises UsageError without pandas."""
+        """Return every plan that was considered as a row of a `pandas.DataFrame`. Raise UsageError without pandas."""
         return frame(self._columns())
 
     def to_arrow(self) -> Any:
-        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        """Return the same as a `pyarrow.Table`. Raise UsageError without pyarrow."""
         return arrow(self._columns())
 
     def figures(self) -> dict[str, Any]:
-        """As figures of Plotly by name: `course`, the bound and the best plan over the simulations, and the latencies
-        of the chosen plan as `Result` draws them."""
+        """Return figures of Plotly by name.
+
+        `course` shows the bound and the best plan over the simulations; the others show the latencies of the chosen
+        plan as `Result` draws them.
+        """
         simulations = [point.simulations for point in self.course]
         lines = [
             PlainCurve("bound", simulations, [point.bound for point in self.course]),
@@ -174,7 +180,7 @@ class Tuned:
         return {"course": plotted("simulations", self.question.objective.unit, lines), **self.result.figures()}
 
     def _columns(self) -> dict[str, list[Any]]:
-        """Of all plans, by name; None where the search did not need to know."""
+        """Return the columns of all plans by name; a value is None if the search did not need it."""
         rows = self.rows
         return {
             "plan": [row.candidate.name for row in rows],
@@ -191,7 +197,7 @@ class Tuned:
         }
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the table that a notebook shows."""
         unit = self.question.objective.unit
         rows = [
             ("chosen", self.chosen.candidate.name),

@@ -1,1 +1,1 @@
-"""Simulated against real: engines under a load, replays of their step logs, claims of published systems."""
+"""Comparison of simulations with reality: engines under a load, replays of step logs, claims of published systems."""

@@ -1,16 +1,17 @@
-"""The closed loop: profile an engine, find its best plan, run the plan on it, compare, and fit again where it was off.
+"""The closed loop: profile an engine, find its best plan, run the plan on it, compare, and fit again if it was off.
 
     profile ──> optimize ──> replay ──> compare ──> within tolerance: done
                    ▲                        │
                    └── the replay's steps ──┘
 
-The search goes by the operators of the study's hardware, corrected by the engine's steps (`simtune.costs.calibration`);
-what is held against the engine goes by the steps themselves (`simtune.costs.engine_steps`), those of replays included
-from the next round on. A load is replayed several times, and its medians count; their spread is the noise.
+The search uses the operators of the study's hardware, corrected by the engine's steps (`simtune.costs.calibration`);
+the prediction that is compared with the engine uses the steps themselves (`simtune.costs.engine_steps`), and from the
+next round on those of replays as well. A load is replayed several times, and its medians count; their spread is the
+noise.
 
 Every stage leaves its output in the folder and its name in state.json, which is replaced as a whole: a run that is
-killed goes on with the stage it was in, and within the profile with the session it was in. Engines in interpreters of
-their own end when nobody writes to them any more, so that none is left over.
+killed continues with the stage it was in, and within the profile with the session it was in. Engines in interpreters of
+their own end when their standard input closes, so that none is left over.
 """
 
 from __future__ import annotations
@@ -59,16 +60,17 @@ MakeDriver = Callable[[EngineSize, float | None], StepDriver]
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How much of everything a loop takes."""
+    """Budget, repeats and tolerance of a loop."""
 
     budget_s: float = 120.0
-    """Of the engine's profile."""
+    """Seconds for the engine's profile."""
     tolerance: float = 0.1
-    """Of the means of TTFT, TPOT and E2EL; twice the repeat noise counts as within it."""
+    """Relative tolerance of the means of TTFT, TPOT and E2EL; errors up to twice the repeat noise count as within
+    it."""
     rounds: int = 3
     repeats: int = 3
     requests: int = 60
-    """Replayed each time."""
+    """Number of requests in each replay."""
     load: float = 0.7
     """Share of the rate that the plan was found to sustain, at which it is replayed."""
     clock: DriverClock = "cpu"
@@ -80,7 +82,7 @@ class MetricVerdict(NamedTuple):
     metric: str
     predicted_s: float
     measured_s: float
-    """Median over the repeats."""
+    """Median over the repeats, in seconds."""
     noise: float
     """Half the range of the repeats over their median."""
 
@@ -90,21 +92,21 @@ class MetricVerdict(NamedTuple):
         return self.predicted_s / self.measured_s - 1
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is off by no more than that, or than twice the noise."""
+        """Return True if the error is at most `tolerance`, or at most twice the noise."""
         return abs(self.error) <= max(tolerance, 2 * self.noise)
 
 
 class LoopRound(NamedTuple):
-    """What a round came to."""
+    """Result of a round."""
 
     plan: str
     rate_rps: float
-    """At which it was replayed."""
+    """Requests per second of the replay."""
     verdicts: list[MetricVerdict]
 
 
 class TuningLoop:
-    """One study on one engine, in one folder."""
+    """A study on an engine, in a folder."""
 
     def __init__(
         self,
@@ -116,13 +118,16 @@ class TuningLoop:
         write_run: Callable[[Tuned, Path], None],
         note: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """`make` starts an engine of a size, given the reference of an earlier gauge; `write_run` writes the run
-        directory of a search, with the engine's settings. Raises UsageError where the folder is another study's, and
-        for a study of several kinds of hardware: the engine runs on one."""
+        """Prepare the loop.
+
+        `make` starts an engine of a size, given the reference of an earlier gauge; `write_run` writes the run directory
+        of a search, with the engine's settings. Raise UsageError if the folder belongs to another study, and for a
+        study of several kinds of hardware: the engine runs on one.
+        """
         if len(question.hardware) > 1:
             names = ", ".join(hardware.name for hardware in question.hardware)
             raise UsageError(
-                f"{question.study.name}: names {names}, and the engine runs on one kind of hardware; keep one"
+                f"{question.study.name}: hardware: the engine runs on one kind, but the study has {names}; keep one"
             )
         (self._hardware,) = question.hardware
         self._question, self._out, self._make = question, out, make
@@ -132,7 +137,8 @@ class TuningLoop:
         self._state = _State(out / STATE, _digest(question, self._settings))
 
     def run(self) -> list[LoopRound]:
-        """Rounds up to the first within tolerance, or all of them. What was done already is not done again."""
+        """Run rounds up to the first within tolerance, or all of them. Stages that were finished before are not
+        repeated."""
         self._stage("profile", self._profile)
         rounds = []
         for number in range(1, self._settings.rounds + 1):
@@ -161,7 +167,7 @@ class TuningLoop:
     # --- stages -----------------------------------------------------------------------------------------------
 
     def _profile(self) -> dict[str, Any]:
-        """Steps of an engine as large as the largest plan of the study."""
+        """Profile an engine as large as the largest plan of the study."""
         question, search = self._question, self._question.study.search
         longest = length_limit(question.model, self._requests())
         size = EngineSize(max(search.max_num_seqs), max(search.max_num_batched_tokens), longest)
@@ -175,7 +181,7 @@ class TuningLoop:
         return {"reference_s": profiled.summary["reference_s"], "held_out": profiled.summary["held_out"]}
 
     def _optimize(self, number: int) -> dict[str, Any]:
-        """The best plan by operators that the engine's steps so far have corrected."""
+        """Find the best plan by operators that the engine's steps so far have corrected."""
         tuned = answer(replace(self._question, hardware=(self._corrected(number),)), jobs=1)
         self._write_run(tuned, self._folder(number) / RUN)
         plan, rate = tuned.deployment.plan, tuned.chosen.rate_rps
@@ -184,7 +190,7 @@ class TuningLoop:
         return {"plan": plan.name, "replay_rps": self._settings.load * rate / pool.instances}
 
     def _replay(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
-        """The plan's settings on the engine, under its load, several times."""
+        """Run the plan's settings on the engine, under its load, several times."""
         settings, plan = self._settings, self._plan(number)
         stream = self._stream(tuned)
         engine = self._make(size_of(plan.pools[0]), self._state.done["profile"]["reference_s"])
@@ -202,7 +208,7 @@ class TuningLoop:
         return {"steps": len(steps)}
 
     def _compare(self, number: int, tuned: dict[str, Any]) -> dict[str, Any]:
-        """Means as predicted from the steps known before the replay, beside those measured in it."""
+        """Compare means predicted from the steps known before the replay with those measured in it."""
         plan, stream = self._plan(number), self._stream(tuned)
         costs = OwnCosts(engine_costs(self._log(number), "the engine's steps"))
         predicted = self._deployed(plan, costs).simulate(stream)
@@ -218,7 +224,7 @@ class TuningLoop:
     # --- what they work on ------------------------------------------------------------------------------------
 
     def _log(self, number: int) -> list[TimedStep]:
-        """Steps known before a round: those of the profile, and of earlier replays."""
+        """Return the steps known before a round: those of the profile, and of earlier replays."""
         files = [self._out / PROFILE / STEPS, *(self._folder(i) / STEPS for i in range(1, number))]
         return [step for file in files for step in read_steps(file).steps]
 
@@ -235,9 +241,9 @@ class TuningLoop:
         return Plan.from_file(self._folder(number) / RUN / "plan.yaml")
 
     def _deployed(self, plan: Plan, costs: OwnCosts) -> Deployment:
-        # Engines that are driven step by step schedule so.
-        one = plan.pools[0].model_copy(update={"instances": 1, "async_scheduling": False})
-        plan = plan.model_copy(update={"pools": (one,)})
+        # Engines that are driven step by step schedule synchronously.
+        pool = plan.pools[0].model_copy(update={"instances": 1, "async_scheduling": False})
+        plan = plan.model_copy(update={"pools": (pool,)})
         return deploy(plan, self._question.model, self._hardware, costs)
 
     def _stream(self, tuned: dict[str, Any]) -> RequestStream:
@@ -251,7 +257,7 @@ class TuningLoop:
 
 
 def size_of(pool: Pool) -> EngineSize:
-    """What the pool's settings say of an engine's size."""
+    """Return the engine size of a pool's settings."""
     batching = pool.batching
     assert pool.max_model_len is not None
     return EngineSize(
@@ -262,7 +268,7 @@ def size_of(pool: Pool) -> EngineSize:
 def _measured(
     stream: RequestStream, times: Sequence[Any], facts: dict[str, Any], clock: DriverClock, label: str
 ) -> MeasuredRun:
-    """A session as a measured run."""
+    """Return a session as a measured run."""
     assert stream.arrival_s is not None
     requests = tuple(
         MeasuredRequest(
@@ -289,7 +295,7 @@ def _finite(values: Array) -> Array:
 
 
 def _digest(question: Question, settings: LoopSettings) -> str:
-    """What a folder is bound to."""
+    """Return a digest of the inputs that a folder belongs to."""
     parts = [
         question.study.to_data(),
         question.model.to_data(),
@@ -300,7 +306,7 @@ def _digest(question: Question, settings: LoopSettings) -> str:
 
 
 class _State:
-    """state.json: which stages are done, and what they leave for later ones."""
+    """File state.json: the finished stages, and the results that later stages need."""
 
     def __init__(self, path: Path, digest: str) -> None:
         self._path, self._digest = path, digest

@@ -1,4 +1,4 @@
-"""The loads of a validation: light, near the knee, beyond it, as fractions of the simulator's own knee."""
+"""Loads of a validation: light, near the knee, beyond it, as fractions of the simulator's own knee."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from simtune.specs.base import LONGEST_S
 from simtune.workload.requests import RequestStream
 
 FRACTIONS = {"light": 0.3, "knee": 0.9, "overload": 1.5}
-"""Of the knee's rate, by name of the load."""
+"""Fractions of the knee's rate, by name of the load."""
 KNEE_SLOWDOWN = 2.0
-"""At the knee requests take so many times as long as alone, on average."""
+"""Factor on the mean E2EL of requests served alone that defines the knee."""
 WARM_UP_TOKENS = (32, 8)
-"""Of the prompts and answers that an engine gets before the first load."""
+"""Prompt and output tokens of the requests that an engine gets before the first load."""
 WARM_UPS = 4
 _HALVINGS = 12
 _ALONE = 1e-3
-"""Of the rate at which requests follow one another: at that rate none meets another."""
+"""Share of the rate at which requests follow one another without a pause: at this rate no requests overlap."""
 _FEW = 48
-"""Requests that tell how long one takes alone: of all of them a simulation would last months."""
+"""Number of requests that measure how long one takes alone: with all of them the simulated time would be months."""
 
 
 class Load(NamedTuple):
@@ -35,12 +35,12 @@ class Load(NamedTuple):
 
     @property
     def rate_rps(self) -> float | None:
-        """None for a closed loop, and for requests that all come at once."""
+        """Offered rate; None for a closed loop, and for requests that all arrive at once."""
         return self.stream.offered_rate_rps
 
 
 def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[Load]:
-    """The stream at given rates, or at FRACTIONS of its knee; as it is where it has no rate to change."""
+    """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change."""
     if stream.offered_rate_rps is None:
         if rates:
             raise UsageError("the workload has no request rate to change (a closed loop, or all at once); omit --rates")
@@ -52,10 +52,10 @@ def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] 
 
 
 def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> float:
-    """The highest rate at which the mean E2EL is at most KNEE_SLOWDOWN times that of requests served alone.
+    """Return the highest rate at which the mean E2EL is at most KNEE_SLOWDOWN times that of requests served alone.
 
-    Where even all at once are not so slow: the rate at which they all come within the time that one takes. Raises
-    UsageError where the plan refuses some of the requests, which no engine could be asked to serve.
+    If even requests that all arrive at once are not that slow, return the rate at which all arrive within the time that
+    one takes. Raise UsageError if the plan refuses some of the requests, which no engine could serve.
     """
 
     def e2el_s(rate: float, requests: RequestStream = stream) -> float:
@@ -63,6 +63,7 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
         assert value is not None
         return value
 
+    # At the stream's own rate, to find refused requests, and a first scale of the latency.
     alone = deployment.simulate(stream, seed=seed)
     if alone.refused or not alone.completed.any():
         raise UsageError(
@@ -71,7 +72,8 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
     first = alone.statistic("e2el", "mean")
     assert first is not None
     few = _few(stream)
-    slowest = 2 * len(few) / LONGEST_S  # the last of them still comes within what can be simulated
+    # The last of the few requests must still arrive within the longest time that can be simulated.
+    slowest = 2 * len(few) / LONGEST_S
     alone_s = e2el_s(max(_ALONE / max(first, 1e-9), slowest), few)
     high = len(stream) / alone_s
     low = min(max(_ALONE / alone_s, 2 * len(stream) / LONGEST_S), high)
@@ -89,17 +91,17 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
 def _few(stream: RequestStream) -> RequestStream:
     """Return _FEW of the requests, or as many whole families, evenly spread over their lengths, in order of arrival."""
     size = 1 if stream.graph is None else stream.graph.size
-    families, wanted = len(stream) // size, max(2, _FEW // size)
-    if families <= wanted:
+    families, num_chosen = len(stream) // size, max(2, _FEW // size)
+    if families <= num_chosen:
         return stream
-    # Answers take most of the time: a few drawn at random could all be short.
+    # Decoding takes most of the time: a few requests drawn at random could all have short outputs.
     lengths = stream.output_tokens.reshape(families, size).sum(axis=1)
-    chosen = np.argsort(lengths, kind="stable")[np.linspace(0, families - 1, wanted).round().astype(np.int64)]
+    chosen = np.argsort(lengths, kind="stable")[np.linspace(0, families - 1, num_chosen).round().astype(np.int64)]
     return stream.kept(np.repeat(np.isin(np.arange(families), chosen), size))
 
 
 def warm_up(stream: RequestStream) -> RequestStream:
-    """A few short requests, one after another."""
+    """Return a few short requests, one after another."""
     prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
     short = replace(stream, arrival_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
     zeros = np.zeros(WARM_UPS, dtype=np.int64)

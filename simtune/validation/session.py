@@ -1,4 +1,4 @@
-"""The folder of a validation: what was asked, what was measured so far, and in the end what came of it.
+"""The folder of a validation: its question, the runs measured so far, and the result.
 
     manifest.json                  versions, inputs, the time of day
     question.json                  a digest of everything that what is measured depends on
@@ -8,7 +8,7 @@
     predicted/<load>.csv           the simulated requests
     validation.json, .html         the comparison
 
-A run that stands in measured/ is not run again; a folder that was made for another question is not gone on with.
+A run with a file in measured/ is not repeated; a folder that was made for another question is not resumed.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ QUESTION = "question.json"
 
 
 class ValidationFolder:
-    """Where a validation is kept while it runs."""
+    """Folder of a validation while it runs."""
 
     def __init__(self, out: Path, question: Mapping[str, Any], force: bool) -> None:
-        """Go on in `out` where it was made for the same question, else begin. Raises UsageError where it holds another
-        run and `force` does not allow to replace it."""
+        """Resume in `out` if it was made for the same question, otherwise begin.
+
+        Raise UsageError if the folder holds another run and `force` does not allow to replace it.
+        """
         self._out = out
         text = json.dumps(question, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        asked = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
-        kept = out / QUESTION
-        same = kept.is_file() and kept.read_bytes() == asked.encode()
-        if kept.is_file() and not same and not force:
+        question_text = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
+        question_file = out / QUESTION
+        same = question_file.is_file() and question_file.read_bytes() == question_text.encode()
+        if question_file.is_file() and not same and not force:
             raise UsageError(
                 f"{out}: holds a validation of another plan, load or engine; give --force to replace it, or name "
                 "another folder"
@@ -59,29 +61,29 @@ class ValidationFolder:
         claim(out, force or same)
         if same:
             clear_within(out)
-        else:  # both at once: with one of them alone the same command would be refused
-            write(out, {MANIFEST: "{}\n", QUESTION: asked})
+        else:  # write both together: with one of them alone the same command would be refused
+            write(out, {MANIFEST: "{}\n", QUESTION: question_text})
 
     def keep(self, files: Files) -> None:
-        """Write files, each whole or not at all."""
+        """Write files, each completely or not at all."""
         for name, content in files.items():
             write_file(self._out / name, content)
 
     def finished(self, load: Load, repeat: int) -> MeasuredRun | None:
-        """A run that is there already."""
+        """Return a run that was finished before; None if there is none."""
         path = self._out / "measured" / _name(load, repeat)
         return read_measured(path) if path.is_file() else None
 
     def measured(self, load: Load, repeat: int, run: MeasuredRun) -> None:
-        """Keep a run that can be judged."""
+        """Store a run that can be judged."""
         self.keep({f"measured/{_name(load, repeat)}": run.to_text()})
 
     def refused(self, load: Load, repeat: int, run: MeasuredRun) -> None:
-        """Keep a run that cannot, for who wants to know why."""
+        """Store a run that cannot be judged, for diagnosis."""
         self.keep({f"refused/{_name(load, repeat)}": run.to_text()})
 
     def keep_records(self, name: str, outcome: Record, manifest: Manifest) -> None:
-        """What came of it, last."""
+        """Store the outcome and the manifest, after everything else."""
         records: tuple[tuple[str, Record], ...] = ((name, outcome), (MANIFEST, manifest))
         files: Files = {
             name: json.dumps(record.to_data(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
@@ -90,7 +92,7 @@ class ValidationFolder:
         self.keep(files)
 
     def export(self, tool: str, load: Load, repeat: int, run: MeasuredRun) -> None:
-        """A run as another tool writes it."""
+        """Write a run in the format of another tool."""
         ending, text_of = EXPORTS[tool]
         self.keep({f"{tool}/{load.label}-{repeat}{ending}": text_of(run)})
 
@@ -98,10 +100,11 @@ class ValidationFolder:
 def as_loads(
     runs: Sequence[MeasuredRun], stream: RequestStream | None
 ) -> tuple[list[Load], dict[str, list[MeasuredRun]]]:
-    """Runs that were measured elsewhere as loads of one run each: their own requests, at the times they were sent.
+    """Return runs that were measured elsewhere as loads of one run each: their own requests, at the times they were
+    sent.
 
-    What prompts share, their classes and priorities are those of `stream`, where it is the one that was sent; else
-    nothing is shared.
+    Shared prefixes, classes and priorities are those of `stream`, if it is the one that was sent; otherwise nothing is
+    shared.
     """
     loads, by_label = [], {}
     for number, run in enumerate(runs):
@@ -116,7 +119,7 @@ def as_loads(
 
 
 def _answered(run: MeasuredRun) -> Ints:
-    """A request that failed before its first token is simulated with one."""
+    """Return output tokens, at least 1: a request that failed before its first token is simulated with one."""
     return np.maximum(1, run.output_tokens)
 
 
@@ -131,7 +134,7 @@ def _name(load: Load, repeat: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """How loads are run."""
+    """Number of repeats, tolerated lateness of the client, and seed."""
 
     repeats: int
     most_late: float
@@ -144,9 +147,9 @@ Progress = Callable[[int, int, str], None]
 def run_once(
     engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, folder: ValidationFolder, prompts: str
 ) -> MeasuredRun:
-    """One run, unless it is there already, and kept; `prompts` and the repeat name the prompts that are sent.
+    """Return one run, measured unless it is stored already; `prompts` and the repeat name the prompts that are sent.
 
-    Raises EngineError where the client was too late.
+    Raise EngineError if the client was too late.
     """
     run = folder.finished(load, repeat)
     if run is not None:
@@ -166,15 +169,15 @@ def run_once(
 def run_plans(
     engine: Engine, plans: Sequence[tuple[Plan, Load]], how: Round, folder: ValidationFolder, progress: Progress
 ) -> dict[str, list[MeasuredRun]]:
-    """Every plan under its load so many times, by the load's label; an engine is started once for each plan, and all
-    plans get the same prompts, in every repeat others.
+    """Run every plan under its load `how.repeats` times. Return the runs by the load's label.
 
-    Raises EngineError where requests failed: an order of plans that did not serve the same requests means nothing.
+    An engine is started once for each plan, and all plans get the same prompts, different ones in every repeat. Raise
+    EngineError if requests failed: plans that did not serve the same requests cannot be ordered.
     """
     runs: dict[str, list[MeasuredRun]] = {}
-    for done, (plan, load) in enumerate(plans):
+    for index, (plan, load) in enumerate(plans):
         for repeat in range(how.repeats):
-            progress(done * how.repeats + repeat, len(plans) * how.repeats, plan.name)
+            progress(index * how.repeats + repeat, len(plans) * how.repeats, plan.name)
             run = run_once(engine, plan, load, repeat, how, folder, "every plan")
             if run.failed:
                 why = run.failed[0].error
@@ -186,18 +189,19 @@ def run_plans(
 def run_loads(
     engine: Engine, plan: Plan, loads: Sequence[Load], how: Round, folder: ValidationFolder, progress: Progress
 ) -> dict[str, list[MeasuredRun]]:
-    """Every load so many times, by its label; all loads in turn, so that a machine's drift meets all of them.
+    """Run every load `how.repeats` times, all loads in turn, so that a machine's drift affects all of them equally.
+    Return the runs by label.
 
-    The first load is repeated before the others: what repeats differ by is known first. Every run has prompts of its
-    own, so that an engine's prefix cache holds nothing of an earlier one. Ends early at a run with failed
-    requests, which is the last of its load. Raises EngineError where the client was too late for its times to count.
+    The first load is repeated before the others, so that the noise of repeats is known first. Every run has prompts of
+    its own, so that an engine's prefix cache holds nothing of an earlier one. Runs end early at one with failed
+    requests, which is the last of its load. Raise EngineError if the client was too late for its times to count.
     """
-    first, *rest = loads
+    first, *later_loads = loads
     turns = [(first, repeat) for repeat in range(how.repeats)]
-    turns += [(load, repeat) for repeat in range(how.repeats) for load in rest]
+    turns += [(load, repeat) for repeat in range(how.repeats) for load in later_loads]
     runs: dict[str, list[MeasuredRun]] = {}
-    for done, (load, repeat) in enumerate(turns):
-        progress(done, len(turns), f"{load.label}, repeat {repeat + 1}")
+    for index, (load, repeat) in enumerate(turns):
+        progress(index, len(turns), f"{load.label}, repeat {repeat + 1}")
         run = run_once(engine, plan, load, repeat, how, folder, load.label)
         runs.setdefault(load.label, []).append(run)
         if run.failed:

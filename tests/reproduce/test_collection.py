@@ -167,7 +167,7 @@ def test_a_setting_of_what_could_be_otherwise_is_found_wrong_where_it_stands(tmp
 
 def test_one_name_stands_for_one_system() -> None:
     family = Systems.from_text(MINIMAL)
-    with pytest.raises(SpecError, match=r"other.yaml: one: one stands in mine.yaml as well"):
+    with pytest.raises(SpecError, match=r"other.yaml: one: one is also defined in mine.yaml"):
         list(entries([family, family.model_copy(update={"name": "other"})]))
     with pytest.raises(SpecError, match="two systems are called one"):
         Systems.from_text(MINIMAL + MINIMAL[MINIMAL.index("- name") :])

@@ -123,7 +123,9 @@ def test_a_limit_on_energy_leaves_plans_out() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"objective": "goodput", "limits": StudyLimits(joules_per_token=1.0)}])
 def test_energy_needs_power(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="asks for energy, and hardware profile h100-sxm names no power; give it"):
+    with pytest.raises(
+        UsageError, match=r"needs power figures, but hardware profile h100-sxm has none; set device\.power"
+    ):
         optimize(question(unpowered(), **given), jobs=1)
 
 

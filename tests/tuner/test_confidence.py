@@ -187,7 +187,7 @@ def test_costs_from_outside_cannot_be_redrawn() -> None:
     )
     with pytest.raises(UsageError, match="brought from outside"):
         confidence([RivalPlan("own", own, truths.stream(20), None, worth="e2el")], Slo(), worlds=2, jobs=1)
-    with pytest.raises(UsageError, match="nobody to judge"):
+    with pytest.raises(UsageError, match="no plan to judge"):
         confidence([], Slo(), worlds=2)
 
 

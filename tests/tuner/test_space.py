@@ -289,7 +289,7 @@ def test_dollars_need_prices() -> None:
     free = hardware.model_copy(update={"device": hardware.device.model_copy(update={"price_per_hour_usd": None})})
     for objective, limits in (("goodput_per_dollar", StudyLimits()), ("goodput", StudyLimits(usd_per_hour=3.0))):
         asked = study(objective=objective, given={"limits": limits})
-        with pytest.raises(UsageError, match=r"asks for dollars, and hardware profile h100-sxm names no price"):
+        with pytest.raises(UsageError, match=r"needs prices, but hardware profile h100-sxm has none"):
             question(asked, hardware=(free,)).check()
 
 

@@ -240,10 +240,10 @@ def test_what_other_tools_say_of_failures_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"request_latency": {"avg": 1}}', "holds sums only; give the profile_export.jsonl"),
+        ('{"request_latency": {"avg": 1}}', "contains aggregates only; pass the profile_export.jsonl"),
         ('{"total_input_tokens": 5, "completed": 1}', "--save-detailed"),
-        ('{"some": "thing"}', "is no run of simtune"),
-        ("not json at all", "is no run of simtune"),
+        ('{"some": "thing"}', "unknown format; expected a run of simtune"),
+        ("not json at all", "unknown format; expected a run of simtune"),
         ('{"metadata": {}, "metrics": {}}', "is cut off or of another version"),
         ('{"metadata": {}, "metrics": {}}\n\nhalf', "is cut off or of another version"),
         (AIPERF + "\n\n{half", r"file:3: not a JSON object; the file may be cut off"),

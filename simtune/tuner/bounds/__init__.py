@@ -1,4 +1,4 @@
-"""How well a plan could do at the very best: what may prune, and what a certificate says. See `docs/tuning.md`."""
+"""Upper bounds on what a plan can achieve, used to prune a search and to certify its result. See `docs/tuning.md`."""
 
 from simtune.tuner.bounds.capacity import Capacity
 from simtune.tuner.bounds.plans import PlanBounds, RateBound, attainment_bound, rate_bound

@@ -1,4 +1,4 @@
-"""What a plan could reach at the very best: necessary conditions, safe to prune with.
+"""Upper bounds on the rate of a plan: necessary conditions, safe to prune with.
 
 The rate of a plan is the highest at which it meets its SLO and which its cores could sustain for ever. So it has two
 bounds: that of the SLO on the very requests that are simulated (`simtune.tuner.bounds`), and the capacity of each of
@@ -41,11 +41,11 @@ class PoolCapacity:
         self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
 
     def rps(self, pool: DeployedPool) -> float:
-        """What no schedule on the cores of a pool can exceed."""
+        """Return the requests per second that no schedule on the cores of a pool can exceed."""
         return self._capacity.rps(pool) if self._role != "decode" else self._decode_rps(pool)
 
     def _decode_rps(self, pool: DeployedPool) -> float:
-        """As `Capacity`, of a pool that has nothing to do with prompts but to read them."""
+        """Return the same for a decode pool, whose only work on prompts is to read their KV caches (see `Capacity`)."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape
         drafts, replicas = (0, 1) if shape is None else (shape.depth, max(1, shape.replicas))
@@ -59,9 +59,11 @@ class PoolCapacity:
 
 
 def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
-    """Requests per second beyond which they pile up without end in a deployment whose costs were compiled.
+    """Return the requests per second beyond which they pile up without end, if the costs of the deployment are
+    compiled.
 
-    Pools that share the requests add up; of those that each request passes the slowest holds all back.
+    Rates of pools that share the requests add up; if each request passes several pools, the slowest pool limits the
+    rate.
     """
     rates = []
     for pool in deployment.pools:
@@ -79,24 +81,27 @@ def slo_bound(
     *,
     below_rps: float = float("inf"),
 ) -> RateBound:
-    """The highest rate at which a simulation of a deployment could meet its SLO; with `cores`, one that samples them as
-    `Deployment.simulate` does. Infinite where it is not below another bound that is known."""
-    sampled, seen = _as_simulated(deployment, stream, cores)
-    offered, of_seen = stream.offered_rate_rps, seen.offered_rate_rps
-    if seen is stream or offered is None or of_seen is None:
-        return rate_bound(sampled, seen, slo, below_rps=below_rps)
-    bound = rate_bound(sampled, seen, slo, below_rps=below_rps / offered * of_seen)
+    """Return the highest rate at which a simulation of a deployment could meet its SLO.
+
+    With `cores`, the simulation samples the cores as `Deployment.simulate` does. The rate is infinite if it is not
+    below `below_rps`, another bound that is known.
+    """
+    sampled, simulated_stream = _as_simulated(deployment, stream, cores)
+    offered, of_seen = stream.offered_rate_rps, simulated_stream.offered_rate_rps
+    if simulated_stream is stream or offered is None or of_seen is None:
+        return rate_bound(sampled, simulated_stream, slo, below_rps=below_rps)
+    bound = rate_bound(sampled, simulated_stream, slo, below_rps=below_rps / offered * of_seen)
     return bound._replace(rps=bound.rps / of_seen * offered)
 
 
 def least_e2el_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
-    """The mean end-to-end latency of requests that each have the deployment to themselves."""
+    """Return the mean end-to-end latency (seconds) of requests that each have the deployment to themselves."""
     bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
     return float((bounds.ttft_s + bounds.decode_s).mean()) if bounds.known else 0.0
 
 
 def least_tpot_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
-    """The mean TPOT of requests that each have the deployment to themselves."""
+    """Return the mean TPOT (seconds) of requests that each have the deployment to themselves."""
     bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
     decodes = bounds.load.decodes
     if not bounds.known or not (decodes > 0).any():
@@ -105,7 +110,7 @@ def least_tpot_s(deployment: Deployment, stream: RequestStream, cores: int | Non
 
 
 def _as_simulated(deployment: Deployment, stream: RequestStream, cores: int | None) -> tuple[Deployment, RequestStream]:
-    """The instances that are simulated, and the requests that they see."""
+    """Return the deployment with the instances that are simulated, and the requests that they receive."""
     instances = deployment.enough_instances(stream, cores)
     if instances is None:
         return deployment, stream
@@ -118,18 +123,21 @@ def _as_simulated(deployment: Deployment, stream: RequestStream, cores: int | No
 
 
 def most_favourable(deployments: Sequence[Deployment]) -> Deployment:
-    """A deployment with the most seats, the largest budget and the most KV blocks of several that differ in these
-    alone: bounds that fall with no limit are those of the best of them there."""
+    """Return a deployment with the most seats, the largest budget and the most KV blocks of several deployments.
+
+    The deployments differ in these limits alone. Bounds that no larger limit lowers are, for the result, at least as
+    favourable as for the best of the deployments.
+    """
     first = deployments[0]
     pools = []
     for at, pool in enumerate(first.pools):
         same = [deployment.pools[at] for deployment in deployments]
         limits = {
-            "max_num_seqs": max(other.spec.batching.max_num_seqs for other in same),
-            "max_num_batched_tokens": max(other.spec.batching.max_num_batched_tokens for other in same),
+            "max_num_seqs": max(same_pool.spec.batching.max_num_seqs for same_pool in same),
+            "max_num_batched_tokens": max(same_pool.spec.batching.max_num_batched_tokens for same_pool in same),
         }
         spec = pool.spec.model_copy(update={"batching": pool.spec.batching.model_copy(update=limits)})
-        blocks = max(other.memory.num_blocks for other in same)
+        blocks = max(same_pool.memory.num_blocks for same_pool in same)
         pools.append(replace(pool, spec=spec, memory=replace(pool.memory, num_blocks=blocks)))
     plan = first.plan.model_copy(update={"pools": tuple(pool.spec for pool in pools)})
     return replace(first, plan=plan, pools=tuple(pools))

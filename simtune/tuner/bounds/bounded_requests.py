@@ -1,4 +1,4 @@
-"""The requests of a stream as the bounds see them."""
+"""Requests of a stream in the form that bounds use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simtune.workload.requests import RequestStream
 
 
 class BoundLoad:
-    """Prompts, decodes and what may be found of a prompt in a prefix cache; requests too long for a plan stay out."""
+    """Prompts, decodes and possible prefix cache hits; requests that are too long for a plan are left out."""
 
     def __init__(self, stream: RequestStream, longest: int) -> None:
         tokens = stream.prompt_tokens + stream.output_tokens
@@ -21,23 +21,25 @@ class BoundLoad:
         self.fits: NDArray[np.bool_] = tokens <= longest
         self.prompt: Array = stream.prompt_tokens.astype(np.float64)
         self.decodes: Array = (stream.output_tokens - 1).astype(np.float64)
-        """Tokens after the first."""
+        """Decode tokens: all output tokens after the first."""
         self.context: Array = self.decodes * self.prompt + self.decodes * (self.decodes + 1) / 2
-        """Context tokens that its decode steps read, all together."""
+        """Context tokens that the decode steps of each request read, added up."""
 
     @cached_property
     def could_hit(self) -> Ints:
-        """Prompt tokens that no prefix cache can find more of: shared ones, and all but one of its own at most."""
+        """Upper bound on the prompt tokens found in a prefix cache: shared ones, and at most all but one of the
+        prompt."""
         most: Ints = np.minimum(self.could_share, self.stream.prompt_tokens - 1)
         return most
 
     @cached_property
     def could_share(self) -> Ints:
-        """Tokens with which the prompt, or the answer, of another request begins as well, whichever comes first."""
+        """Tokens with which the prompt or the output of another request, earlier or later, begins as well."""
         stream = self.stream
         if stream.hash_ids is None:
             return np.zeros(len(stream), dtype=np.int64)
-        owners: dict[Hashable, int] = {}  # of each block, its request, or -1 where there are several
+        # The request of each block, or -1 if several requests have it.
+        owners: dict[Hashable, int] = {}
         for request, blocks in enumerate(stream.hash_ids):
             for block in blocks:
                 owners[block] = request if owners.get(block, request) == request else -1

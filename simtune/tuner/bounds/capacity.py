@@ -1,4 +1,4 @@
-"""How much a plan could serve at the very best: a necessary condition, safe to prune with.
+"""An upper bound on the load that a plan can sustain: a necessary condition, safe to prune with.
 
 Capacity (its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens, and of Nie, Si and Zhou, arXiv
 2605.04595, for memory). A request of P prompt and O output tokens keeps its core busy, averaged over the
@@ -29,7 +29,7 @@ from simtune.workload.requests import RequestStream
 
 
 class Capacity:
-    """What cores with the given costs can do for the load of `stream`; requests beyond max_model_len cost nothing."""
+    """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing."""
 
     def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int) -> None:
         fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
@@ -48,7 +48,7 @@ class Capacity:
         )
 
     def rps(self, pool: DeployedPool) -> float:
-        """Requests per second that no schedule on the cores of a pool can exceed."""
+        """Return the requests per second that no schedule on the cores of a pool can exceed."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
         shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape

@@ -1,4 +1,4 @@
-"""What an objective asks of the requests one by one: limits, and how many may miss them.
+"""Limits that an objective sets for single requests, and the number of requests that may miss them.
 
 A percentile p of n values lies above its limit as soon as n - floor((n - 1) p) of them do (`MissBudget`), so that
 n - 1 - floor((n - 1) p) may. A mean within L leaves fewer than n / x values above x L (Markov), for every x.
@@ -24,7 +24,7 @@ MARKOV = (1.5, 4.0, 20.0)
 
 @dataclass(frozen=True)
 class SloLimits:
-    """Of every request, in seconds; infinite where there is none. At most `allowed` requests may miss any of theirs."""
+    """Limits per request in seconds; infinite if there is no limit. At most `allowed` requests may miss any limit."""
 
     ttft_s: Array
     tpot_s: Array
@@ -33,12 +33,12 @@ class SloLimits:
 
     @classmethod
     def none(cls, requests: int) -> SloLimits:
-        """That everybody meets."""
+        """Return limits that every request meets."""
         endless = np.full(requests, np.inf)
         return cls(endless, endless, endless, 0)
 
     def narrowed(self, metric: SloMetric, which: NDArray[np.bool_], limit_s: float, allowed: int = 0) -> SloLimits:
-        """With one more limit, which so many more may miss."""
+        """Return these limits with one more limit, which `allowed` further requests may miss."""
         column: Array = getattr(self, f"{metric}_s")
         within = np.where(which, np.minimum(column, limit_s), column)
         return replace(self, **{f"{metric}_s": within}, allowed=self.allowed + allowed)
@@ -54,19 +54,20 @@ class MeanLimit:
 
 
 def of_one_request(stream: RequestStream, slo: Slo) -> SloLimits:
-    """What makes a request good: within the widest limit of each metric that applies to it (`Result.good`)."""
+    """Return the limits within which a request is good: the widest limit of each metric that applies to it
+    (`Result.good`)."""
     limits = SloLimits.none(len(stream))
-    for which, metric, widest in _widest(stream, slo):
-        limits = limits.narrowed(metric, which, widest)
+    for applies, metric, widest in _widest(stream, slo):
+        limits = limits.narrowed(metric, applies, widest)
     return limits
 
 
 def _widest(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_], SloMetric, float]]:
-    for which, objective in _objectives(stream, slo):
+    for applies, objective in _objectives(stream, slo):
         for metric in ("ttft", "tpot", "e2el"):
-            asked = [limit for m, _, limit in objective.limits() if m == metric]
-            if asked:
-                yield which, metric, max(asked)
+            limits = [limit for m, _, limit in objective.limits() if m == metric]
+            if limits:
+                yield applies, metric, max(limits)
 
 
 def _objectives(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_], Slo]]:
@@ -75,27 +76,29 @@ def _objectives(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bo
 
 
 def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[SloLimits], list[MeanLimit]]:
-    """What must hold where every line of an objective does: each line by itself, and the widest of all together."""
-    nobody = SloLimits.none(len(stream))
+    """Return conditions that hold if every line of an objective does: each line by itself, and the widest of all
+    together."""
+    unlimited = SloLimits.none(len(stream))
     lines: list[SloLimits] = []
     means: list[MeanLimit] = []
-    together = nobody
-    for which, objective in _objectives(stream, slo):
+    together = unlimited
+    for applies, objective in _objectives(stream, slo):
         widest: dict[SloMetric, tuple[float, int]] = {}
         for metric, statistic, limit in objective.limits():
             if metric == "family":
-                continue  # not bounded: a family takes as long as its members at least, and no plan is left out by it
-            counted = which & (stream.output_tokens > 1) if metric == "tpot" else which
+                # Not bounded: a family takes at least as long as its members, so no plan is ruled out by its limit.
+                continue
+            counted = applies & (stream.output_tokens > 1) if metric == "tpot" else applies
             n = int(counted.sum())
             if statistic == "mean":
                 means.append(MeanLimit(metric, counted, limit))
-                asked = [(x * limit, math.ceil(n / x) - 1) for x in MARKOV]
+                bounds = [(x * limit, math.ceil(n / x) - 1) for x in MARKOV]
             else:
-                asked = [(limit, max(0, n - 1 - math.floor((n - 1) * float(statistic[1:]) / 100)))]
-            lines += [nobody.narrowed(metric, counted, *line) for line in asked]
-            widest[metric] = max([asked[-1], *([widest[metric]] if metric in widest else [])])
+                bounds = [(limit, max(0, n - 1 - math.floor((n - 1) * float(statistic[1:]) / 100)))]
+            lines += [unlimited.narrowed(metric, counted, *line) for line in bounds]
+            widest[metric] = max([bounds[-1], *([widest[metric]] if metric in widest else [])])
         for metric, (limit, allowed) in widest.items():
-            counted = which & (stream.output_tokens > 1) if metric == "tpot" else which
+            counted = applies & (stream.output_tokens > 1) if metric == "tpot" else applies
             together = together.narrowed(metric, counted, limit, allowed)
     if len(lines) > 1:
         lines.append(together)

@@ -1,8 +1,8 @@
-"""The bounds of a whole plan on the very requests that a simulation of it would see.
+"""Bounds of a whole plan on the very requests that a simulation of it would receive.
 
-Every bound is on what `Deployment.simulate` of the same stream would report, so none of them says more than that. Those
-by floors and windows hold under every policy and router; that by the order of arrival where first tokens come in
-order (`Scheduler.first_come`) and requests are dealt in turn. Costs that say nothing but what is asked have no bound.
+Every bound is on the report of `Deployment.simulate` for the same stream, so none of them claims more than that. Bounds
+by floors and windows hold under every policy and router; the bound by the order of arrival if first tokens come in
+order (`Scheduler.first_come`) and requests are dealt in turn. Costs without lower bounds (`least_costs`) give none.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from simtune.tuner.bounds.work import PoolWork
 from simtune.workload.requests import RequestStream
 
 CLOSE = 1e-4
-"""Relative width to which the highest rate is found where it is looked for."""
+"""Relative width at which the bisection of the highest rate stops."""
 
 
 class RateBound(NamedTuple):
-    """No higher request rate meets the objective, and what says so."""
+    """The request rate above which no plan meets the objective, and the bound that proves it."""
 
     rps: float
     by: str
-    """`floor`, `order of arrival`, `prefill`, `resources`, `link`, `length` (of a request that is refused); `nothing`
-    where the rate is infinite, as where the objective leaves open when anything must be done."""
+    """`floor`, `order of arrival`, `prefill`, `resources`, `link`, `length` (a request is refused) or `nothing`: the
+    rate is infinite, for example because the objective sets no time by which anything must be done."""
 
 
 def rate_bound(
     deployment: Deployment, stream: RequestStream, slo: Slo, *, below_rps: float = float("inf")
 ) -> RateBound:
-    """The highest rate at which `deployment` could meet every line of `slo` on these requests; infinite where that is
-    not below another bound that is known."""
+    """Return the highest rate at which `deployment` could meet every line of `slo` on these requests.
+
+    The rate is infinite if it is not below `below_rps`, another bound that is known.
+    """
     return PlanBounds(deployment, stream).rate(slo, below_rps)
 
 
 def attainment_bound(deployment: Deployment, stream: RequestStream, slo: Slo) -> float:
-    """The largest share of the finished requests that could be answered within their limits, at the stream's rate."""
+    """Return the largest share of the finished requests that could be answered within their limits, at the stream's
+    rate."""
     return PlanBounds(deployment, stream).attainment(slo)
 
 
@@ -63,7 +66,7 @@ class PlanBounds:
         self.load = BoundLoad(stream, deployment.max_model_len)
         self.front: list[PoolWork] = []
         self.back: list[PoolWork] = []
-        """The pools where requests come in, and those that only decode."""
+        """`front`: the pools that requests enter; `back`: the pools that only decode."""
         self.known = not deployment.plan.events and deployment.plan.control is None
         for pool in deployment.pools:
             least = least_costs(pool.costs)
@@ -117,30 +120,35 @@ class PlanBounds:
 
     @cached_property
     def ttft_s(self) -> Array:
-        """Of each request if it were alone, on the pool that serves it fastest; the way of its KV cache included if a
-        decode instance delivers the first token."""
+        """Least TTFT of each request (seconds) if it were alone, on the pool that serves it fastest.
+
+        The transfer of its KV cache is included if a decode instance delivers the first token.
+        """
         return self.prompt_s + (np.where(self.load.decodes > 0, self.way_s, 0.0) if self.first_after_way else 0.0)
 
     @cached_property
     def prompt_s(self) -> Array:
-        """Until its prompt is done, the same."""
+        """Least seconds until the prompt of each request is computed, if it were alone, on the fastest pool."""
         floor: Array = np.min([pool.prefill_floor_s for pool in self.front], axis=0)
         return floor
 
     @cached_property
     def first_after_way(self) -> bool:
-        """Whether a decode instance delivers the first token."""
+        """True if a decode instance delivers the first token."""
         return bool(self.back) and first_token_of(self.deployment.plan) != "prefill"
 
     @cached_property
     def decode_s(self) -> Array:
-        """From its first to its last token, the same; the way of its KV cache included if it comes between them."""
+        """Least seconds from the first to the last token of each request, if it were alone, on the fastest pool.
+
+        The transfer of its KV cache is included if it comes between them.
+        """
         way_s = np.where(self.load.decodes > 0, self.way_s, 0.0) if self.back and not self.first_after_way else 0.0
         return self.steps_s + way_s
 
     @cached_property
     def steps_s(self) -> Array:
-        """Its decode steps alone."""
+        """Least seconds that the decode steps of each request take, without the transfer of its KV cache."""
         pools = self.back or self.front
         floor = np.min([pool.decode_floor_s for pool in pools], axis=0)
         alone: Array = np.where(self.load.decodes > 0, floor, 0.0)
@@ -148,7 +156,7 @@ class PlanBounds:
 
     @cached_property
     def ways(self) -> list[PlanWay]:
-        """Of KV caches from prefill to decode instances, where there are such and one link serves them all."""
+        """Transfers of KV caches from prefill to decode instances; empty unless one link serves all of them."""
         plan = self.deployment.plan
         if not self.back or plan.link is None or plan.links is not None:
             return []
@@ -156,7 +164,7 @@ class PlanBounds:
 
     @cached_property
     def way_s(self) -> Array:
-        """Of each KV cache, with a link to itself; nothing where pairs of pools have links of their own."""
+        """Least seconds that each KV cache takes on an idle link; zero if pairs of pools have links of their own."""
         if not self.ways:
             return np.zeros(len(self.load.decodes))
         alone: Array = np.min([way.alone_s for way in self.ways], axis=0)
@@ -172,7 +180,7 @@ class PlanBounds:
         return late
 
     def _mean_missed(self, mean: MeanLimit, ttft_s: Array | None = None) -> bool:
-        """Whether a mean is above its limit though everybody has the least there is."""
+        """True if a mean is above its limit even though every request takes its least time."""
         if not mean.which.any():
             return False
         ttft = self.ttft_s if ttft_s is None else ttft_s
@@ -186,19 +194,20 @@ class PlanBounds:
     # --- windows ----------------------------------------------------------------------------------------------
 
     def _jobs(self, limits: SloLimits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
-        """What the kept requests compete for, if all of them are to be within their limits."""
+        """Yield each resource by name, with the work on it of the kept requests and the time limits that they must
+        meet."""
         if self.stream.arrival_s is None:
             return
         tpot_s = np.where(self.load.decodes > 0, limits.tpot_s, 0.0) * np.maximum(self.load.decodes, 1)
-        whole = np.minimum(limits.ttft_s + tpot_s, limits.e2el_s)
-        first = np.minimum(limits.ttft_s, whole - self.decode_s)
+        finish_s = np.minimum(limits.ttft_s + tpot_s, limits.e2el_s)
+        first = np.minimum(limits.ttft_s, finish_s - self.decode_s)
         nothing = np.zeros(len(self.stream))
         counted = kept & np.isfinite(first)
         if counted.any():
             speeds = [pool.speed for pool in self.front]
             shared = _as_one(speeds, [[pool.prefill_s] for pool in self.front], counted)
             yield "prefill", self._competing(counted, nothing, first, *shared)
-        counted = kept & np.isfinite(whole) & (self.load.decodes > 0) if self.back else kept & np.isfinite(whole)
+        counted = kept & np.isfinite(finish_s) & (self.load.decodes > 0) if self.back else kept & np.isfinite(finish_s)
         if counted.any():
             tpot = limits.tpot_s[counted & (self.load.decodes > 0)]
             longest = float(tpot.max(initial=0.0)) or float("inf")
@@ -206,11 +215,11 @@ class PlanBounds:
             lead = self.prompt_s + self.way_s if self.back else nothing
             totals = [pool.total_s(counted, longest) for pool in pools]
             shared = _as_one([pool.speed for pool in pools], totals, counted)
-            yield "resources", self._competing(counted, lead, whole, *shared)
+            yield "resources", self._competing(counted, lead, finish_s, *shared)
             if self.ways:
                 shared = _as_one([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
-                own = whole - self.steps_s
-                yield "link", self._competing(counted, self.prompt_s, own, *shared)
+                transfer_slack_s = finish_s - self.steps_s
+                yield "link", self._competing(counted, self.prompt_s, transfer_slack_s, *shared)
 
     def _competing(
         self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: Sequence[Array], speed: float
@@ -223,7 +232,7 @@ class PlanBounds:
 
     @cached_property
     def first_come(self) -> bool:
-        """Whether first tokens come in order of arrival on each core, and it is known which core gets a request."""
+        """True if first tokens come in order of arrival on each core, and the core that gets each request is known."""
         in_order = (
             POLICY.find(pool.pool.spec.batching.policy).first_come
             and not pool.pool.spec.batching.long_prefill_token_threshold
@@ -236,24 +245,24 @@ class PlanBounds:
 
     @cached_property
     def _cores(self) -> tuple[list[Ints], Array, Array]:
-        """(the requests that each core is dealt, the work of its prompt there, when at the earliest after the first
-        arrival those before it leave it a seat)."""
+        """Return the requests that each core is dealt, the work of each prompt on its core, and the earliest time
+        (seconds after the first arrival) at which the requests before it leave it a seat."""
         n = len(self.stream)
         turns = np.arange(n) % sum(pool.pool.num_cores for pool in self.front)
         prompts, totals, seats, before = np.zeros(n), np.zeros((3, n)), np.zeros(n), 0
-        everybody = np.ones(n, dtype=bool)
+        all_requests = np.ones(n, dtype=bool)
         for pool in self.front:
-            here = (turns >= before) & (turns < before + pool.pool.num_cores)
-            prompts[here] = pool.prefill_s[here]
-            seats[here] = pool.seats
+            in_pool = (turns >= before) & (turns < before + pool.pool.num_cores)
+            prompts[in_pool] = pool.prefill_s[in_pool]
+            seats[in_pool] = pool.seats
             if not self.back:
-                totals[:, here] = np.array(pool.total_s(everybody, np.inf))[:, here] / pool.rounds.replicas
+                totals[:, in_pool] = np.array(pool.total_s(all_requests, np.inf))[:, in_pool] / pool.rounds.replicas
             before += pool.pool.num_cores
         dealt = of_each(turns)
         return dealt, prompts, first_come_seated([*totals], dealt, seats)
 
     def _ttft_in_order(self, stretched: float) -> Array:
-        """The least TTFT of each request with all gaps between arrivals so many times as long."""
+        """Return the least TTFT of each request (seconds) with all gaps between arrivals multiplied by `stretched`."""
         assert self.stream.arrival_s is not None
         arrival_s = self.stream.arrival_s * stretched
         dealt, prompts, seated_s = self._cores
@@ -264,7 +273,8 @@ class PlanBounds:
     def _lower_by_order(
         self, best: RateBound, offered: float, lines: list[SloLimits], means: list[MeanLimit]
     ) -> RateBound:
-        """The bound by first come, first served, where it is lower. Waiting grows with the rate, so it is bisected."""
+        """Return the bound by first come, first served, if it is lower. Waiting grows with the rate, so it is
+        bisected."""
 
         apart = [self._late_alone(replace(line, ttft_s=np.full(len(self.stream), np.inf))) for line in lines]
 
@@ -277,7 +287,8 @@ class PlanBounds:
     def _fails_in_order(
         self, ttft_s: Array, lines: list[SloLimits], apart: list[NDArray[np.bool_]], means: list[MeanLimit]
     ) -> bool:
-        """Whether these first tokens miss a line; `apart` is who is late whenever they come."""
+        """True if these first tokens miss a line; `apart` marks the requests that are late whenever their first tokens
+        come."""
         for line, late in zip(lines, apart, strict=True):
             late = late | (ttft_s > line.ttft_s * (1 + ROUNDING) + ROUNDING)
             if np.isfinite(line.e2el_s).any():
@@ -288,7 +299,8 @@ class PlanBounds:
 
 
 def _bisected(fails: Callable[[float], bool], start: float, high: float, best: RateBound) -> RateBound:
-    """The lowest rate known to fail, where one below `high` does and all above it."""
+    """Return the lowest rate known to fail; all rates above a failing one fail. Return `best` if `high` does not
+    fail."""
     if not fails(high):
         return best
     low = start
@@ -308,7 +320,7 @@ def _bisected(fails: Callable[[float], bool], start: float, high: float, best: R
 def _as_one(
     speeds: Sequence[float], works: Sequence[Sequence[Array]], counted: NDArray[np.bool_]
 ) -> tuple[Sequence[Array], float]:
-    """Works and speed of several pools as if they were one.
+    """Combine works and speeds of several pools into those of one.
 
     With any weights u each request takes at least min over pools of u w of the sum of u x speed; with these each pool
     would take the same time for everything, so that each counts for what it can do.

@@ -1,4 +1,4 @@
-"""What no allocation of GPUs to instances exceeds, and the numbers that prove it to somebody with no solver.
+"""Bounds on every allocation of GPUs to instances, and the numbers that prove them without a solver.
 
 n_k instances of a kind k (a role, g_k GPUs of one type, a cost c_k) serve at most r_k requests per second each. A
 request goes through a mixed instance, or through a prefill and a decode instance; so with weights w of the roles,
@@ -9,7 +9,7 @@ worth b of a unit of cost and whatever worth x of a request per second, none of 
     per cost     rate/cost  <=  max w_k r_k / c_k
     least cost   cost       >=  x demand - sum over types max { sum (x w_k r_k - c_k) n_k }
 
-each maximum over whole numbers of instances on the GPUs of a type, sum g_k n_k <= GPUs: a knapsack. Where there must be
+each maximum over whole numbers of instances on the GPUs of a type, sum g_k n_k <= GPUs: a knapsack. If there must be
 an instance of each role on each type, and all of them are worth less than nothing, the best of them is taken off. That
 is the Lagrangian dual of the programme of `simtune.tuner.space.allocation`; the dual values of its linear relaxation
 are the best weights and worths, or near them. Others are no less true, so that no solver need be trusted.
@@ -28,77 +28,86 @@ from simtune.specs.pool import Role
 from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes, shadow_prices
 
 Aim = Literal["most", "per cost", "least cost"]
-"""Requests per second within a budget; the same by what they cost; the cost of a demand."""
+"""`most`: requests per second within a budget; `per cost`: requests per second over their cost; `least cost`: the cost
+of serving a demand."""
 ROUNDING = 1e-9
-"""Relative, by which bounds are widened."""
+"""Relative amount by which bounds are widened."""
 PLENTY = 1_000_000
-"""Nodes, where only what one unit of cost buys is asked."""
+"""Nodes of each type when the aim is `per cost`: more than one unit of cost can buy."""
 NEVER = 1e100
-"""What a request costs that nothing serves."""
+"""Cost of a request per second in a role that no instance serves."""
 PAIR: tuple[Role, ...] = ("prefill", "decode")
 
 
 class Worths(NamedTuple):
-    """What proves a bound; which of them an aim asks for, the module says."""
+    """Worths that prove a bound; the docstring of the module lists which of them each aim needs."""
 
     roles: Mapping[Role, float]
-    """w of prefill and decode in any scale, for they are divided by their sum; that of mixed instances is 1."""
+    """Weights w of prefill and decode, in any scale: they are divided by their sum. The weight of mixed instances is
+    1."""
     of_cost: float = 0.0
-    """b."""
+    """Worth b of a unit of cost."""
     of_demand: float = 0.0
-    """x."""
+    """Worth x of a request per second of the demand."""
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """An allocation programme, of which only bounds are asked."""
+    """An allocation programme that is only bounded, not solved."""
 
     fleet: Fleet
-    """Its prices are the costs."""
+    """Nodes and their prices; the prices are the costs."""
     rates: tuple[InstanceRate, ...]
     aim: Aim
     demand_rps: float = 0.0
     one_of_each: bool = False
-    """Whether an allocation has an instance of each role on each type that is among the rates."""
+    """True if an allocation has an instance of each role on each type that is among the rates."""
 
     def bound(self, worths: Worths) -> float:
-        """No allocation serves more, or costs less. Infinite in favour of the allocations where nothing follows."""
+        """Return a rate that no allocation exceeds, or a cost that none stays below.
+
+        If the worths prove nothing, return the value that rules no allocation out: 0 for costs, infinity for rates.
+        """
         nothing = 0.0 if self.aim == "least cost" else math.inf
         weights = self._weights(worths.roles)
         if weights is None or not all(0 <= worth < math.inf for worth in (worths.of_cost, worths.of_demand)):
             return nothing
-        # What weighs nothing limits nothing, not even where it serves whatever comes.
+        # A role of weight 0 limits nothing, even if its rate is infinite (0 x inf would not be a number).
         weighed = [(k, weights[k.role] * k.rate_rps if weights[k.role] else 0.0) for k in self.rates]
         bound = self._by_weighed(weighed, worths)
         return nothing if math.isnan(bound) else bound
 
     def _by_weighed(self, weighed: Sequence[tuple[InstanceRate, float]], worths: Worths) -> float:
-        """The inequality of the aim, with what each kind serves times its weight; not a number where one overflows."""
+        """Return the bound of the aim, given each kind with its rate times its weight; not a number if a product
+        overflows."""
         if self.aim == "per cost":
             return max((rps / self._cost(k) for k, rps in weighed), default=0.0) * (1 + ROUNDING)
         if self.aim == "most":
             budget, b = self.fleet.budget_per_hour, worths.of_cost
             spent = b * budget if b else 0.0
             gain = self._packed((k, rps - b * self._cost(k)) for k, rps in weighed)
-            return gain + spent + ROUNDING * (abs(gain) + spent)  # large worths of cost cancel out
+            # Widen by both terms: for large worths of cost they cancel out, and their rounding errors remain.
+            return gain + spent + ROUNDING * (abs(gain) + spent)
         x = worths.of_demand
         saved = self._packed((k, x * rps - self._cost(k)) for k, rps in weighed)
         return max(0.0, x * self.demand_rps - saved - ROUNDING * (x * self.demand_rps + abs(saved)))
 
     def counts(self, worths: Worths) -> bool:
-        """Whether the bound depends on all worths that are not zero: cost counts within a budget, demand where it is to
-        be met."""
+        """True if the bound depends on all worths that are not zero: cost counts only within a budget, demand only for
+        `least cost`."""
         of_cost, of_demand = self.aim == "most", self.aim == "least cost"
         return (of_cost or not worths.of_cost) and (of_demand or not worths.of_demand)
 
     def serves(self) -> float:
-        """Requests per second that no allocation exceeds, whatever it costs."""
-        whole = replace(self, aim="most", one_of_each=False, fleet=replace(self.fleet, budget_per_hour=math.inf))
-        return min(whole.bound(worths) for worths in whole.balanced())
+        """Return the requests per second that no allocation exceeds, at any cost."""
+        unbounded = replace(self, aim="most", one_of_each=False, fleet=replace(self.fleet, budget_per_hour=math.inf))
+        return min(unbounded.bound(worths) for worths in unbounded.balanced())
 
     def solved(self) -> Worths:
-        """The dual values of the linear relaxation. Raises Infeasible where the demand is out of reach, and
-        SimtuneError where the solver gives none."""
+        """Return the dual values of the linear relaxation.
+
+        Raise Infeasible if the demand is out of reach, and SimtuneError if the solver gives none.
+        """
         if self.aim == "per cost":
             nodes = tuple(replace(nodes, nodes=PLENTY) for nodes in self.fleet.nodes)
             dual = shadow_prices(replace(self.fleet, nodes=nodes, budget_per_hour=1.0), self.rates)
@@ -114,8 +123,11 @@ class Relaxation:
         )
 
     def balanced(self) -> Iterator[Worths]:
-        """Worths without a solver: by one role alone, and those at which the kinds that serve most for their cost are
-        worth as much for it in either role, which no others beat where there is one kind of each."""
+        """Yield worths that need no solver.
+
+        These are the worths by one role alone, and those at which the kinds with the least cost per request are worth
+        as much for their cost in either role; if there is one kind of each role, no other worths prove more.
+        """
         needs = self._least_cost_of_a_request()
         ways = [[needs[role] for role in way] for way in (("mixed",), PAIR) if needs.keys() >= set(way)]
         x = min(map(sum, ways), default=0.0) if self.aim == "least cost" else 0.0
@@ -123,24 +135,28 @@ class Relaxation:
         for alone in self._pair:
             yield Worths({role: float(role == alone) for role in self._pair}, of_demand=x)
         if self.aim == "least cost" and self.one_of_each:
-            yield Worths(dict.fromkeys(self._pair, 1.0))  # one of each is all that need be
+            # One instance of each role may be all that is needed, so that no demand is worth anything.
+            yield Worths(dict.fromkeys(self._pair, 1.0))
 
     def best(self, *, solver: bool) -> Worths:
-        """The worths that prove most, of those that need no solver and, if it is asked, of one's."""
-        known = [*self.balanced()]
+        """Return the worths that prove the tightest bound: of those without a solver and, if `solver`, those of the
+        solver."""
+        candidates = [*self.balanced()]
         if solver:
-            with suppress(SimtuneError):  # what needs no solver is as true
-                known.append(self.solved())
+            # The worths that need no solver prove a bound as well.
+            with suppress(SimtuneError):
+                candidates.append(self.solved())
         sign = -1 if self.aim == "least cost" else 1
-        return min(known, key=lambda worths: sign * self.bound(worths))
+        return min(candidates, key=lambda worths: sign * self.bound(worths))
 
     @property
     def _pair(self) -> tuple[Role, ...]:
-        """Prefill and decode, where there are such."""
+        """Return prefill and decode; empty if all instances are mixed."""
         return PAIR if any(k.role != "mixed" for k in self.rates) else ()
 
     def _weights(self, roles: Mapping[Role, float]) -> Mapping[Role, float] | None:
-        """As they are used; None where there are none to use."""
+        """Return the weight of each role, scaled so that prefill and decode add up to 1; None if the worths are no
+        valid weights."""
         if any(not 0 <= weight < math.inf for weight in roles.values()):
             return None
         pair = sum(roles.get(role, 0.0) for role in PAIR)
@@ -149,7 +165,7 @@ class Relaxation:
         return {"mixed": 1.0, **{role: roles.get(role, 0.0) / (pair or 1.0) for role in PAIR}}
 
     def _least_cost_of_a_request(self) -> dict[Role, float]:
-        """By role, of a request per second."""
+        """Return the least cost of a request per second, by role."""
         needs: dict[Role, float] = dict.fromkeys(self._pair, NEVER)
         for k in self.rates:
             cost = self._cost(k) / k.rate_rps if k.rate_rps > 0 else NEVER
@@ -164,31 +180,34 @@ class Relaxation:
         return {nodes.gpu: nodes.price_per_gpu_hour for nodes in self.fleet.nodes}
 
     def _packed(self, worth: Iterable[tuple[InstanceRate, float]]) -> float:
-        """The most that whole instances on the GPUs there are come to, each kind worth so much."""
+        """Return the largest worth of whole instances that fit on the GPUs, given the worth of each kind of
+        instance."""
         of_type: dict[str, dict[int, float]] = {}
-        needed: dict[tuple[Role, str], float] = {}
-        for kind, each in worth:
+        best_of_kind: dict[tuple[Role, str], float] = {}
+        for kind, value in worth:
             sizes = of_type.setdefault(kind.gpu, {})
-            sizes[kind.gpus] = max(sizes.get(kind.gpus, 0.0), each)
-            needed[kind.role, kind.gpu] = max(needed.get((kind.role, kind.gpu), -math.inf), each)
+            sizes[kind.gpus] = max(sizes.get(kind.gpus, 0.0), value)
+            best_of_kind[kind.role, kind.gpu] = max(best_of_kind.get((kind.role, kind.gpu), -math.inf), value)
         packed = sum(_knapsack(sizes, self._gpus(gpu)) for gpu, sizes in of_type.items())
-        return packed + (sum(min(0.0, best) for best in needed.values()) if self.one_of_each else 0.0)
+        return packed + (sum(min(0.0, best) for best in best_of_kind.values()) if self.one_of_each else 0.0)
 
     def _gpus(self, gpu: str) -> int:
         return sum(nodes.nodes * nodes.gpus_per_node for nodes in self.fleet.nodes if nodes.gpu == gpu)
 
 
 def _knapsack(worth: Mapping[int, float], room: int) -> float:
-    """The most that things of these sizes come to, as many of each as there is room for."""
+    """Return the largest worth of items of these sizes in `room`, each item used any number of times."""
     best = [0.0] * (room + 1)
-    things = [(size, each) for size, each in worth.items() if each > 0 and size <= room]
-    for used in range(1, room + 1):
-        best[used] = max(best[used - 1], *(best[used - size] + each for size, each in things if size <= used), 0.0)
+    things = [(size, value) for size, value in worth.items() if value > 0 and size <= room]
+    for filled in range(1, room + 1):
+        best[filled] = max(
+            best[filled - 1], *(best[filled - size] + value for size, value in things if size <= filled), 0.0
+        )
     return best[room]
 
 
 def nodes_of(gpu: str, gpus: int, per_node: int, price: float) -> list[Nodes]:
-    """So many GPUs as whole nodes, and what is left of one."""
-    whole, rest = divmod(gpus, per_node)
-    nodes = [Nodes(gpu, whole, per_node, price)] if whole else []
-    return [*nodes, *([Nodes(gpu, 1, rest, price)] if rest else [])]
+    """Return a number of GPUs as whole nodes, and the remaining GPUs as a node that is partly filled."""
+    full_nodes, remaining_gpus = divmod(gpus, per_node)
+    nodes = [Nodes(gpu, full_nodes, per_node, price)] if full_nodes else []
+    return [*nodes, *([Nodes(gpu, 1, remaining_gpus, price)] if remaining_gpus else [])]

@@ -1,7 +1,8 @@
 """Windows of time: the work of all requests that must be done within one has to fit into it, whatever the policy.
 
-Request i may be worked at from a_i + lead_i and is late after a_i + slack_i. Of those for whom both lie in a window, so
-many with the largest works must be left out that the others fit, and as many miss a limit.
+Request i may be worked at from a_i + lead_i and is late after a_i + slack_i. If
+the requests that have both times in a window do not fit into it, those with the largest works are removed until the
+rest fits: at least as many requests miss a limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SLACKS = 6
 CUTS = 12
 """Requests of a core for which the work before them is added up."""
 ROUNDING = 1e-9
-"""What rounding to ticks and adding up floating point numbers may come to: relative, and in seconds."""
+"""Largest error of rounding to ticks and of adding floating point numbers: relative, and in seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Jobs:
     lead_s: Array
     slack_s: Array
     works: Sequence[Array]
-    """Each a lower bound on what they take of the resource, in seconds of one server."""
+    """Lower bounds, one array each, on what the requests take of the resource, in seconds of one server."""
     speed: float
-    """How many servers there are."""
+    """Number of servers."""
 
     def must_miss(self) -> int:
-        """How many are late at least: the best family of disjoint windows between points of a grid.
+        """Return the least number of late requests: the best family of disjoint windows between points of a grid.
 
         A window must drop its largest works until the rest fits; disjoint windows drop different requests.
         """
@@ -53,12 +54,12 @@ class Jobs:
         return max(_best_family(release, due, work, self.speed, points) for work in self.works)
 
     def highest_rate(self, allowed: int, below: float = float("inf")) -> float:
-        """The factor by which arrivals may come faster, or slower, until more than `allowed` are late in some window;
-        infinite where it is not below another one that is known.
+        """Return the factor by which arrivals may come faster, or slower, until more than `allowed` are late in some
+        window; infinite if it is not below `below`, another factor that is known.
 
-        Windows from the arrival of one request to the limit of another one: those between them stay between them at
-        any rate, and their time shrinks as the rate grows, so that every window says exactly from which rate on it is
-        too short.
+        Windows reach from the arrival of one request to the limit of another one. The requests in a window stay in it
+        at any rate, and its time shrinks as the rate grows, so every window gives exactly the rate from which it is too
+        short.
         """
         n = len(self.arrival_s)
         if n <= allowed or n < 2:
@@ -66,16 +67,18 @@ class Jobs:
         factor, works = below, np.array(self.works)
         finite = bool(np.isfinite(works).all())
         for inside, span_s, slack_s in self._nested():
-            whole = float((works @ inside).max()) / self.speed if finite else float("inf")
-            if whole <= slack_s or span_s / (whole - slack_s) > factor * (1 + ROUNDING):
-                continue  # it says no more without its largest works
-            kept = without_largest(works[:, inside], allowed).max() / self.speed * (1 - ROUNDING) - ROUNDING
-            if kept > slack_s:
-                factor = min(factor, span_s / (kept - slack_s))
+            work_s = float((works @ inside).max()) / self.speed if finite else float("inf")
+            if work_s <= slack_s or span_s / (work_s - slack_s) > factor * (1 + ROUNDING):
+                # The window cannot lower the factor, even before its largest works are removed.
+                continue
+            least_s = without_largest(works[:, inside], allowed).max() / self.speed * (1 - ROUNDING) - ROUNDING
+            if least_s > slack_s:
+                factor = min(factor, span_s / (least_s - slack_s))
         return factor if factor < below else float("inf")
 
     def _nested(self) -> Iterator[tuple[NDArray[np.bool_], float, float]]:
-        """(who is in a window, seconds between its first and last arrival, seconds that it is longer than that)."""
+        """Yield windows: the requests inside, seconds between its first and last arrival, seconds that it is longer
+        than that."""
         n, finite = len(self.arrival_s), np.isfinite(self.slack_s)
         if not finite.any():
             return
@@ -93,7 +96,7 @@ class Jobs:
 
 
 def without_largest(works: Array, number: int) -> Array:
-    """The sum of each row without its largest entries."""
+    """Return the sum of each row without its `number` largest entries."""
     n = works.shape[1]
     if number >= n:
         return np.zeros(len(works))
@@ -103,12 +106,12 @@ def without_largest(works: Array, number: int) -> Array:
     if not np.isfinite(works).all():
         smallest: Array = np.sort(works, axis=1)[:, : n - number].sum(axis=1)
         return smallest
-    kept: Array = np.partition(works, n - number - 1, axis=1)[:, : n - number].sum(axis=1)
-    return kept
+    smallest_sum: Array = np.partition(works, n - number - 1, axis=1)[:, : n - number].sum(axis=1)
+    return smallest_sum
 
 
 def _best_family(release: Array, due: Array, work: Array, speed: float, points: Array) -> int:
-    """Best family that ends at each point, from left to right."""
+    """Return the most requests that a family of disjoint windows proves late, extended from the left point by point."""
     best = [0] * len(points)
     for b in range(1, len(points)):
         best[b] = best[b - 1]
@@ -124,31 +127,31 @@ def _best_family(release: Array, due: Array, work: Array, speed: float, points: 
 
 
 def of_each(core: NDArray[np.integer]) -> list[Ints]:
-    """The requests of each core, in their order."""
+    """Return the requests of each core, in their order."""
     order = np.argsort(core, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(core[order])) + 1)
 
 
 def first_come(arrival_s: Array, works: Array, cores: Sequence[Ints]) -> Array:
-    """When the prompts of each core are done, one after the other in order of arrival: the earliest that each can be.
+    """Return the earliest time at which each prompt can be done, if each core computes its prompts in order of arrival.
 
     For any k <= i on a core the prompts k ... i are computed in steps that begin at a_k or later and are over when i is
     done: C_i = max(C_(i-1), a_i) + w_i, unrolled to a running maximum.
     """
-    done = np.empty(len(arrival_s))
+    done_s = np.empty(len(arrival_s))
     for of_core in cores:
         total = np.cumsum(works[of_core])
         start = np.maximum.accumulate(arrival_s[of_core] - total + works[of_core])
-        done[of_core] = start + total
-    return done
+        done_s[of_core] = start + total
+    return done_s
 
 
 def first_come_seated(works: Sequence[Array], cores: Sequence[Ints], seats: Array) -> Array:
-    """How long after the first arrival each prompt is done at the earliest, where only so many `seats` of a core hold
-    requests that are neither new nor finished.
+    """Return the earliest time (seconds after the first arrival) at which each prompt can be done, if at most `seats`
+    requests of a core are neither new nor finished.
 
     When i has its first token, all before it on its core are finished but those in the seats: their works, less the
-    largest, lie between. First tokens come in order, so that what holds of some holds of those after them.
+    largest, lie between. First tokens come in order, so a bound for one request also holds for those after it.
     """
     least = np.zeros(len(seats))
     stacked = np.array(works)
@@ -158,6 +161,6 @@ def first_come_seated(works: Sequence[Array], cores: Sequence[Ints], seats: Arra
             np.unique(np.linspace(unfinished, len(of_core) - 1, CUTS).astype(int)) if len(of_core) > unfinished else ()
         )
         for end in ends:
-            done = float(without_largest(stacked[:, of_core[:end]], unfinished).max())
-            least[of_core[end:]] = done
+            seated_s = float(without_largest(stacked[:, of_core[:end]], unfinished).max())
+            least[of_core[end:]] = seated_s
     return least

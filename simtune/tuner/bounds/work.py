@@ -1,4 +1,4 @@
-"""What a request costs one pool at least: alone (floors), and of the time of a core (works).
+"""Lower bounds on the time that requests take on one pool: alone (floors), and of the time of a core (works).
 
 Per request P prompt tokens of which p are to be computed, n = O - 1 decode tokens, g context tokens read over them, and
 (c0, c1) a line below the step time, c2 and h the least attention and sampling take. All steps that a set of requests
@@ -35,14 +35,14 @@ from simtune.tuner.bounds.bounded_requests import BoundLoad
 
 
 class Rounds(NamedTuple):
-    """How a pool drafts: so many tokens a round emits at most, and how many replicas verify in turn."""
+    """Draft rounds of a pool: the most tokens that one round emits, and the number of replicas that verify in turn."""
 
     most: int
     replicas: int
 
     @classmethod
     def of(cls, pool: DeployedPool) -> Rounds:
-        """One of each without drafts."""
+        """Return the rounds of a pool; one token and one replica without drafts."""
         if pool.spec.speculation is None:
             return cls(1, 1)
         shape = pool.spec.speculation.scheme.shape
@@ -75,32 +75,35 @@ class PoolWork:
         ]
 
     def _recomputed(self) -> tuple[float, float]:
-        """What a recomputed prompt takes per token instead of the decode attention that it spares: (seconds of prefill
-        attention, share of the linear part). Infinite where nothing is recomputed."""
+        """Return the extra cost of a recomputed prompt per token, in place of the decode attention that it spares.
+
+        The result is (seconds of prefill attention, share of the linear part); infinite if nothing is recomputed.
+        """
         kv_cache, stream = self.pool.spec.kv_cache, self.load.stream
         if kv_cache.preemption == "swap":
             return float("inf"), 0.0
         longest = int((stream.prompt_tokens + stream.output_tokens).max())
         at = np.unique(np.geomspace(1, longest, 40).astype(np.int64))
-        cached = at - 1 if kv_cache.prefix_caching else 0 * at  # its own blocks, as they were when it was preempted
+        # A preempted request may find its own blocks in the prefix cache, as they were when it was preempted.
+        cached = at - 1 if kv_cache.prefix_caching else 0 * at
         to = np.append(at[1:], longest)
         return float((self.least.prefill_s(at, cached) / to).min()), 0.0 if kv_cache.prefix_caching else 0.5
 
     @cached_property
     def hits(self) -> Ints:
-        """Prompt tokens that need not be computed."""
+        """Prompt tokens that may be cached and need not be computed, per request."""
         return self.load.could_hit if self.pool.spec.kv_cache.prefix_caching else 0 * self.load.could_hit
 
     @cached_property
     def attention_s(self) -> Array:
-        """Prefill attention and the sampling of the first token."""
-        whole: Array = self.least.prefill_s(self.load.stream.prompt_tokens, self.hits) + self.least.head_s
-        return whole
+        """Least seconds of prefill attention and the sampling of the first token, per request."""
+        seconds: Array = self.least.prefill_s(self.load.stream.prompt_tokens, self.hits) + self.least.head_s
+        return seconds
 
     # --- floors -----------------------------------------------------------------------------------------------
 
     def _linear_s(self, steps: Array, tokens: Array) -> Array:
-        """The linear part of so many steps with so many tokens: the highest line at as many tokens as a step has."""
+        """Return the linear part of `steps` steps with `tokens` tokens: the highest line at the tokens per step."""
         start_s, token_s, _ = np.array(self.lines).T
         meet = np.maximum.accumulate((start_s[:-1] - start_s[1:]) / (token_s[1:] - token_s[:-1]))
         highest = np.searchsorted(meet, tokens / np.maximum(steps, 1))
@@ -109,7 +112,7 @@ class PoolWork:
 
     @cached_property
     def prefill_floor_s(self) -> Array:
-        """From the arrival to the first token of a request that is alone."""
+        """Least seconds from arrival to first token of a request that is alone."""
         tokens, least = self.load.prompt - self.hits, self.least
         threshold = self.pool.spec.batching.long_prefill_token_threshold or self.budget
         chunks = np.ceil(tokens / min(threshold, self.budget))
@@ -119,11 +122,12 @@ class PoolWork:
 
     @cached_property
     def decode_floor_s(self) -> Array:
-        """From the first to the last token of a request that is alone."""
+        """Least seconds from first to last token of a request that is alone."""
         least, load = self.least, self.load
         rounds = np.ceil(load.decodes / self.rounds.most)
-        one = np.ones(1, dtype=np.int64)
-        shortest = min(least.attention_s, float(least.prefill_s(one, one - 1)[0]))  # or it is recomputed
+        one_token = np.ones(1, dtype=np.int64)
+        # A round may recompute the request instead: take the smaller of both attention times.
+        shortest = min(least.attention_s, float(least.prefill_s(one_token, one_token - 1)[0]))
         steepest: dict[float, float] = {}
         for line in self.lines:
             steepest[line.context_s] = max(steepest.get(line.context_s, 0.0), line.start_s + line.token_s)
@@ -140,8 +144,8 @@ class PoolWork:
 
     @cached_property
     def _context(self) -> Array:
-        """Context tokens that the rounds of each request read at least, as if each read no more than its first token
-        does."""
+        """Return the context tokens that the rounds of each request read at least, as if each round read only what its
+        first token reads."""
         load, most = self.load, self.rounds.most
         read: Array = np.maximum(load.context - load.decodes * (most - 1) / 2, load.decodes * load.prompt) / most
         return read
@@ -150,15 +154,16 @@ class PoolWork:
 
     @cached_property
     def prefill_s(self) -> Array:
-        """W1: the time of a core that a prompt takes. A token is cheapest in the fullest step."""
+        """W1: seconds of a core that each prompt takes. A token is cheapest in the fullest step."""
         per_token = max(line.start_s / self.budget + line.token_s for line in self.lines)
         work: Array = (self.load.prompt - self.hits) * per_token + self.attention_s
         return work
 
     def total_s(self, counted: NDArray[np.bool_], tpot_s: float) -> list[Array]:
-        """W2 and W3: the time of a core that a request takes, its decodes and, where the pool prefills, its prompt; by
-        each count of steps. Only what `counted` requests take is asked for; `tpot_s` is the largest limit on their
-        TPOT, infinite where some have none.
+        """Return W2 and W3: seconds of a core that each request takes, one array for each way to count the steps.
+
+        The work is that of its decode tokens and, if the pool prefills, of its prompt. The lines are chosen for the
+        `counted` requests. `tpot_s` is the largest limit on their TPOT, infinite if a request has none.
         """
         load, most = self.load, self.rounds.most
         decodes = load.decodes / most
@@ -167,11 +172,12 @@ class PoolWork:
         fixed = self.least.head_s * load.decodes + (self.attention_s if self.prefills else 0.0)
         counts = [tokens / self.budget, decodes / self.seats, private / self.kv_tokens]
         of_tokens, of_context = float(tokens[counted].sum()), float(self._context[counted].sum())
-        rest = [(line, line.token_s * of_tokens + line.context_s * of_context) for line in self.lines]
+        token_costs = [(line, line.token_s * of_tokens + line.context_s * of_context) for line in self.lines]
+        # Every line below the step time gives a valid bound: take the one whose sum over the requests is largest.
         works = []
         for steps in counts:
             of_steps = float(steps[counted].sum())
-            _, at = max((line.start_s * of_steps + more, at) for at, (line, more) in enumerate(rest))
+            _, at = max((line.start_s * of_steps + more, at) for at, (line, more) in enumerate(token_costs))
             works.append(self._along(self.lines[at], steps, tokens))
         if np.isfinite(tpot_s) and counted.any():
             of_decodes = float(decodes[counted].sum())
@@ -179,7 +185,7 @@ class PoolWork:
             shares = [self._share(line, step_s, shortest) for line in self.lines]
             _, at = max(
                 (line.start_s * (share * of_decodes if of_decodes else 0.0) + more, at)
-                for at, (share, (line, more)) in enumerate(zip(shares, rest, strict=True))
+                for at, (share, (line, more)) in enumerate(zip(shares, token_costs, strict=True))
             )
             decoding = np.where(decodes > 0, decodes, 0.0)
             steps = shares[at] * decoding if np.isfinite(shares[at]) else np.where(decodes > 0, np.inf, 0.0)
@@ -195,8 +201,8 @@ class PoolWork:
         return work
 
     def _share(self, line: CostLine, step_s: float, shortest: float) -> float:
-        """W2: the share in a step that a decode has at least where the mean step takes no longer than `step_s` and no
-        prompt is shorter; infinite where none is so fast."""
+        """Return the share of a step that a decode takes at least (W2), if the mean step takes no longer than `step_s`
+        and no prompt is shorter than `shortest`; infinite if no step is fast enough."""
         per_decode = line.token_s + line.context_s * shortest + self.least.head_s
-        left = step_s - line.start_s
-        return per_decode / left if left > 0 else float("inf")
+        decode_s = step_s - line.start_s
+        return per_decode / decode_s if decode_s > 0 else float("inf")

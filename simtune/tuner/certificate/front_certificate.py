@@ -1,6 +1,6 @@
-"""What a front claims, written so that somebody else can check it: `front.json`, and the check.
+"""`front.json`, the claims of a search for a front in a form that anybody can check, and the check.
 
-Certified is: at each load of the ladder the points are what they are said to be, and no other plan of the space that
+The file certifies that at each load of the ladder the points are correct, and that no other plan of the space that
 keeps up has more tokens/s/user at as many tokens/s/GPU, under the cost model. `FrontAudit` trusts none of it: it
 computes the ladder, every bound and every simulation again, and compares.
 """
@@ -43,13 +43,13 @@ class FrontCertificate(Record):
 
     @property
     def expected_digest(self) -> str:
-        """Of what it says."""
+        """sha256 of the content without the digest."""
         body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def front_certificate_of(tuned: Tuned) -> FrontCertificate:
-    """What a search for a front has shown."""
+    """Return the certificate of a search for a front."""
     assert tuned.ladder is not None
     return _sealed(
         tuned.question,
@@ -75,20 +75,20 @@ def _sealed(question: Question, **content: Any) -> FrontCertificate:
 
 
 class FrontAudit:
-    """A front held against its inputs, computed anew."""
+    """Checks a front: computes it anew from its inputs and compares."""
 
     def __init__(self, certificate: FrontCertificate, question: Question) -> None:
         self.certificate, self.question = certificate, question
         self.problems: list[str] = []
-        """What does not hold."""
+        """Differences between the certificate and the computed front, one sentence each."""
         self.bounds = self.simulations = 0
-        """Plans at a load that were ruled out, and simulations."""
+        """Plans at a load that were ruled out by bounds, and simulations that were made."""
 
     def run(self) -> bool:
-        """Whether everything holds; `problems` says what does not."""
+        """Return True if everything in the certificate holds; `problems` lists the differences."""
         claimed = self.certificate
         if claimed.digest != claimed.expected_digest:
-            self.problems.append("the file was changed after it was written: its digest is another")
+            self.problems.append("the file was changed after it was written: its digest does not match")
             return False
         search = FrontSearch(self.question, space_for(self.question).candidates, Evaluator(None, None))
         search.run(claimed.settled)
@@ -103,18 +103,20 @@ class FrontAudit:
         )
         for key in FrontCertificate.model_fields:
             if key not in ("points", "digest") and getattr(claimed, key) != getattr(computed, key):
-                self.problems.append(f"{key}: is not what comes of the study's inputs")
+                self.problems.append(f"{key}: differs from the value computed from the study's inputs")
         if claimed.settled < len(claimed.loads) and not claimed.interrupted:
             self.problems.append("settled: some loads of the ladder were not decided")
         self._compare_points(computed)
         return not self.problems
 
     def _compare_points(self, computed: FrontCertificate) -> None:
-        own, its = ({point.rate_rps: point for point in one.points} for one in (computed, self.certificate))
-        for rate in sorted(own.keys() | its.keys(), reverse=True):
-            if own.get(rate) != its.get(rate):
-                claimed, anew = (_words(points.get(rate)) for points in (its, own))
-                self.problems.append(f"at {rate:.6g} requests/s: {claimed} in the file, and {anew} computed")
+        anew, claimed = ({point.rate_rps: point for point in front.points} for front in (computed, self.certificate))
+        for rate in sorted(anew.keys() | claimed.keys(), reverse=True):
+            if anew.get(rate) != claimed.get(rate):
+                self.problems.append(
+                    f"at {rate:.6g} requests/s: {_words(claimed.get(rate))} in the file, "
+                    f"and {_words(anew.get(rate))} computed"
+                )
 
 
 def _words(point: FrontPoint | None) -> str:

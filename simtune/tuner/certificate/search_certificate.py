@@ -1,11 +1,11 @@
-"""What a search claims, written so that somebody else can check it: `certificate.json`, and the check.
+"""`certificate.json`, the claims of a search in a form that anybody can check, and the check.
 
 A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
-rate where it missed the SLO (on a draw of so many requests; a plan that misses it at some rate is taken to miss it at
+rate where it missed the SLO (on one draw of the requests; a plan that misses it at some rate is taken to miss it at
 rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`). The best
 of these is what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the
 inputs, enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a
-plan out again. What comes to something else is refused, also where less is claimed than could be.
+plan out again. Any difference is refused, even if the certificate claims less than could be proved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from simtune.tuner.trial import Confirmed, Trial, Tuned
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
 SAME = 1e-9
-"""Relative; numbers this near to each other are one."""
+"""Relative difference up to which numbers count as equal."""
 
 
 class Tried(Record):
@@ -74,7 +74,7 @@ class AllocationBound(Record):
 
     @classmethod
     def of(cls, group: PlanClass) -> AllocationBound:
-        """As the search found it."""
+        """Return the bound that a search found for a class of plans."""
         worths = group.worths
         return cls(
             name=group.name,
@@ -86,7 +86,7 @@ class AllocationBound(Record):
 
     @property
     def worths(self) -> Worths:
-        """What proves it."""
+        """Worths that prove the bound."""
         return Worths(self.roles, self.of_cost, self.of_demand)
 
 
@@ -107,7 +107,7 @@ class ConfirmedOnDraws(Record):
 
     @classmethod
     def of(cls, confirmed: Confirmed | None) -> ConfirmedOnDraws | None:
-        """Of a search; None where no draws were asked for."""
+        """Return the confirmed draws of a search; None if the study asks for no draws."""
         return None if confirmed is None else cls(**confirmed._asdict())
 
 
@@ -132,19 +132,19 @@ class Certificate(Record):
 
     @classmethod
     def sealed(cls, **content: Any) -> Certificate:
-        """With its digest."""
+        """Return a certificate of this content, with its digest."""
         open_ = cls(schema_id=CERTIFICATE_SCHEMA, digest="", **content)
         return open_.model_copy(update={"digest": open_.expected_digest})
 
     @property
     def expected_digest(self) -> str:
-        """Of what it says."""
+        """sha256 of the content without the digest."""
         body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
         return _sha256(json.dumps(body, sort_keys=True))
 
 
 def certificate_of(tuned: Tuned) -> Certificate:
-    """What a search has shown."""
+    """Return the certificate of a search."""
     question, study = tuned.question, tuned.question.study
     chosen = tuned.chosen
     plans = sorted((_fate(row) for row in tuned.rows), key=lambda fate: fate.plan)
@@ -169,7 +169,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
 
 
 def inputs_of(question: Question) -> dict[str, str]:
-    """Hashes of everything that a search goes by."""
+    """Return the sha256 of every input of a search, by kind and name."""
     specs: list[Spec] = [question.study, question.model, question.workload]
     inputs = {}
     if question.engine is not None:
@@ -186,7 +186,7 @@ def inputs_of(question: Question) -> dict[str, str]:
 
 
 def inputs_hash(question: Question) -> str:
-    """Of all of them and of this release: what results depend on."""
+    """Return a hash of all inputs and of this release: everything that results depend on."""
     return _sha256(json.dumps([__version__, inputs_of(question)]))
 
 
@@ -225,7 +225,8 @@ def _fate(row: Trial) -> PlanFate:
 
 
 def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) -> tuple[float, float]:
-    """(what no plan exceeds, how much better that is than the chosen one, as a share of its value)."""
+    """Return the bound that no plan exceeds, and its distance from the chosen plan's value, as a share of that
+    value."""
     sign = objective.sign
     bound = max([value, *(fate.best for fate in plans if fate.best is not None)], key=lambda best: sign * best)
     return bound, abs(bound - value) / value if value else 0.0
@@ -235,30 +236,30 @@ def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) ->
 
 
 class Audit:
-    """A certificate held against its inputs, computed anew; and the `plan` that was handed out with it, if given."""
+    """Checks a certificate, and the `plan` that was reported with it, if given: computes both anew from the inputs."""
 
     def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
         self.certificate, self.question, self._handed_out = certificate, question, plan
         self.problems: list[str] = []
-        """What does not hold."""
+        """Differences between the certificate and the computed claims, one sentence each."""
         self.bounds = self.simulations = self.allocations = 0
-        """How many were computed."""
+        """Number of bounds, simulations and bounds of classes that were computed."""
         self._candidates = space_for(question).candidates
         self._plan_cache = PlanCache(question, self._candidates)
         self._candidate_filter = CandidateFilter(question, self._plan_cache)
         self._closed: dict[str, tuple[set[str], float | None]] = {}
-        """The plans of each class that has a bound, and that bound."""
+        """Names of the plans of each class that has a bound, and that bound."""
         self._kinds: dict[tuple[object, ...], list[BoundedCandidate]] = {}
-        """Plans that differ in limits alone, until they are bounded as one."""
+        """Plans that differ in limits alone, until they are bounded together."""
         self._looked_at: dict[str, tuple[BoundedCandidate, PlanFate]] = {}
-        """Plans that were simulated, and what is claimed of them."""
+        """Plans that were simulated, each with its claim."""
         self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
 
     def run(self) -> bool:
-        """Whether everything holds; `problems` says what does not."""
+        """Return True if everything in the certificate holds; `problems` lists the differences."""
         certificate, study = self.certificate, self.question.study
         if certificate.digest != certificate.expected_digest:
-            self.problems.append("the file was changed after it was written: its digest is another")
+            self.problems.append("the file was changed after it was written: its digest does not match")
         self._compare_inputs()
         self._same("objective", certificate.objective, study.objective)
         self._same("unit", certificate.unit, self.question.objective.unit)
@@ -275,54 +276,56 @@ class Audit:
         return not self.problems
 
     def _compare_inputs(self) -> None:
-        own, its = inputs_of(self.question), self.certificate.inputs
-        for name in sorted(own.keys() | its.keys()):
-            if own.get(name) != its.get(name):
-                how = "is not the one" if name in own and name in its else "is not there, or was not there"
+        current, certified = inputs_of(self.question), self.certificate.inputs
+        for name in sorted(current.keys() | certified.keys()):
+            if current.get(name) != certified.get(name):
+                how = "is not the one" if name in current and name in certified else "is not there, or was not there"
                 self.problems.append(f"{name} {how} that the search was made with")
 
     def _check_allocations(self) -> None:
-        """That every class reaches no more than the worths that are given for it prove; no solver is asked."""
+        """Check that the worths of every class prove its bound. No solver is needed."""
         classes = PlanClasses(self.question, self._plan_cache)
         plans = classes.named(self._candidates)
         for claimed in self.certificate.allocations:
-            those = plans.get(claimed.name)
-            if those is None:
-                self.problems.append(f"{claimed.name} is no class of plans of this space")
+            members = plans.get(claimed.name)
+            if members is None:
+                self.problems.append(f"{claimed.name} is not a class of plans of this space")
                 continue
-            programme = classes.programme(those)
-            group = classes.bounded_by(claimed.name, those, programme, claimed.worths)
+            programme = classes.programme(members)
+            group = classes.bounded_by(claimed.name, members, programme, claimed.worths)
             if not programme.counts(claimed.worths):
-                self.problems.append(f"allocations of {claimed.name}: worths are given of what is not counted there")
+                self.problems.append(
+                    f"allocations of {claimed.name}: a worth is given that the bound does not depend on; it must be 0"
+                )
             if not group.proved:
                 self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
                 continue
             self._same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
-            self._closed[claimed.name] = {candidate.name for candidate in those}, group.best
+            self._closed[claimed.name] = {candidate.name for candidate in members}, group.best
             self.allocations += 1
 
     def _check_unopened(self, candidate: Candidate, fate: PlanFate) -> None:
-        """That a plan is in the class that was ruled out with it."""
+        """Check that a plan belongs to the class that was ruled out with it."""
         name, settled = candidate.name, self._plan_cache.settled(candidate)
         plans, best = self._closed.get(fate.allocation, (set(), None))
         if name not in plans:
-            self.problems.append(f"{name} is not in {fate.allocation}, or that has no bound")
+            self.problems.append(f"{name} does not belong to class {fate.allocation}, or the class has no bound")
         elif name == self.certificate.incumbent.plan or fate.simulated or fate.same_as:
-            self.problems.append(f"{name} was looked at, and ruled out with {fate.allocation} unseen")
+            self.problems.append(f"{name} was simulated, but is listed as ruled out with class {fate.allocation}")
         else:
             gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
             self._same(f"{name}: GPUs", fate.num_gpus, gpus)
             self._same(f"{name}: bound", fate.best, best)
 
     def _check_plans(self) -> None:
-        """Every plan of the space: those whose claim rests on another plan's simulation come last."""
+        """Check every plan of the space; plans whose claim rests on the simulation of another plan come last."""
         claimed = {fate.plan: fate for fate in self.certificate.plans}
         if len(claimed) < len(self.certificate.plans):
-            self.problems.append("a plan is named twice")
+            self.problems.append("a plan is listed twice")
         bounded_candidates: list[tuple[BoundedCandidate, PlanFate]] = []
         for candidate in self._candidates:
-            known = claimed.get(candidate.name)
-            if known is not None and known.allocation:
+            claim = claimed.get(candidate.name)
+            if claim is not None and claim.allocation:
                 self._check_unopened(candidate, claimed.pop(candidate.name))
                 continue
             bounded_candidate = self._candidate_filter.check(candidate)
@@ -335,23 +338,23 @@ class Audit:
             else:
                 self._kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
                 bounded_candidates.append((bounded_candidate, fate))
-        for bounded_candidate, fate in sorted(bounded_candidates, key=lambda one: bool(one[1].same_as)):
+        for bounded_candidate, fate in sorted(bounded_candidates, key=lambda claim: bool(claim[1].same_as)):
             (self._check_twin if fate.same_as else self._check_plan)(bounded_candidate, fate)
         self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
 
     def _check_refused(self, row: Trial, fate: PlanFate) -> None:
-        """That nothing is claimed of a plan that cannot do what is asked."""
+        """Check that nothing is claimed of a plan that cannot meet the objective."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, row.candidate.num_gpus)
         self._same(f"{fate.plan}: bound", fate.best, None)
         if fate.plan == self.certificate.incumbent.plan:
             self.problems.append(f"{fate.plan} was chosen, and {row.reason}")
 
     def _check_plan(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
-        """That a plan reaches at most what is claimed; and of the chosen one that it reaches what is claimed."""
+        """Check that a plan reaches at most its claimed bound, and that the chosen plan reaches its claimed value."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
-        if any(not self._of_its_load(tried.rate_rps) for tried in fate.simulated):
+        if any(not self._of_its_load(attempt.rate_rps) for attempt in fate.simulated):
             self.problems.append(
-                f"{fate.plan} was simulated under another load than {self.question.objective.name} is of"
+                f"{fate.plan} was not simulated under the load of objective {self.question.objective.name}"
             )
             return
         self.bounds += 1
@@ -359,15 +362,18 @@ class Audit:
             self._looked_at[fate.plan] = bounded_candidate, fate
         decisive = _decisive(fate)
         best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
-        for tried in decisive:
-            best = self._after(bounded_candidate, tried.rate_rps, self._finding(bounded_candidate, tried), best)
+        for attempt in decisive:
+            best = self._after(bounded_candidate, attempt.rate_rps, self._finding(bounded_candidate, attempt), best)
         self._at_most(fate, best)
         if fate.plan == self.certificate.incumbent.plan:
             self._confirm(bounded_candidate, fate)
 
     def _best_by_bound(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> float | None:
-        """What it could reach by the first of its bounds that comes to what is claimed, or by the last: its capacity,
-        the SLO of the most favourable of its kind, its own. A search goes as far as it has to."""
+        """Return the bound of a plan: the first of its bounds that equals the claim, or else the last one.
+
+        The bounds in order: its capacity, the SLO at the most favourable limits of its kind, the SLO at its own limits.
+        A search computes no more of them than it needs.
+        """
         for best in self._bounds(bounded_candidate):
             if _near(fate.best, best):
                 break
@@ -387,7 +393,7 @@ class Audit:
     def _after(
         self, bounded_candidate: BoundedCandidate, rate: float | None, finding: SimulationFinding, best: float | None
     ) -> float | None:
-        """What a plan can reach when it is known what a simulation shows."""
+        """Return the bound of a plan after a simulation; None if the plan cannot meet the objective."""
         objective, bounded_candidate.row.rate_rps = self.question.objective, rate
         if not finding.met:
             if rate is None or not isinstance(objective, RateObjective):
@@ -403,11 +409,13 @@ class Audit:
         return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
 
     def _of_its_load(self, rate: float | None) -> bool:
-        """Whether a plan was simulated at a rate where one is looked for, and else at the workload's own."""
+        """True if a plan was simulated under the load of the study: at some rate if the search varies the rate, and
+        else at the workload's own."""
         return (rate is not None) == self.question.searches_rate
 
     def _beyond_limits(self, bounded_candidate: BoundedCandidate) -> str:
-        """Which limit of the study the last simulation of a plan breaks."""
+        """Return the limit of the study that the last simulation of a plan breaks, in words; empty if it breaks
+        none."""
         limits = (
             (limit, limit.objective.value(bounded_candidate.facts, bounded_candidate.row.judged))
             for limit in self.question.limits
@@ -415,34 +423,35 @@ class Audit:
         return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
-        """That a plan does what another one did, at the rate at which that one missed the SLO."""
+        """Check that a plan does the same as another plan, at the rate at which that one missed the SLO."""
         self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         self.bounds += 1
-        for other, tried in self._attempts(fate.same_as):
-            finding = self._finding(other, tried)
-            best = self._after(bounded_candidate, tried.rate_rps, finding, bounded_candidate.best)
-            if _near(fate.best, best) and bounded_candidate.ruled_out_by(other, finding):
+        for simulated_plan, attempt in self._attempts(fate.same_as):
+            finding = self._finding(simulated_plan, attempt)
+            best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
+            if _near(fate.best, best) and bounded_candidate.ruled_out_by(simulated_plan, finding):
                 return
-        self.problems.append(f"{fate.plan} need not do what {fate.same_as} does")
+        self.problems.append(f"{fate.plan} is not bound to behave as {fate.same_as} does")
 
     def _attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
-        """Simulations of a plan that say something of others: those that missed the SLO, or at the load given all."""
+        """Yield the simulations of a plan that apply to other plans: those that missed the SLO, or all if the load is
+        given."""
         if name in self._looked_at:
             bounded_candidate, fate = self._looked_at[name]
-            for tried in fate.simulated:
-                if not tried.all_cores and not tried.draw and (tried.rate_rps is None or not tried.met):
-                    yield bounded_candidate, tried
+            for attempt in fate.simulated:
+                if not attempt.all_cores and not attempt.draw and (attempt.rate_rps is None or not attempt.met):
+                    yield bounded_candidate, attempt
 
     def _finding(self, bounded_candidate: BoundedCandidate, tried: Tried) -> SimulationFinding:
-        """What a simulation shows, made once."""
-        known = (bounded_candidate.candidate.name, tried)
-        if known not in self._findings:
+        """Return the finding of a simulation; each simulation is made once."""
+        key = (bounded_candidate.candidate.name, tried)
+        if key not in self._findings:
             self.simulations += 1
             task = self._task(bounded_candidate, tried)
-            finding = self._findings[known] = task.run()
+            finding = self._findings[key] = task.run()
             at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
             self._same(f"{bounded_candidate.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
-        return self._findings[known]
+        return self._findings[key]
 
     def _task(self, bounded_candidate: BoundedCandidate, tried: Tried) -> Simulation:
         draws, deployment, slo = self.question.draws, bounded_candidate.deployment, self.question.study.slo
@@ -456,17 +465,19 @@ class Audit:
     def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""
         confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
-        fresh = {tried.draw: tried for tried in fate.simulated if tried.draw and tried.rate_rps == rate}
-        needed = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
-        if [*sorted(fresh)] != [*needed]:
-            self.problems.append(f"{fate.plan} was chosen, and {len(needed)} fresh draws have not all confirmed it")
+        fresh = {attempt.draw: attempt for attempt in fate.simulated if attempt.draw and attempt.rate_rps == rate}
+        draws = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
+        if [*sorted(fresh)] != [*draws]:
+            self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
-        seen = [self._finding(bounded_candidate, fresh[draw]) for draw in needed]
+        findings = [self._finding(bounded_candidate, fresh[draw]) for draw in draws]
         short = not self.question.workload.batch and any(
-            finding.summary.requests < confirm.requests for finding in seen
+            finding.summary.requests < confirm.requests for finding in findings
         )
-        if seen and (
-            short or not all(finding.met for finding in seen) or judged_together(self.question, seen).confirmed is None
+        if findings and (
+            short
+            or not all(finding.met for finding in findings)
+            or judged_together(self.question, findings).confirmed is None
         ):
             self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
 
@@ -476,7 +487,9 @@ class Audit:
         if self._handed_out not in (None, bounded_candidate.deployment.plan):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not self._of_its_load(incumbent.rate_rps):
-            self.problems.append(f"{incumbent.plan} was chosen under another load than {question.objective.name} is of")
+            self.problems.append(
+                f"{incumbent.plan} was not chosen under the load of objective {question.objective.name}"
+            )
             return
         self._confirm_draws(bounded_candidate, fate)
         last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
@@ -501,26 +514,29 @@ class Audit:
 
     def _same(self, what: str, claimed: Any, computed: Any) -> None:
         if not _near(claimed, computed):
-            self.problems.append(f"{what} is {_words(claimed)} in the certificate, and comes to {_words(computed)}")
+            self.problems.append(f"{what} is {_words(claimed)} in the certificate, but {_words(computed)} was computed")
 
 
 def _near(claimed: Any, computed: Any) -> bool:
-    """Whether two values are one, numbers but for rounding."""
+    """True if two values are equal, numbers except for rounding."""
     if isinstance(claimed, float) and isinstance(computed, float):
         return math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
     return bool(claimed == computed)
 
 
 def _decisive(fate: PlanFate) -> Seq[Tried]:
-    """The simulation that decides what a plan could reach: under the load given the last one, and else at the lowest
-    rate it missed; of one that breaks a limit of the study, at the highest rate at which it met the SLO."""
-    if any(tried.rate_rps is None for tried in fate.simulated):
+    """Return the simulation that decides the bound of a plan; empty if there is none.
+
+    If the load is given it is the last simulation, and else that at the lowest rate that missed the SLO; if the plan
+    breaks a limit of the study, that at the highest rate that met the SLO.
+    """
+    if any(attempt.rate_rps is None for attempt in fate.simulated):
         return fate.simulated[-1:]
-    met = [tried for tried in fate.simulated if tried.met]
+    met = [attempt for attempt in fate.simulated if attempt.met]
     if fate.best is None and met:
         return (max(met, key=_rate),)
     # Of two at one rate the later one counts: that of all cores.
-    missed = [tried for tried in reversed(fate.simulated) if not tried.met]
+    missed = [attempt for attempt in reversed(fate.simulated) if not attempt.met]
     return (min(missed, key=_rate),) if missed else ()
 
 

@@ -1,21 +1,21 @@
-"""How sure a choice is: the chosen plan and its rivals in the same redrawn worlds, and what to measure to be surer.
+"""Confidence in a choice: the chosen plan and its rivals in the same redrawn worlds, and what to measure next.
 
 In each world every kind of operator, and the acceptance of drafts, is off by one error that all plans share, on the
 same requests (`simtune.sim.uncertainty`); errors drawn for each plan by itself would make the gap between two plans
 look several times less sure than it is. The value of a plan in a world is what the search looked for: the highest rate
-within the SLO that the plan could sustain there for ever, per whatever counts, on one ladder of rates for all plans, or
-what it is worth at the load asked about. A short run may end before it is felt that requests pile up; no such rate
-counts, here as in the search.
+within the SLO that the plan could sustain there for ever, over its weight (GPUs or dollars), on one ladder of rates for
+all plans, or its value at the given load. A short run may end before requests are seen to pile up; rates above the
+sustained one do not count, here as in the search.
 
     P(A beats B) = share of worlds in which A is worth more, ties half
 
-What to measure next is asked of a line through the worlds: gap = d + sum b_k z_k + the rest, z_k the error of kind k in
-units of its spread, s the spread of the gap. Once z_k is known, A is better with probability
+What to measure next follows from a line fitted to the worlds: gap = d + sum b_k z_k + the rest, z_k the error of kind k
+in units of its spread, s the spread of the gap. Once z_k is known, A is better with probability
 
     Phi((d + b_k z_k) / sqrt(s^2 - b_k^2))
 
-and the better of the two is then chosen rightly with the mean over z_k of max(P, 1 - P): the kind with the largest is
-to be measured next.
+and the better of the two is then chosen with a probability that is the mean over z_k of max(P, 1 - P): the kind with
+the largest mean should be measured next.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.workload.requests import RequestStream
 
 WORTH_NAMING = 3
-"""Shapes of a kind that are named as worth measuring."""
+"""Number of shapes of a kind that are named as worth measuring."""
 _FREEDOM = 5
-"""Worlds beyond those that a line needs, for its rest to be known."""
+"""Worlds beyond those that a line needs, so that its residual is known."""
 _ENDLESS = 400
-"""Rungs of the ladder of rates above or below the first one that are looked at: a factor of thousands at 2 %."""
+"""Largest number of rungs above or below the first one on the ladder of rates: a factor of thousands at 2 %."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,21 @@ class RivalPlan:
     deployment: Deployment
     stream: RequestStream
     rate_rps: float | None
-    """The highest that it was found to serve; None where plans are compared at the load of the stream."""
+    """Highest rate that the plan was found to serve; None if plans are compared at the load of the stream."""
     weight: float = 1.0
-    """What its rate counts per: GPUs, dollars per hour. Where the load is given, what it takes, if that is compared."""
+    """Divisor of the rate: GPUs, or dollars per hour. If the load is given and cost is compared, the cost of the
+    plan."""
     worth: Literal["rate", "e2el", "weight"] = "rate"
-    """What larger values of are better: rate / weight, 1 / mean E2EL, or 1 / weight; 0 where the SLO is missed."""
+    """Value of which more is better: rate / weight, 1 / mean E2EL, or 1 / weight; 0 if the SLO is missed."""
     cores: int | None = None
-    """Engine cores that are simulated for all of them."""
+    """Engine cores that are simulated for all of them; None for all."""
 
 
 # --- what is said of it -----------------------------------------------------------------------------------
 
 
 class Versus(Record):
-    """The chosen plan against one rival."""
+    """Comparison of the chosen plan with one rival."""
 
     candidate: str
     probability: Share = Field(description="that the chosen plan beats it: share of worlds, ties half")
@@ -82,14 +83,14 @@ class Versus(Record):
 
 
 class WorthQuantiles(Record):
-    """What a plan is worth in the worlds, in the objective's terms: 0 where it misses the SLO."""
+    """Quantiles of the value of a plan over the worlds, in the objective's terms; 0 if it misses the SLO."""
 
     candidate: str
     levels: Seq[Share]
     values: Seq[NonNegative]
 
     def at(self, level: float) -> float:
-        """The value at a level; between two of them, on a straight line."""
+        """Return the value at a level, interpolated linearly between two levels."""
         return float(np.interp(level, self.levels, self.values))
 
 
@@ -108,7 +109,7 @@ class ProfilePoint(Record):
 
 
 class ToMeasure(Record):
-    """What knowing one error would do for the choice between the chosen plan and its nearest rival."""
+    """Effect of knowing one error on the choice between the chosen plan and its nearest rival."""
 
     error: str = Field(description="operator kind, or acceptance")
     share: Share = Field(description="of the variance of the gap between the two that it stands for")
@@ -117,12 +118,12 @@ class ToMeasure(Record):
     acceptance: Seq[str] = Field(description="the acceptance specs that are in doubt; none for an operator kind")
 
     def __str__(self) -> str:
-        what = ", ".join(map(str, self.points)) or f"how often drafts are kept: {', '.join(self.acceptance)}"
-        return f"{self.error} ({what}): chosen rightly with {self.right_after:.0%} then"
+        unknown = ", ".join(map(str, self.points)) or f"how often drafts are kept: {', '.join(self.acceptance)}"
+        return f"{self.error} ({unknown}): chosen rightly with {self.right_after:.0%} then"
 
 
 class Confidence(Record):
-    """How sure the choice is."""
+    """Confidence in the choice of a plan."""
 
     worlds: Count
     level: Share = Field(description="share of worlds that the intervals hold")
@@ -136,24 +137,24 @@ class Confidence(Record):
 
     @property
     def nearest(self) -> Versus | None:
-        """The rival that is least surely beaten."""
+        """Rival that is beaten with the lowest probability."""
         return min(self.versus, key=lambda v: v.probability, default=None)
 
     def robust(self, level: float) -> str:
-        """The plan with the largest value at a quantile of the worlds; of equals the first."""
+        """Return the plan with the largest value at a quantile of the worlds; of equal plans the first."""
         return max(self.quantiles, key=lambda q: q.at(level)).candidate
 
     def lines(self) -> list[str]:
-        """What to print of it."""
+        """Return the lines that are printed."""
         if not self.versus:
             return [f"{self.worlds} redrawn worlds: there is no other plan to compare with"]
         rivals = "the rival does not beat" if len(self.versus) == 1 else f"none of {len(self.versus)} rivals beats"
-        said = [f"{self.worlds} redrawn worlds: {rivals} the chosen plan in {self.best:.0%} of them"]
+        lines = [f"{self.worlds} redrawn worlds: {rivals} the chosen plan in {self.best:.0%} of them"]
         for rival in self.versus:
             low, high = ("unbounded" if g is None else f"{g:+.1%}" for g in rival.gap)
-            said.append(f"  beats {rival.candidate} with {rival.probability:.0%}; gap {low} to {high}")
-        said += [f"measure next: {one}" for one in self.to_measure[:1]]
-        return said
+            lines.append(f"  beats {rival.candidate} with {rival.probability:.0%}; gap {low} to {high}")
+        lines += [f"measure next: {error}" for error in self.to_measure[:1]]
+        return lines
 
 
 # --- worlds -----------------------------------------------------------------------------------------------
@@ -172,15 +173,15 @@ def confidence(
     """Judge the first contender, which was chosen, against the others in `worlds` redrawn worlds.
 
     `tolerance` is the relative step of the ladder of rates. `jobs` processes; the answer does not depend on them.
-    Raises UsageError where there is nobody to judge, or step costs were brought from outside.
+    Raise UsageError if there is no plan to judge, or if a pool has step costs of its own.
     """
     if not contenders:
-        raise UsageError("nobody to judge: a confidence is of a chosen plan and its rivals")
+        raise UsageError("no plan to judge; pass the chosen plan, and its rivals after it")
     runs = [_as_chosen(c, slo, seed) for c in contenders]
-    drawn = draws(worlds, seed)
+    errors = draws(worlds, seed)
     tasks: list[_InWorld] = []
     for contender, run in zip(contenders, runs, strict=True):
-        tasks += _tasks(contender, spreads(contender.deployment, run), drawn, slo, tolerance, seed)
+        tasks += _tasks(contender, spreads(contender.deployment, run), errors, slo, tolerance, seed)
     with executor(jobs, len(tasks)) as pool:
         worth = []
         for value in ordered_map(pool, _InWorld.run, tasks):
@@ -188,18 +189,18 @@ def confidence(
             if progress is not None:
                 progress(len(worth), len(tasks), contenders[(len(worth) - 1) // worlds].name)
     values = np.array(worth).reshape(len(contenders), worlds)
-    asked = [[*asked_calls(c.deployment, run)] for c, run in zip(contenders, runs, strict=True)]
-    in_doubt = {call.kind for calls in asked for _, call in calls}
+    calls_by_plan = [[*asked_calls(c.deployment, run)] for c, run in zip(contenders, runs, strict=True)]
+    in_doubt = {call.kind for calls in calls_by_plan for _, call in calls}
     if any(c.deployment.drafting for c in contenders):
         in_doubt.add(ACCEPTANCE)
-    verdict = judge([c.name for c in contenders], values, {name: z for name, z in drawn.items() if name in in_doubt})
-    return verdict.model_copy(update={"to_measure": _with_points(verdict, contenders, asked)})
+    verdict = judge([c.name for c in contenders], values, {name: z for name, z in errors.items() if name in in_doubt})
+    return verdict.model_copy(update={"to_measure": _with_points(verdict, contenders, calls_by_plan)})
 
 
 def _tasks(
     c: RivalPlan, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, tolerance: float, seed: int
 ) -> Iterator[_InWorld]:
-    """A contender in every world, off by as much as its own steps may be."""
+    """Yield a contender in every world, with the errors that its own steps may have."""
     blueprint, judged = Blueprint.of(c.deployment), (c.rate_rps, c.weight, c.worth, c.cores)
     for i, acceptance_errors in enumerate(drawn[ACCEPTANCE].tolist()):
         factors = {kind: math.exp(sd * float(drawn[kind][i])) for kind, sd in log_sd.items()}
@@ -213,7 +214,7 @@ def _as_chosen(c: RivalPlan, slo: Slo, seed: int) -> Result:
 
 @dataclass(frozen=True)
 class _InWorld:
-    """One contender in one world."""
+    """A contender in one world."""
 
     blueprint: Blueprint
     stream: RequestStream
@@ -225,7 +226,7 @@ class _InWorld:
     seed: int
 
     def run(self) -> float:
-        """What it is worth there."""
+        """Return the value of the contender in the world."""
         rate, weight, worth, cores = self.judged
         deployment = self.blueprint.deploy(self.factors, self.acceptance_errors)
         sustained = sustained_rps(deployment, self.stream)
@@ -237,8 +238,8 @@ class _InWorld:
         return 1 / weight if worth == "weight" else 1 / float(np.nanmean(result.e2el_s))
 
     def _highest_rate(self, deployment: Deployment, near: float, cores: int | None, sustained: float) -> float:
-        """The highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are, and not above what is
-        sustained; 0 where it is nowhere."""
+        """Return the highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are, and not above the
+        sustained rate; 0 if there is none."""
         step = 1 + self.tolerance
 
         def meets(rung: int) -> bool:
@@ -253,9 +254,9 @@ class _InWorld:
 
 
 def highest(meets: Callable[[int], bool], near: int) -> int | None:
-    """The highest rung that meets, where all below it do: from `near` in growing strides, then by halves.
+    """Return the highest rung that meets, if all below it do: from `near` in growing strides, then by halves.
 
-    None where no rung within a factor of thousands does; one that high is as good as the highest.
+    Return None if no rung within a factor of thousands meets; a rung that high is as good as the highest.
     """
     stride = 2
     if meets(near):
@@ -280,13 +281,13 @@ def highest(meets: Callable[[int], bool], near: int) -> int | None:
 
 _LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 _NORMAL: Array = ndtri((np.arange(2000) + 0.5) / 2000)
-"""The standard normal distribution, as equally likely numbers."""
+"""Quantiles of the standard normal distribution at equally likely levels."""
 
 
 def judge(names: Sequence[str], values: Array, errors: Mapping[str, Array]) -> Confidence:
-    """What the values of plans (a row each, the chosen one first) in the same worlds (a column each) say of the choice.
+    """Judge a choice by the values of plans (a row each, the chosen one first) in the same worlds (a column each).
 
-    `errors` are how far off what is in each world, in units of its spread, by name.
+    `errors` are the errors of each world by name, in units of their spread.
     """
     chosen, rivals = values[0], values[1:]
     versus = tuple(_versus(name, chosen, rival) for name, rival in zip(names[1:], rivals, strict=True))
@@ -317,9 +318,9 @@ def _versus(name: str, chosen: Array, rival: Array) -> Versus:
 
 
 def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, tuple[ToMeasure, ...]]:
-    """(probability of choosing rightly as things are, by a line through the worlds; what would raise it, best first).
+    """Return (probability of choosing rightly now, by a line through the worlds; errors worth knowing, best first).
 
-    Where worlds are too few for a line, or the gap is the same in all, nothing is said.
+    If there are too few worlds for a line, or the gap is the same in all, return (None, ()).
     """
     names = [*errors]
     freedom = len(gap) - 1 - len(names)
@@ -328,8 +329,8 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
     design = np.column_stack([np.ones(len(gap)), *(errors[name] for name in names)])
     line, *_ = np.linalg.lstsq(design, gap, rcond=None)
     mean, slopes = float(line[0]), line[1:]
-    rest = float(np.sum((gap - design @ line) ** 2)) / freedom
-    variance = float(np.sum(slopes**2)) + rest
+    residual = float(np.sum((gap - design @ line) ** 2)) / freedom
+    variance = float(np.sum(slopes**2)) + residual
     now = float(_sure(np.array(mean), variance))
     helps = [
         ToMeasure(
@@ -345,7 +346,7 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
 
 
 def _sure(mean: Array, variance: float) -> Array:
-    """Probability that a normal number has the sign of its mean."""
+    """Return the probability that a normal number has the sign of its mean."""
     return np.asarray(ndtr(np.abs(mean) / math.sqrt(variance)) if variance > 0 else np.ones_like(mean))
 
 
@@ -355,22 +356,23 @@ def _sure(mean: Array, variance: float) -> Array:
 def _with_points(
     verdict: Confidence, contenders: Sequence[RivalPlan], asked: Sequence[Sequence[tuple[str, AskedCall]]]
 ) -> tuple[ToMeasure, ...]:
-    """What to measure, with the shapes that the chosen plan and its nearest rival ask for, or the acceptances."""
+    """Return the errors to measure, with the shapes that the chosen plan and its nearest rival use, or the
+    acceptances."""
     nearest = verdict.nearest
     if nearest is None:
         return ()
     two = [i for i, c in enumerate(contenders) if i == 0 or c.name == nearest.candidate]
     specs = {d.acceptance.name for i in two for d in contenders[i].deployment.drafting.values()}
     return tuple(
-        one.model_copy(update={"acceptance": tuple(sorted(specs))})
-        if one.error == ACCEPTANCE
-        else one.model_copy(update={"points": _points([call for i in two for call in asked[i]], one.error)})
-        for one in verdict.to_measure
+        item.model_copy(update={"acceptance": tuple(sorted(specs))})
+        if item.error == ACCEPTANCE
+        else item.model_copy(update={"points": _points([call for i in two for call in asked[i]], item.error)})
+        for item in verdict.to_measure
     )
 
 
 def _points(asked: Sequence[tuple[str, AskedCall]], kind: str) -> tuple[ProfilePoint, ...]:
-    """The shapes of a kind whose time and doubt together are largest."""
+    """Return the shapes of a kind whose time times error is largest."""
     doubt: dict[tuple[str, str, tuple[tuple[str, float], ...]], float] = defaultdict(float)
     calls: dict[tuple[str, str, tuple[tuple[str, float], ...]], AskedCall] = {}
     for hardware, call in asked:

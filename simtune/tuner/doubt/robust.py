@@ -1,4 +1,4 @@
-"""The choice of a finished search in redrawn worlds: how sure it is, and which plan is best where things go badly."""
+"""Confidence in the choice of a finished search in redrawn worlds, and the plan that is best at a low quantile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from simtune.tuner.search.climb import LOWEST
 from simtune.tuner.trial import Trial, Tuned
 
 WORLDS = 40
-"""Enough for probabilities within some per cent, and for a line through them."""
+"""Number of worlds: enough for probabilities within some per cent, and for a line through them."""
 RIVALS = 4
-"""Runners-up that the chosen plan is compared with."""
+"""Number of runners-up that the chosen plan is compared with."""
 
 
 def of_search(
@@ -31,7 +31,7 @@ def of_search(
     jobs: Jobs = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Confidence:
-    """The chosen plan against those that could come nearest (`contenders`). See `simtune.tuner.doubt.confidence`."""
+    """Compare the chosen plan with its nearest rivals (`contenders`). See `simtune.tuner.doubt.confidence`."""
     study = tuned.question.study
     return confidence(
         contenders(tuned, rivals),
@@ -52,38 +52,40 @@ def simulate_chosen(tuned: Tuned) -> None:
 
 
 def contenders(tuned: Tuned, rivals: int = RIVALS) -> list[RivalPlan]:
-    """The chosen plan and its nearest rivals, ready to be judged in other worlds.
+    """Return the chosen plan and its nearest rivals, ready to be judged in other worlds.
 
-    A rival need not have been simulated: what bounds rule out as predicted may win where operators are off. Left out
-    are plans that must do what another one does, and classes that were ruled out unseen.
+    A rival need not have been simulated: a plan that bounds rule out as predicted may win if operators are off. Plans
+    that must do the same as another plan are left out, and so are classes that were ruled out without simulation.
     """
     return [_contender(tuned, trial) for trial in (tuned.chosen, *_nearest(tuned)[:rivals])]
 
 
 def _nearest(tuned: Tuned) -> list[Trial]:
-    """Rivals, those that reach most first. At a given load those that were simulated come before, in the order of the
-    search."""
+    """Return the rivals, the best bound first. At a given load simulated plans come before the others, in the order of
+    the search."""
     question, objective = tuned.question, tuned.question.objective
     candidates = [row for row in tuned.rows[1:] if not row.same_as and not row.allocation]
     bounded = [row for row in candidates if row.best is not None and math.isfinite(row.best)]
     if isinstance(objective, RateObjective):
         return sorted(bounded, key=lambda row: -_reaches(question, row))
     simulated = [row for row in candidates if row.summary is not None]
-    if objective.needs_power:  # what idle GPUs draw says little of what busy ones do
+    # The bound is the power of idle GPUs, which says little about busy ones.
+    if objective.needs_power:
         return simulated
     unseen = [row for row in bounded if row.summary is None]
     return simulated + sorted(unseen, key=lambda row: -objective.sign * (row.best or 0.0))
 
 
 def _reaches(question: Question, row: Trial) -> float:
-    """What a plan came to within the SLO, or else at most comes to."""
+    """Return the value of a plan within the SLO, or else its bound."""
     if row.status != "feasible":
         return row.best or 0.0
     return question.objective.value(question.facts(row.candidate, question.stream(row.candidate)), row.judged)
 
 
 def of_chosen(tuned: Tuned, *, worlds: int, jobs: Jobs = None) -> Uncertainty:
-    """The chosen plan on its whole deployment, under the very requests of its result, in so many redrawn worlds."""
+    """Simulate the chosen plan on its whole deployment, under the requests of its result, in `worlds` redrawn
+    worlds."""
     study = tuned.question.study
     return uncertainty(tuned.deployment, tuned.result.stream, study.slo, count=worlds, seed=study.seed, jobs=jobs)
 
@@ -105,7 +107,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
 
 
 def _near_rps(question: Question, trial: Trial) -> float | None:
-    """Of the highest rate of a plan: the last that was simulated, or its bound; None where the load is given."""
+    """Return a rate near the highest one of a plan: the last that was simulated, or its bound; None if the load is
+    given."""
     objective = question.objective
     if not isinstance(objective, RateObjective):
         return None
@@ -116,10 +119,10 @@ def _near_rps(question: Question, trial: Trial) -> float | None:
 
 
 def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
-    """The same search with the plan chosen that is worth most at a quantile of the worlds, by `sure`.
+    """Return the same search with the plan chosen that is worth most at a quantile of the worlds, by `sure`.
 
-    Where that is not the chosen one, it is simulated on its whole deployment, at the highest rate within the SLO where
-    rates are searched, and takes its place; it does not where it never meets the SLO as predicted.
+    If that plan is not the chosen one, it is simulated on its whole deployment, at the highest rate within the SLO if
+    rates are searched, and replaces it; unless it never meets the SLO as predicted.
     """
     name = sure.robust(level)
     if name == tuned.chosen.candidate.name:
@@ -142,8 +145,11 @@ def robust(tuned: Tuned, sure: Confidence, level: float) -> Tuned:
 
 
 def _within_slo(question: Question, trial: Trial, deployment: Deployment) -> tuple[float | None, Result] | None:
-    """The rate at which a plan meets its SLO, from that of its last simulation or its bound down, and what it does
-    there. A search stops at the rate where a plan would have to beat the best one, which most of them miss."""
+    """Return the rate at which a plan meets its SLO, and its result there; None if it meets the SLO at no rate.
+
+    The search steps down from the rate of the last simulation or from the bound: most plans were simulated only at the
+    rate at which they would have to beat the best plan, and missed it.
+    """
     rate = _near_rps(question, trial)
     lowest = 0.0 if rate is None else rate * LOWEST
     while rate is None or rate > lowest:

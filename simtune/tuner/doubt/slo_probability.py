@@ -1,10 +1,10 @@
-"""How probable it is that a chosen plan keeps its SLO, for little more than the report costs that says so.
+"""Estimate P(SLO met) for the chosen plan, reusing the sweep of rates that the report simulates anyway.
 
 A world in which everything takes e^u times as long is the predicted one played more slowly: at a rate r it does what
-the predicted one does at e^u r, and each of its latencies is e^u times as long. So where rates are searched, the sweep
-of rates around the chosen one (`simtune.tuner.search.rate_sweep`) says what becomes of latencies as steps take longer
-or less, and little more is simulated. Where the load is given, a few worlds are simulated in which all operators take
-e^u times as long. Between such knots logarithms of latencies are interpolated.
+the predicted one does at e^u r, and each of its latencies is e^u times as long. So if rates are searched, the sweep of
+rates around the chosen one (`simtune.tuner.search.rate_sweep`) gives the latencies as steps take longer or less, and
+little more is simulated. If the load is given, a few worlds are simulated in which all operators take e^u times as
+long. Between such knots logarithms of latencies are interpolated.
 
 In a drawn world (`simtune.sim.uncertainty`) each kind of operator is off by an error of its own. For a metric it counts
 as the world that is stretched by
@@ -12,10 +12,10 @@ as the world that is stretched by
     u = log sum_k w_k exp(s_k z_k)
 
 w_k the share of kind k in the steps that the metric is made of: those that decode, each as often as it decodes
-requests, for TPOT; those with prompt tokens for TTFT; both for E2EL. What is neither kernel nor collective has its
-share, and no error. Worlds that are as long by this sum and differ in what is long do not do the same; that is the
-doubt that is stated with the probability, with that of the interpolation. `benchmarks/tuner/test_odds.py` holds it
-against all worlds simulated.
+requests, for TPOT; those with prompt tokens for TTFT; both for E2EL. Time that is neither kernel nor collective has its
+share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in their latencies;
+this doubt is stated with the probability, and so is that of the interpolation. `benchmarks/tuner/test_odds.py` compares
+the estimate with a simulation of every world.
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream
 
 WORLDS = 200
-"""Drawn, not simulated."""
+"""Number of worlds that are drawn; they are not simulated."""
 SAFE = 0.9
-"""Of worlds in which the SLO holds at the safer rate."""
+"""Share of worlds in which the SLO holds at the safer rate."""
 RANK = 0.1
-"""Of the spread of worlds: by so much one may do as if it were longer or shorter than its sum says."""
+"""Share of the spread of worlds by which a world may behave as if it were longer or shorter than its sum."""
 BETWEEN = 0.15
-"""Of the way between two knots: how far off the place may be at which a limit is reached between them."""
+"""Share of the distance between two knots by which the place at which a limit is reached between them may be off."""
 _ENDLESS = math.log(1e3)
-"""What keeps its limits at a thousand times the rate keeps them at any: simulations of so few requests show no end."""
+"""Logarithm of the factor on the rate beyond which limits count as kept at any rate: short simulations show no end."""
 _LARGEST = 1e24
-"""That a record takes; more is unbounded."""
+"""Largest value that a record takes; more is unbounded."""
 _FLAT = 1e-9
-"""A latency whose logarithm rises by no more, as everything takes longer, does not change."""
+"""Slope below which a latency counts as constant while everything takes longer."""
 ONE_INSTANCE = 1
-"""Cores, where instances do not disturb each other: what is simulated is how latencies change, not what they are."""
+"""Cores to simulate if instances do not disturb each other: only the change of latencies is needed, not their
+values."""
 
 
 class LimitInterval(Record):
-    """What a limited latency comes to in the worlds, in the order of `slo`."""
+    """Interval of a limited latency over the worlds, in the order of `slo`."""
 
     low_s: NonNegative | None = Field(description="null is unbounded")
     high_s: NonNegative | None = Field(description="null is unbounded")
 
 
 class SloOdds(Record):
-    """How probable it is that the chosen plan keeps its SLO where operators are off, not every world simulated."""
+    """Probability that the chosen plan keeps its SLO if operators are off, estimated without simulating every world."""
 
     worlds: Count = Field(description="drawn")
     simulations: int = Field(ge=0, description="done for this alone")
@@ -94,23 +95,26 @@ class SloOdds(Record):
 
 @dataclass(frozen=True)
 class StretchCurve:
-    """A limited latency over the logarithm u of how much longer everything takes: logarithms at knots, inf where
-    requests pile up."""
+    """A limited latency over the logarithm u of the factor on all times: logarithms at knots, inf if requests pile
+    up."""
 
     stretch: Array
     latency: Array
 
     @classmethod
     def of(cls, knots: Mapping[float, float]) -> StretchCurve:
-        """Latencies in seconds by u. Noise that makes them fall is smoothed away: more time is no gain. So is what
-        looks as if requests piled up, as few may, where they do not when everything takes longer."""
+        """Return the curve through latencies in seconds by u.
+
+        Noise that makes latencies fall is smoothed away, since more time is no gain. A knot at which requests seem to
+        pile up, as a short run may show, is dropped if they do not at a larger u.
+        """
         last = max((u for u, seconds in knots.items() if math.isfinite(seconds)), default=math.inf)
         at = [u for u in sorted(knots) if u >= last or math.isfinite(knots[u])]
         seconds = np.maximum.accumulate([knots[u] for u in at])
         return cls(np.array(at), np.log(np.maximum(seconds, 1e-12)))
 
     def at(self, u: Array) -> Array:
-        """Logarithms of latencies; beyond the knots as at the nearest two, below them in proportion."""
+        """Return logarithms of latencies; above the knots extrapolated from the last two, below them in proportion."""
         x, y, end = self._known()
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 1.0
         inside = np.interp(u, x, y)
@@ -118,8 +122,10 @@ class StretchCurve:
         return np.where(u > end, np.inf, beyond)
 
     def reached(self, limit: Array, less: float = 0.0) -> Array:
-        """The largest u at which it is no more than a limit's logarithm; of the latency over e^(less u). Beyond the
-        knots as `at` has it."""
+        """Return the largest u at which the latency over e^(less u) is within a limit, given by its logarithm.
+
+        Beyond the knots it is extrapolated as in `at`.
+        """
         x, y, end = self._known()
         y = np.maximum.accumulate(y - less * x) + 1e-12 * np.arange(len(y))
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 1.0 - less
@@ -128,12 +134,12 @@ class StretchCurve:
         return np.where(limit < y[0], before, np.where(limit >= y[-1], after, np.interp(limit, y, x)))
 
     def gap(self, u: float) -> float:
-        """Between the knots on both sides."""
+        """Return the distance between the knots on both sides of u."""
         at = int(np.clip(np.searchsorted(self.stretch, u), 1, len(self.stretch) - 1))
         return float(self.stretch[at] - self.stretch[at - 1]) if len(self.stretch) > 1 else 0.0
 
     def with_knot(self, u: float, log_latency: float) -> StretchCurve:
-        """The same, where it is known to be at least so long at one more place."""
+        """Return the curve with one more knot, at which the latency is known to be at least this long."""
         if float(self.at(np.array(u))) >= log_latency:
             return self
         before = self.stretch < u
@@ -142,8 +148,10 @@ class StretchCurve:
         return StretchCurve(x, np.maximum.accumulate(y))
 
     def _known(self) -> tuple[Array, Array, float]:
-        """(knots, latencies) where it is finite, and where requests begin to pile up: half way to the knot that says
-        so; nowhere where none does."""
+        """Return the knots and latencies that are finite, and the u from which requests pile up.
+
+        The latter is half way to the first knot at which they do; infinite if there is none.
+        """
         finite = np.isfinite(self.latency)
         x, y = self.stretch[finite], self.latency[finite]
         return x, y, math.inf if finite.all() else float(x[-1] + self.stretch[~finite][0]) / 2
@@ -156,7 +164,7 @@ _MADE_OF: dict[str, Callable[[SampledStep], float]] = {
     "tpot": lambda step: float(step.num_decodes),
     "e2el": lambda step: float(step.num_decodes + len(step.chunks)),
 }
-"""How often a step counts in a metric."""
+"""Weight of a step in a metric."""
 
 
 def stretches(
@@ -166,20 +174,20 @@ def stretches(
     metrics: Sequence[str],
     seed: int,
 ) -> Array:
-    """u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of kinds
-    in them."""
+    """Return u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of
+    kinds in them."""
     steps = [*timed_steps(deployment, result)]
     log_sd: dict[str, float] = {}
     for kinds in bases.values():
         for kind, basis in kinds.items():
             log_sd[kind] = max(basis.log_sd, log_sd.get(kind, 0.0))
-    drawn = draws(WORLDS, seed)
+    errors = draws(WORLDS, seed)
     rows = []
     for metric in metrics:
         shares = _shares(steps, _MADE_OF[metric]) or _shares(steps, lambda step: 1.0)
         longer = np.full(WORLDS, 1 - sum(shares.values()))
         for kind, share in shares.items():
-            longer += share * np.exp(log_sd.get(kind, 0.0) * drawn[kind])
+            longer += share * np.exp(log_sd.get(kind, 0.0) * errors[kind])
         rows.append(np.log(longer))
     return np.array(rows)
 
@@ -187,7 +195,8 @@ def stretches(
 def _shares(
     steps: Sequence[tuple[SampledStep, Mapping[str, float], float]], often: Callable[[SampledStep], float]
 ) -> dict[str, float]:
-    """Of each kind in the time of steps that count so often; less than 1 together where something else takes time."""
+    """Return the share of each kind in the time of steps, weighted by `often`; less than 1 in total if other work takes
+    time."""
     shares: dict[str, float] = {}
     total = sum(step.ticks * often(step) for step, _, _ in steps)
     for step, by_kind, seconds in steps if total else ():
@@ -201,20 +210,22 @@ def _shares(
 
 @dataclass(frozen=True)
 class Stretched:
-    """The limits of a plan, how each changes as everything takes longer, and how long the worlds are for it."""
+    """Limits of a plan, the change of each latency as everything takes longer, and the lengths of the worlds."""
 
     limits: Sequence[SloLimit]
     curves: Sequence[StretchCurve]
     worlds: Array
-    """u, a row for each limit."""
+    """u of the worlds, a row for each limit."""
     spread: float
-    """Of u, by who of the requests happens to meet whom (`simtune.tuner.doubt.draw_spread`)."""
+    """Standard deviation of u over draws of the requests (`simtune.tuner.doubt.draw_spread`)."""
     fortune: float = 0.0
-    """By so much sooner a limit is reached in other worlds than where the plan was chosen."""
+    """Amount of u by which a limit is reached sooner in other worlds than in the one in which the plan was chosen."""
 
     def slack(self, longer: float = 0.0) -> Array:
-        """Of each world the logarithm of the rate, over the one asked about, up to which it keeps all limits, if worlds
-        do as if they were so much of their spread longer, and limits were reached as much earlier as they may be."""
+        """Return the logarithm of the rate, over the chosen one, up to which each world keeps all limits.
+
+        Worlds count as `longer` times their doubt longer than they are, and limits as reached sooner by `fortune`.
+        """
         slack = np.full(self.worlds.shape[1], np.inf)
         for limit, curve, u in zip(self.limits, self.curves, self.worlds, strict=True):
             off = self.fortune + longer * self._doubt(limit, curve, u)
@@ -222,46 +233,48 @@ class Stretched:
         return np.where(slack > _ENDLESS, np.inf, slack)
 
     def kept(self, longer: float = 0.0) -> float:
-        """Share of worlds that keep all limits."""
-        kept = np.ones(self.worlds.shape[1], dtype=bool)
+        """Return the share of worlds that keep all limits."""
+        keeps = np.ones(self.worlds.shape[1], dtype=bool)
         for limit, curve, u in zip(self.limits, self.curves, self.worlds, strict=True):
             border = float(curve.reached(np.array(math.log(limit.limit_s))))
-            kept &= u + self.fortune + longer * self._doubt(limit, curve, u) <= border
-        return float(kept.mean())
+            keeps &= u + self.fortune + longer * self._doubt(limit, curve, u) <= border
+        return float(keeps.mean())
 
     def intervals(self) -> tuple[LimitInterval, ...]:
-        """Of each limited latency."""
+        """Return the interval of each limited latency."""
         ends = (interval(np.exp(curve.at(u)).tolist()) for curve, u in zip(self.curves, self.worlds, strict=True))
         return tuple(LimitInterval(low_s=_short(low), high_s=_short(high)) for low, high in ends)
 
     def _doubt(self, limit: SloLimit, curve: StretchCurve, u: Array) -> float:
-        """By how much a world may do as if it were longer, or the limit be reached before."""
+        """Return the amount of u by which a world may behave as if it were longer, or a limit be reached sooner."""
         border = float(curve.reached(np.array(math.log(limit.limit_s))))
         between = BETWEEN * curve.gap(border) if math.isfinite(border) else 0.0
         return math.hypot(RANK * float(u.std()), between, self.spread)
 
 
 def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]) -> SloOdds | None:
-    """Of the chosen plan, whose rates were swept, and whose kinds have these errors
+    """Estimate the probability for the chosen plan, given its sweep of rates and the errors of its kinds of operators
     (`simtune.sim.run_basis.pool_bases`).
 
-    None where it has no limits, where nothing is known of its operators, and where the search was interrupted.
+    Return None if the plan has no limits, if a pool has step costs of its own, or if the search was interrupted.
     """
     limits, seed = tuned.result.limits, tuned.question.study.seed
     if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
         return None
-    worlds = stretches(tuned.deployment, tuned.result, bases, [one.metric for one in limits], seed)
+    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], seed)
     rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     few = _FewWorlds(tuned, rate)
-    drawn = _curves(few, sweep, worlds, limits)
-    curves = drawn if rate is None else _not_above_missed(few, limits, drawn)
+    simulated_curves = _curves(few, sweep, worlds, limits)
+    curves = simulated_curves if rate is None else _not_above_missed(few, limits, simulated_curves)
     confirmed = tuned.confirmed
-    # The highest rate that met the SLO on the draw of the search was lucky; one that is confirmed has passed others.
+    # The highest rate that met the SLO on the draw of the search is biased upwards; a confirmed rate met it on other
+    # draws as well.
     of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
     of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
     plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
-    most = replace(plan, curves=drawn) if _unfelt(curves, drawn, limits) else plan
+    # If short runs do not show the miss that the search saw, the upper end uses the curves without that miss.
+    most = replace(plan, curves=simulated_curves) if _unfelt(curves, simulated_curves, limits) else plan
     return SloOdds(
         worlds=WORLDS,
         simulations=few.simulations,
@@ -277,20 +290,21 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
 
 
 def _value(tuned: Tuned, slack: Array) -> tuple[float | None, ...] | None:
-    """Of an objective that is a rate over what counts; None for any other."""
+    """Return the interval of an objective that is a rate over its weight; None for any other objective."""
     if not isinstance(tuned.question.objective, RateObjective):
         return None
     return tuple(map(_short, interval((tuned.value * np.exp(slack)).tolist())))
 
 
 def _safe_rps(rate: float, slack: Array) -> float | None:
-    """The rate at which so many worlds keep the SLO; None where there is none, or no end to it."""
+    """Return the rate at which a share SAFE of worlds keeps the SLO; None if there is none, or if it is unbounded."""
     at = float(np.sort(slack)[math.floor(len(slack) * (1 - SAFE) + 1e-9)])
     return _short(rate * math.exp(at)) if math.isfinite(at) else None
 
 
 def _short(value: float | None) -> float | None:
-    """To six significant digits, None where there is no end: the last bits are the processor's own."""
+    """Return a value to six significant digits, because the last bits depend on the processor; None if it is
+    unbounded."""
     return None if value is None or value > _LARGEST else float(f"{value:.6g}")
 
 
@@ -298,37 +312,41 @@ def _short(value: float | None) -> float | None:
 
 
 def _seconds(limits: Sequence[SloLimit]) -> list[float]:
-    """Of each limited latency; endless where requests pile up."""
-    return [math.inf if one.value_s is None else one.value_s for one in limits]
+    """Return the seconds of each limited latency; infinite if requests pile up."""
+    return [math.inf if limit.value_s is None else limit.value_s for limit in limits]
 
 
 def _logs(limits: Sequence[SloLimit]) -> list[float]:
-    return [math.log(one.limit_s) for one in limits]
+    return [math.log(limit.limit_s) for limit in limits]
 
 
 class _FewWorlds:
-    """Simulations of the chosen plan in worlds of one's choice; where some of its instances can stand for all it is one
-    of them, and what it says is how latencies change."""
+    """Simulations of the chosen plan in selected worlds.
+
+    If some of its instances can stand for all, one instance is simulated, and only the change of latencies is used.
+    """
 
     def __init__(self, tuned: Tuned, rate_rps: float | None) -> None:
-        """`rate_rps` is the chosen one; None where the load is given."""
+        """Prepare simulations at `rate_rps`, the chosen rate; None if the load is given."""
         self.tuned, self.rate_rps, self.simulations = tuned, rate_rps, 0
 
     @cached_property
     def capacity(self) -> float:
-        """u from which on requests pile up whatever a short run shows: the rate is above what the plan sustains."""
+        """u from which the rate is above what the plan sustains, so that requests pile up even if a short run does not
+        show it."""
         result = self.tuned.result
         offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
         return math.inf if offered is None else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
 
     @property
     def piling_up(self) -> dict[float, list[float]]:
-        """The knot that says so."""
+        """Knot at which requests pile up by the capacity of the plan; empty if the load has no rate or is already
+        above."""
         ends = math.isfinite(self.capacity) and self.capacity > 0
         return {self.capacity: [math.inf] * len(self.tuned.result.limits)} if ends else {}
 
     def stretched(self, u: float) -> list[float]:
-        """Seconds of the limited latencies where everything takes e^u times as long."""
+        """Return the seconds of the limited latencies if everything takes e^u times as long."""
         longer, stream = math.exp(u), self.tuned.result.stream
         if self.rate_rps is not None:
             slowed = self._simulated(self.tuned.deployment, stream.at_rate(self.rate_rps * longer))
@@ -337,15 +355,15 @@ class _FewWorlds:
         return self._simulated(Blueprint.of(self.tuned.deployment).deploy(factors), stream)
 
     def fewer_kept(self) -> list[float] | None:
-        """The same where drafts are kept less often by a standard error; None where no such error is known."""
+        """Return the same if drafts are kept less often by a standard error; None if no such error is known."""
         drafting = self.tuned.deployment.drafting.values()
-        if all(one.acceptance.shifted(-1.0) == one.acceptance for one in drafting):
+        if all(item.acceptance.shifted(-1.0) == item.acceptance for item in drafting):
             return None
         fewer = Blueprint.of(self.tuned.deployment).deploy(None, -1.0)
         return self._simulated(fewer, self.tuned.result.stream)
 
     def swept(self, point: SimulationSummary) -> list[float]:
-        """The same of a point of the sweep, at its own rate."""
+        """Return the same for a point of the sweep, at its own rate."""
         return self._of_all(_seconds(point.slo), SAMPLED_CORES)
 
     def _simulated(self, deployment: Deployment, stream: RequestStream) -> list[float]:
@@ -355,30 +373,33 @@ class _FewWorlds:
         return self._of_all(_seconds(result.limits), ONE_INSTANCE)
 
     def _of_all(self, seconds: Sequence[float], cores: int) -> list[float]:
-        """What latencies of so many cores are of all, if they are to each other as they were as predicted."""
-        return [here * ratio for here, ratio in zip(seconds, self._all_over_seen(cores), strict=True)]
+        """Scale latencies of some cores to those of all, by their ratio in the prediction."""
+        return [latency * ratio for latency, ratio in zip(seconds, self._all_over_seen(cores), strict=True)]
 
     def _all_over_seen(self, cores: int) -> list[float]:
-        """Limited latencies of all requests as predicted, over those of the ones that so many cores see: instances do
-        not disturb each other where some stand for all, so nothing is simulated to know."""
+        """Return the predicted limited latencies of all requests over those of the requests that `cores` cores receive.
+
+        Nothing is simulated: if some cores stand for all, instances do not disturb each other.
+        """
         result, deployment = self.tuned.result, self.tuned.deployment
         instances = deployment.enough_instances(result.stream, cores)
         if instances is None:
             return [1.0] * len(result.limits)
-        seen = np.arange(len(result.stream)) % deployment.pools[0].spec.instances < instances
+        in_sample = np.arange(len(result.stream)) % deployment.pools[0].spec.instances < instances
         ratios = []
         for limit in result.limits:
             column: Array = getattr(result, f"{limit.metric}_s")
-            its = np.isfinite(column)
+            counted = np.isfinite(column)
             if limit.request_class is not None:
-                its &= result.stream.class_index == result.stream.class_names.index(limit.request_class)
-            some = (its & seen).any() and statistic_of(column[its & seen], limit.statistic)
-            ratios.append(statistic_of(column[its], limit.statistic) / some if some else 1.0)
+                counted &= result.stream.class_index == result.stream.class_names.index(limit.request_class)
+            some = (counted & in_sample).any() and statistic_of(column[counted & in_sample], limit.statistic)
+            ratios.append(statistic_of(column[counted], limit.statistic) / some if some else 1.0)
         return ratios
 
 
 def _curves(few: _FewWorlds, sweep: RateSweep, worlds: Array, limits: Sequence[SloLimit]) -> list[StretchCurve]:
-    """Of each limit, by what is known and a few simulations that reach as far as these worlds do."""
+    """Return the curve of each limit, from the known latencies and a few simulations that cover the range of the
+    worlds."""
     low, high = (float(np.quantile(worlds, level)) for level in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     knots, end = {0.0: _seconds(few.tuned.result.limits)}, few.capacity
     if few.rate_rps is None:
@@ -404,18 +425,21 @@ def _drawn(knots: Mapping[float, Sequence[float]]) -> list[StretchCurve]:
 
 
 def _border(curves: Sequence[StretchCurve], limits: Sequence[SloLimit]) -> float:
-    """How much longer everything takes where the first limit is reached."""
+    """Return the u at which the first limit is reached."""
     return min(float(curve.reached(np.array(at))) for curve, at in zip(curves, _logs(limits), strict=True))
 
 
 def _not_above_missed(
     few: _FewWorlds, limits: Sequence[SloLimit], curves: Sequence[StretchCurve]
 ) -> list[StretchCurve]:
-    """At rates at which the search saw the plan miss its SLO, the limit that is reached first is passed."""
+    """Raise the limit that is reached first at rates at which the search saw the plan miss its SLO."""
     assert few.rate_rps is not None
     if few.tuned.question.study.slo.confidence is not None:
-        return [*curves]  # the search judged with a margin, and saw no miss of the predicted plan
-    missed = [one.rate_rps for one in few.tuned.chosen.tried if not one.met and one.rate_rps is not None]
+        # The search judged with a margin, so its misses are not those of the predicted plan.
+        return [*curves]
+    missed = [
+        attempt.rate_rps for attempt in few.tuned.chosen.tried if not attempt.met and attempt.rate_rps is not None
+    ]
     above = [math.log(rate / few.rate_rps) for rate in missed if rate > few.rate_rps]
     if not above:
         return [*curves]
@@ -428,8 +452,8 @@ def _not_above_missed(
 
 
 def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limits: Sequence[SloLimit]) -> bool:
-    """Whether a run of this length keeps its limits beyond the rate from which on the search saw the plan miss them:
-    requests pile up there, and it ends before that is felt."""
+    """True if a run of this length keeps its limits beyond the rate at which the search saw the plan miss them:
+    requests pile up there, but the run ends before a limit is missed."""
     missed = {
         float(u) for curve, before in zip(curves, drawn, strict=True) for u in set(curve.stretch) - set(before.stretch)
     }
@@ -438,8 +462,8 @@ def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limit
 
 
 def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], seed: int) -> Array:
-    """What is to be added to u of each world (columns), for each limit (rows), for drafts that are kept more often or
-    less."""
+    """Return the amount to add to u of each world (columns), for each limit (rows), for drafts that are kept more or
+    less often."""
     off, fewer = draws(WORLDS, seed)[ACCEPTANCE], few.fewer_kept()
     if fewer is None:
         return np.zeros((len(curves), WORLDS))

@@ -1,4 +1,4 @@
-"""Choosing how to draft: lengths of chains, shapes of trees, when to stop, when not to draft at all."""
+"""Choice of the speculation: lengths of chains, shapes of trees, when to stop, when not to draft at all."""
 
 from simtune.tuner.drafting.choose import Projection, RoundCost, Schedule, choose
 from simtune.tuner.drafting.facts import described

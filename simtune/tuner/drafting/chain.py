@@ -1,4 +1,4 @@
-"""Chains: what a round of g draft tokens yields, and what stopping early comes to.
+"""Chains of drafts: tokens that a round of g draft tokens yields, with and without early stopping.
 
 With a_j the probability that position j is kept if all before it were, and survival S_j = a_1 ... a_j, a round
 yields on average
@@ -19,22 +19,22 @@ from numpy.typing import ArrayLike
 from simtune.arrays import Array
 
 _EQUAL = 1e-12
-"""Survivals are products in some order; nearer than this they are the same."""
+"""Survivals are products in some order; a difference below this counts as none."""
 
 
 def survival(conditional: ArrayLike) -> Array:
-    """S_1 ... S_g: the probability that at least so many draft tokens are kept."""
+    """Return S_1 ... S_g: the probabilities that at least 1 ... g draft tokens are kept."""
     alive: Array = np.multiply.accumulate(np.asarray(conditional, dtype=np.float64))
     return alive
 
 
 def expected_tokens(conditional: ArrayLike) -> float:
-    """Omega: mean tokens of a round, the target's own included."""
+    """Return Omega: mean tokens of a round, including the target's own."""
     return 1.0 + float(survival(conditional).sum())
 
 
 class StoppedRound(NamedTuple):
-    """What a stopping rule does in one round of one request."""
+    """Outcome of a stopping rule in one round of one request."""
 
     accepted: float
     """Mean draft tokens kept."""
@@ -43,7 +43,7 @@ class StoppedRound(NamedTuple):
 
 
 def stopped(rate: Sequence[float], share: Sequence[float], longest: int, survive: float) -> StoppedRound:
-    """Drafting on while the survival, the next token included, is at least `survive`.
+    """Return the outcome of drafting while the survival, the next token included, is at least `survive`.
 
     The acceptance of each token is `rate[i]` with probability `share[i]`, independently, and known before the
     token is drafted.
@@ -65,7 +65,8 @@ def stopped(rate: Sequence[float], share: Sequence[float], longest: int, survive
 
 
 def stopped_by_request(rate: Sequence[float], share: Sequence[float], longest: int, survive: float) -> StoppedRound:
-    """`stopped`, where the acceptance belongs to the request and is the same for all of its tokens."""
+    """Return the outcome as in `stopped`, if the acceptance belongs to the request and is the same for all of its
+    tokens."""
     alive = np.asarray(rate, dtype=np.float64)[:, None] ** np.arange(1, longest + 1)
     drafted = alive >= survive - _EQUAL
     shares = np.asarray(share, dtype=np.float64)

@@ -1,7 +1,7 @@
-"""The best way to speculate at every batch size and context, and what of it an engine can be told.
+"""The best way to speculate at every batch size and context, and the closest setting that an engine offers.
 
 A setting (a chain, a tree, a threshold, or nothing) yields some tokens per round and sequence whatever the load;
-what a round takes depends on batch and context. In each cell of a grid the best setting is the one with the most
+the time of a round depends on batch and context. In each cell of a grid the best setting is the one with the most
 tokens per second, B x tokens / seconds; for a given size the heaviest nodes are best (`tree`), so all sizes and
 depths are tried and nothing else needs to be.
 
@@ -33,22 +33,22 @@ from simtune.tuner.drafting import chain, tree
 S = TypeVar("S", bound=Scheme)
 
 TOPK = (1, 2, 3, 4, 6, 8, 10)
-"""Of the dynamic trees tried."""
+"""Ranks per node (topk) of the dynamic trees that are tried."""
 
 STOP_AT = tuple(round(0.05 * i, 2) for i in range(2, 20))
-"""Thresholds tried: .1, .15, ... .95."""
+"""Thresholds that are tried: .1, .15, ... .95."""
 
 BETA_REQUESTS = 32
-"""Equally likely requests that stand for a Beta distribution."""
+"""Number of equally likely requests that stand for a Beta distribution."""
 
 
 class RoundCost(Protocol):
-    """What a round takes: `simtune.costs.drafting.RoundModel`, or any function of that face."""
+    """Time of a round: `simtune.costs.drafting.RoundModel`, or any function with the same signature."""
 
     def __call__(self, batch: int, context: int, verify_tokens: int, draft_depth: int, draft_width: int) -> float:
-        """Seconds of a round of `batch` sequences of `context` tokens, of which each verifies `verify_tokens`
-        tokens after drafting `draft_depth` deep, at most `draft_width` tokens at a depth. (1, 0, 1) is a decode step.
-        """
+        """Return the seconds of a round of `batch` sequences of `context` tokens, of which each verifies
+        `verify_tokens` tokens after drafting `draft_depth` deep, at most `draft_width` tokens at a depth. (1, 0, 1) is
+        a decode step."""
         ...
 
 
@@ -58,28 +58,31 @@ Cost = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class DraftSetting:
-    """One way to speculate, the same in all cells; `scheme` None is none."""
+    """A way to speculate, the same in all cells; `scheme` is None for no speculation."""
 
     scheme: Scheme | None
     tokens: float
-    """Mean tokens per round and sequence, the target's own included."""
+    """Mean tokens per round and sequence, including the target's own."""
     depth: int
     width: int
     verify_tokens: int
-    """Per sequence, the certain one included; of a threshold the most there may be."""
+    """Tokens verified per sequence, including the certain one; for a threshold the largest number."""
     at_least: tuple[float, ...] | None = None
-    """Of a threshold: P(a sequence drafts at least k tokens), k = 1 ... depth."""
+    """P(a sequence drafts at least k tokens) for k = 1 ... depth, if the scheme is a threshold."""
 
     def seconds(self, batch: int, cost: Cost) -> float:
-        """Of a round. A threshold drafts until the last sequence stops, and verifies what they drafted on average."""
+        """Return the seconds of a round.
+
+        A threshold drafts until the last sequence stops, and verifies the mean number of drafted tokens.
+        """
         if self.at_least is None:
             return cost(self.verify_tokens, self.depth, self.width)
         at_least = np.array(self.at_least)
-        somebody = np.concatenate([[1.0], 1 - (1 - at_least) ** batch, [0.0]])
+        any_drafts = np.concatenate([[1.0], 1 - (1 - at_least) ** batch, [0.0]])
         mean = 1 + float(at_least.sum())
         low = int(mean)
         total = 0.0
-        for depth, share in enumerate((somebody[:-1] - somebody[1:]).tolist()):
+        for depth, share in enumerate((any_drafts[:-1] - any_drafts[1:]).tolist()):
             if share > 0:
                 between = cost(low, depth, 1), cost(low + 1, depth, 1)
                 total += share * (between[0] + (mean - low) * (between[1] - between[0]))
@@ -87,15 +90,15 @@ class DraftSetting:
 
     @property
     def kind(self) -> str:
-        """Of its scheme."""
+        """Kind of the scheme; `none` without one."""
         return "none" if self.scheme is None else self.scheme.kind
 
     def in_words(self) -> str:
-        """For a cell of a table."""
+        """Return the text for a cell of a table."""
         return "none" if self.scheme is None else self.scheme.in_words()
 
     def in_short(self) -> str:
-        """For a cell of a map."""
+        """Return the text for a cell of a map."""
         return "off" if self.scheme is None else self.scheme.in_short()
 
 
@@ -103,44 +106,45 @@ NONE = DraftSetting(scheme=None, tokens=1.0, depth=0, width=1, verify_tokens=1)
 
 
 class Projection(NamedTuple, Generic[S]):
-    """What an engine can be told of a schedule."""
+    """The closest setting to a schedule that an engine offers."""
 
     scheme: S | None
-    """None: no setting that the engine knows is better than not to speculate."""
+    """None if no setting that the engine knows is better than no speculation."""
     gain: float
-    """Time without speculation over time with this."""
+    """Time without speculation over time with this scheme."""
     loss: float
-    """Share of the schedule's own gain in speed that is lost by it."""
+    """Share of the schedule's gain in speed that this scheme loses."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rates of all settings in all cells, and what follows from them."""
+    """Rates of all settings in all cells, and the best settings that follow from them."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     settings: tuple[DraftSetting, ...]
     rates: Array
-    """Tokens per second of the whole batch: (batches, contexts, settings). The first setting is none."""
+    """Tokens per second of the whole batch: (batches, contexts, settings). The first setting is no speculation."""
     shares: Array
-    """(batches, contexts): share of the time spent in each cell without speculation."""
+    """Share of the time spent in each cell without speculation: (batches, contexts)."""
     dynamic: tuple[DraftSetting, ...]
     dynamic_rates: Array
-    """The dynamic trees, which compete only where an engine knows nothing else."""
+    """Rates of the dynamic trees, which are used only for engines that offer nothing else."""
 
     def best(self, batch: int, context: int, kind: str | None = None) -> tuple[DraftSetting, float]:
-        """(setting, gain over no speculation) of a cell: the best of all, or of one kind or none."""
+        """Return (setting, gain over no speculation) of a cell: the best of all, or the best of one kind and no
+        speculation."""
         b, c = self.batches.index(batch), self.contexts.index(context)
         at = [i for i, s in enumerate(self.settings) if kind in (None, s.kind) or i == 0]
         chosen = at[_first_best(self.rates[b, c, at])]
         return self.settings[chosen], float(self.rates[b, c, chosen] / self.rates[b, c, 0])
 
     def chain_lengths(self) -> NDArray[np.int64]:
-        """(batches, contexts): the best number of draft tokens in a row, 0 where speculation should be off."""
+        """Return (batches, contexts): the best length of a chain, 0 if speculation should be off."""
         return np.array([[self.best(b, c, "chain")[0].depth for c in self.contexts] for b in self.batches])
 
     def gains(self) -> Array:
-        """(batches, contexts): the best setting of each cell over no speculation."""
+        """Return (batches, contexts): rate of the best setting of each cell over no speculation."""
         gains: Array = self.rates.max(axis=2) / self.rates[:, :, 0]
         return gains
 
@@ -150,18 +154,18 @@ class Schedule:
         return 1 / float((self.shares / self.gains()).sum())
 
     def fixed(self) -> tuple[DraftSetting, float]:
-        """(setting, gain) of the best single setting for all cells, which may be none."""
+        """Return (setting, gain) of the best single setting for all cells, which may be no speculation."""
         at, gain = _best_everywhere(self.rates, self.rates[:, :, 0], self.shares)
         return self.settings[at], gain
 
     def by_batch(self) -> Projection[ByBatch]:
-        """As vLLM can be told it: the length of a chain by batch size alone.
+        """Return the best scheme that vLLM offers: the length of a chain by batch size alone.
 
-        The batch sizes from one of the grid to the next get what suits the lower of them.
+        Batch sizes between two of the grid get the length of the lower one.
         """
         chains = [0, *(i for i, s in enumerate(self.settings) if s.kind == "chain")]
         none = self.rates[:, :, :1]
-        # Within a batch size the contexts share one length.
+        # All contexts of a batch size share one length: vLLM selects it by batch size alone.
         seconds = (self.shares[:, :, None] * none / self.rates[:, :, chains]).sum(axis=1)
         at = [_first_best(-row) for row in seconds]
         lengths = [self.settings[chains[i]].depth for i in at]
@@ -176,12 +180,14 @@ class Schedule:
         return Projection(scheme, gain, 1 - gain / self.gain)
 
     def projection_for(self, schemes: Collection[type[Scheme]]) -> Projection[Scheme]:
-        """The best projection for an engine that knows these schemes; no drafts where it knows none."""
-        known = [projection_of(self) for scheme, projection_of in PROJECTIONS.items() if scheme in schemes]
-        return max(known, key=lambda projection: projection.gain, default=Projection(None, 1.0, 1 - 1 / self.gain))
+        """Return the best projection for an engine that knows these schemes; no drafts if it knows none."""
+        projections = [projection_of(self) for scheme, projection_of in PROJECTIONS.items() if scheme in schemes]
+        return max(
+            projections, key=lambda projection: projection.gain, default=Projection(None, 1.0, 1 - 1 / self.gain)
+        )
 
     def dynamic_tree(self) -> Projection[DynamicTree]:
-        """As SGLang and TensorRT-LLM can be told it: one EAGLE-2 tree for all loads, or none.
+        """Return the best scheme that SGLang and TensorRT-LLM offer: one EAGLE-2 tree for all loads, or none.
 
         Its value is counted by depth and rank alone; a drafter that knows the context does better.
         """
@@ -196,7 +202,7 @@ PROJECTIONS: dict[type[Scheme], Callable[[Schedule], Projection[Any]]] = {
     ByBatch: Schedule.by_batch,
     DynamicTree: Schedule.dynamic_tree,
 }
-"""How schedules are told to engines that know a scheme."""
+"""Projection of a schedule onto each scheme that engines know."""
 
 
 def choose(
@@ -209,7 +215,7 @@ def choose(
     max_nodes: int = 64,
     shares: ArrayLike | None = None,
 ) -> Schedule:
-    """The schedule for drafts up to max_length deep and of up to max_nodes tokens, in every cell of the grid.
+    """Return the schedule for drafts up to max_length deep and of up to max_nodes tokens, in every cell of the grid.
 
     No longer drafts are considered than the rates cover. `shares` are those of time without speculation,
     (batches, contexts), scaled to 1.
@@ -241,7 +247,7 @@ def _rates(settings: Sequence[DraftSetting], batch: int, context: int, round_cos
 
 
 def chains(rates: Rates, longest: int) -> list[DraftSetting]:
-    """Of every length."""
+    """Return a setting for every length of a chain."""
     alive = chain.survival(rates.chain(longest))
     return [
         DraftSetting(Chain(tokens=k), 1 + float(alive[:k].sum()), depth=k, width=1, verify_tokens=k + 1)
@@ -250,7 +256,7 @@ def chains(rates: Rates, longest: int) -> list[DraftSetting]:
 
 
 def trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetting]:
-    """The best trees of every size and depth; those that are chains are left out."""
+    """Return the best trees of every size and depth, without those that are chains."""
     ranks, tokens = rates.ranks(longest), {}
     for depth in range(1, longest + 1):
         if tree.falling(ranks[:depth]):
@@ -265,7 +271,7 @@ def trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetting]:
 
 
 def dynamic_trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetting]:
-    """EAGLE-2 trees that SGLang and TensorRT-LLM both take: at least one token at each depth, at most topk."""
+    """Return EAGLE-2 trees that SGLang and TensorRT-LLM both accept: at least one token at each depth, at most topk."""
     ranks, settings = rates.ranks(longest), []
     widest = max((len(row) for row in ranks), default=1)
     for steps in range(1, longest + 1):
@@ -280,7 +286,7 @@ def dynamic_trees(rates: Rates, longest: int, max_nodes: int) -> list[DraftSetti
 
 
 def thresholds(rates: Rates, longest: int) -> list[DraftSetting]:
-    """Adaptive stopping, where the drafter's confidence tells something."""
+    """Return thresholds of adaptive stopping; empty if the drafter's confidence carries no information."""
     settings = []
     for stop_at in STOP_AT:
         if isinstance(rates, Revealed):
@@ -304,12 +310,13 @@ def _tree(nodes: tuple[Node, ...], tokens: float) -> DraftSetting:
 
 
 def _first_best(values: Array) -> int:
-    """The first of those that are best but for rounding: settings stand from small to large."""
+    """Return the index of the first value that is best except for rounding: settings are ordered from small to
+    large."""
     return int(np.flatnonzero(values >= values.max() - 1e-12 * abs(values.max()))[0])
 
 
 def _best_everywhere(rates: Array, none: Array, shares: Array) -> tuple[int, float]:
-    """(setting, gain) with the least time over all cells."""
+    """Return (setting, gain) with the least time over all cells."""
     seconds = (shares[:, :, None] * none[:, :, None] / rates).sum(axis=(0, 1))
     at = _first_best(-seconds)
     return at, 1 / float(seconds[at])

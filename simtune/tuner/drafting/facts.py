@@ -15,9 +15,8 @@ from simtune.tuner.drafting.study_drafters import Draft
 
 
 def described(draft: Draft, chosen: Schedule) -> dict[str, Any]:
-    """Plain data of a schedule: the best setting of every cell, gains, what each batch size gets of a chain, and the
-    draft of the cell that gains most.
-    """
+    """Return plain data of a schedule: the best setting of every cell, gains, the chain of each batch size, and the
+    draft of the cell that gains most."""
     cells = [[chosen.best(b, c) for c in chosen.contexts] for b in chosen.batches]
     fixed, fixed_gain = chosen.fixed()
     gains = np.where(chosen.shares > 0, chosen.gains(), 0)
@@ -53,7 +52,7 @@ def described(draft: Draft, chosen: Schedule) -> dict[str, Any]:
 
 
 def _by_batch(draft: Draft, chosen: Schedule) -> list[dict[str, Any]]:
-    """Of each batch size, what a round of the chain that vLLM would be told yields and wastes, per sequence."""
+    """Return for each batch size the tokens that a round of vLLM's chain yields and wastes, per sequence."""
     scheme = chosen.by_batch().scheme
     rows = []
     for batch in chosen.batches:
@@ -64,7 +63,7 @@ def _by_batch(draft: Draft, chosen: Schedule) -> list[dict[str, Any]]:
 
 
 def _nodes(scheme: Scheme | None, rates: Rates) -> list[dict[str, Any]]:
-    """The drafted tokens, each by the ranks along its path, with the probability that the target takes it."""
+    """Return the drafted tokens, each by the ranks along its path, with the probability that the target takes it."""
     if scheme is None:
         return []
     ranks = rates.ranks(scheme.shape.depth)

@@ -1,9 +1,9 @@
-"""The best trees of a batch that shares one budget of draft tokens, as an integer programme, for what greedy choices do
-not solve exactly.
+"""The best trees of a batch that shares one budget of draft tokens, as an integer programme, for problems that greedy
+choices do not solve exactly.
 
-Those are widths per depth where weights depend on more than depth and rank, draft tokens that cost more in one
-request than in another, and minima beside either. For the rest the greedy orders of
-`simtune.tuner.drafting.tree` are exact and a thousand times faster.
+These are widths per depth if weights depend on more than depth and rank, draft tokens that cost more in one request
+than in another, and minima beside either. For all other problems the greedy orders of `simtune.tuner.drafting.tree` are
+exact and a thousand times faster.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import pulp
 
 Weights = Mapping[Node, float]
-"""The candidate nodes of one request, with their weights."""
+"""Candidate nodes of one request, with their weights."""
 
 
 def every_node(ranks: Ranks) -> dict[Node, float]:
-    """All nodes down to the depth of `ranks`: few hundreds at depth 4 with 4 ranks."""
+    """Return all nodes down to the depth of `ranks`: a few hundred at depth 4 with 4 ranks."""
     nodes = [
         node for depth in range(1, len(ranks) + 1) for node in product(*(range(1, len(r) + 1) for r in ranks[:depth]))
     ]
@@ -40,18 +40,18 @@ def select(
     costs: Sequence[float] | None = None,
     in_rank_order: bool = True,
 ) -> list[list[Node]]:
-    """Trees with the largest sum of weights: every node with its parent and the siblings before it.
+    """Return the trees with the largest sum of weights; a node needs its parent and the siblings before it.
 
     Siblings are tried in rank order, and under sampling the chance of a later one counts on that; greedy decoding
     may skip some (`in_rank_order=False`). `costs` is what a node of each request takes of the budget, 1 unless
     given; `widths` the most nodes of one request at each depth; `minima` the least sum of weights of each request.
-    Proved optimal, however long that takes. Raises Infeasible where no choice keeps to the limits.
+    The solution is proved optimal, however long that takes. Raise Infeasible if no choice satisfies the limits.
     """
     import pulp
 
     problem, take = _trees(requests, in_rank_order)
-    each = costs or [1.0] * len(requests)
-    problem += pulp.lpSum(each[i] * x for (i, _), x in take.items()) <= budget
+    node_costs = costs or [1.0] * len(requests)
+    problem += pulp.lpSum(node_costs[i] * x for (i, _), x in take.items()) <= budget
     for i, least in enumerate(minima or ()):
         problem += pulp.lpSum(w * take[i, node] for node, w in requests[i].items()) >= least
     for i, (depth, width) in product(range(len(requests)), enumerate(widths or (), start=1)):
@@ -59,12 +59,15 @@ def select(
     try:
         solve(problem)
     except Unsolvable:
-        raise Infeasible(f"no trees of {budget:g} draft tokens keep to the minima and widths asked for") from None
+        raise Infeasible(
+            f"no trees of {budget:g} draft tokens satisfy the minima and widths; raise the budget or the widths, or "
+            "lower the minima"
+        ) from None
     return [[node for node in weights if take[i, node].value() > 0.5] for i, weights in enumerate(requests)]
 
 
 def _trees(requests: Sequence[Weights], in_rank_order: bool) -> tuple[pulp.LpProblem, dict[tuple[int, Node], Any]]:
-    """The heaviest trees without a limit, and by request and node whether it is taken."""
+    """Return the programme without a limit, and its variables by request and node: 1 if the node is taken."""
     import pulp
 
     problem = pulp.LpProblem("trees", pulp.LpMaximize)
@@ -80,7 +83,7 @@ def _trees(requests: Sequence[Weights], in_rank_order: bool) -> tuple[pulp.LpPro
 
 
 def _precedences(take: Mapping[tuple[int, Node], Any], in_rank_order: bool) -> Iterator[tuple[Any, Any]]:
-    """(what is taken first, what may be taken then): parents, and the siblings before."""
+    """Yield (node that is taken first, node that may be taken then): parents, and the siblings before."""
     for (i, node), x in take.items():
         if len(node) > 1:
             yield take[i, node[:-1]], x

@@ -1,4 +1,4 @@
-"""How the drafters of a study are best used: on each cut of the GPUs, by what they cost there and by the load."""
+"""The best use of the drafters of a study: on each cut of the GPUs, by their costs there and by the load."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ RARE = 0.005
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter of a study with what it names loaded."""
+    """A drafter of a study with its named inputs loaded."""
 
     choice: DrafterChoice
     drafting: Drafting
 
     def speculation(self, scheme: Scheme) -> Speculation:
-        """What a pool is told, to draft by this scheme."""
+        """Return the speculation of a pool that drafts by this scheme."""
         return Speculation(drafter=self.choice.drafter, scheme=scheme, acceptance=self.choice.acceptance)
 
 
@@ -45,7 +45,7 @@ class Draft:
 class Contexts:
     """Powers of two around the contexts at which tokens are decoded, and the share of the tokens nearest to each.
 
-    Those of fewer than RARE of the tokens are left out.
+    Contexts with fewer than RARE of the tokens are left out.
     """
 
     tokens: tuple[int, ...]
@@ -53,26 +53,29 @@ class Contexts:
 
     @classmethod
     def of(cls, stream: RequestStream) -> Contexts:
-        """Of a load; each request counts at the middle of its answer, with all of its tokens."""
+        """Return the contexts of a load; each request counts at the middle of its output, with all of its tokens."""
         octaves = np.rint(np.log2(stream.prompt_tokens + stream.output_tokens / 2)).astype(int)
         weights = np.bincount(octaves, stream.output_tokens)
-        kept = np.flatnonzero(weights >= RARE * weights.sum())
-        return cls(tuple((2**kept).tolist()), tuple((weights[kept] / weights[kept].sum()).tolist()))
+        frequent = np.flatnonzero(weights >= RARE * weights.sum())
+        return cls(tuple((2**frequent).tolist()), tuple((weights[frequent] / weights[frequent].sum()).tolist()))
 
     @classmethod
     def even(cls, tokens: Sequence[int]) -> Contexts:
-        """These, all alike."""
+        """Return these contexts with equal shares."""
         return cls(tuple(tokens), (1 / len(tokens),) * len(tokens))
 
 
 def batches_up_to(most: int) -> tuple[int, ...]:
-    """Powers of two, and the largest batch itself."""
+    """Return powers of two, and the largest batch itself."""
     return (*(2**i for i in range((most - 1).bit_length())), most)
 
 
 def round_costs(draft: Draft, model: Model, hardware: Hardware, pool: Pool) -> RoundCost:
-    """What rounds take on an instance of a pool, each computed once. Pools that differ in role, instances or limits
-    alone have the same. Raises Infeasible where the drafter does not go with the pool."""
+    """Return the cost of rounds on an instance of a pool, each round computed once.
+
+    Pools that differ in role, instances or limits alone have the same costs. Raise Infeasible if the drafter does not
+    work with the pool.
+    """
     return cache(RoundModel(model, hardware, pool, draft.choice.drafter, draft.drafting.model))
 
 
@@ -85,12 +88,13 @@ def schedule(
     max_nodes: int = 0,
     costs: Callable[[], RoundCost] | None = None,
 ) -> Schedule:
-    """The best settings on an instance of the pool over (batch, context), trees of up to max_nodes tokens among them.
+    """Return the best settings on an instance of the pool over (batch, context), including trees of up to max_nodes
+    tokens.
 
     Acceptance is that of all requests together. Time without speculation is shared evenly among the batches, and
     within each among the contexts by their tokens, as far as the KV cache holds that many; batches that do not fit at
-    any context are left out. `costs` makes the pool's `round_costs` where they may be known. Raises Infeasible where
-    the drafter does not go with the pool.
+    any context are left out. `costs` returns the pool's `round_costs`, if they may be cached. Raise Infeasible if the
+    drafter does not work with the pool.
     """
     drafter, pp = draft.choice.drafter, pool.parallelism.pp
     smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
@@ -124,11 +128,11 @@ def speculation_on(
     stream: RequestStream,
     costs: Callable[[], RoundCost] | None = None,
 ) -> Speculation | None:
-    """How the instances of a pool best draft for a load, as vLLM can be told it: the study's own scheme where it has
-    one, else a chain whose length follows the batch. None where drafting pays at no batch size. `costs` as in
-    `schedule`.
+    """Return the best speculation of a pool for a load, as vLLM offers it; None if drafting pays at no batch size.
 
-    Raises Infeasible where the drafter does not go with the pool.
+    The scheme is the study's own if it has one, else a chain whose length follows the batch. `costs` as in `schedule`.
+
+    Raise Infeasible if the drafter does not work with the pool.
     """
     if draft.choice.scheme is not None:
         return draft.speculation(draft.choice.scheme)

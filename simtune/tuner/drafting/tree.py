@@ -1,4 +1,4 @@
-"""Trees of drafts: what a tree is worth, and the best tree of a given size, exactly.
+"""Trees of drafts: the tokens that a tree yields, and the best tree of a given size, exactly.
 
 A node is the ranks along its path, from 1; its weight is the product of P[d][r], the probability that the
 candidate of rank r at depth d is what the target takes, its parent having been taken. The candidates of a node
@@ -6,8 +6,8 @@ exclude one another, so
 
     E[accepted] = sum of the weights of the nodes,    E[generated] = 1 + E[accepted]
 
-Where P falls with the rank, no node outweighs its parent or the sibling before it: the N heaviest nodes are a
-tree, and taking them one by one is optimal for every N and every depth. Where it does not, `best_trees` is.
+If P falls with the rank, no node outweighs its parent or the sibling before it: the N heaviest nodes are a tree, and
+taking them one by one is optimal for every N and every depth. Otherwise `best_trees` is optimal.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from simtune.specs.trees import Node, Ranks, weight
 
 
 def expected_accepted(nodes: Sequence[Node], ranks: Ranks) -> float:
-    """Mean draft tokens kept: the weights of the nodes added up."""
+    """Return the mean draft tokens kept: the sum of the weights of the nodes."""
     return sum(weight(node, ranks) for node in nodes)
 
 
 def falling(ranks: Ranks) -> bool:
-    """Whether no rank is likelier than the one before it: what greedy choices need to be exact."""
+    """True if no rank is likelier than the one before it: the condition for greedy choices to be exact."""
     return all(a >= b for row in ranks for a, b in pairwise(row))
 
 
 def greedy(ranks: Ranks, num_nodes: int) -> list[Node]:
-    """Up to num_nodes nodes, the heaviest first: every prefix is the best tree of its size if `falling(ranks)`.
+    """Return up to num_nodes nodes, the heaviest first: every prefix is the best tree of its size if `falling(ranks)`.
 
     The frontier is a heap: taking a node adds its first child and its next sibling, O(N log N).
     """
@@ -42,7 +42,7 @@ def greedy(ranks: Ranks, num_nodes: int) -> list[Node]:
     frontier: list[tuple[float, Node]] = []
 
     def offer(node: Node, above: float) -> None:
-        """`above` is the weight of the parent."""
+        """Add a node to the frontier; `above` is the weight of its parent."""
         if len(node) <= len(ranks) and node[-1] <= len(ranks[len(node) - 1]):
             heapq.heappush(frontier, (-above * ranks[len(node) - 1][node[-1] - 1], node))
 
@@ -58,7 +58,7 @@ def greedy(ranks: Ranks, num_nodes: int) -> list[Node]:
 
 
 def best_trees(ranks: Ranks, num_nodes: int) -> list[list[Node]]:
-    """The best tree with exactly n nodes for n = 0 ... num_nodes, whatever the order of the ranks.
+    """Return the best tree with exactly n nodes for n = 0 ... num_nodes, whatever the order of the ranks.
 
     The dynamic programme of Sequoia (arXiv 2402.12374), by depth: with F_d(n) the best value of a subtree of n
     nodes whose root is at depth d, F_d(n) = 1 + max of sum over children j, in rank order, of P[d][j] F_(d+1)(n_j).
@@ -75,38 +75,38 @@ def best_trees(ranks: Ranks, num_nodes: int) -> list[list[Node]]:
 
 
 def _with_children(below: Array, row: Sequence[float]) -> tuple[Array, list[NDArray[np.int64]]]:
-    """(value by size of a subtree whose children have values `below`, nodes of child j by nodes left for j and
-    after)."""
+    """Return the value by size of a subtree whose children have values `below`, and the nodes of child j by the nodes
+    that remain for j and the children after it."""
     size = len(below)
-    rest = np.full(size, -np.inf)
-    rest[0] = 0.0
+    later = np.full(size, -np.inf)
+    later[0] = 0.0
     chosen = []
     for p in reversed(row):
         # Child j takes y >= 1 nodes and leaves m - y to those after it; or it and all after it are left out.
-        best, taken = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
+        best, sizes = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
         best[0] = 0.0
         for y in range(1, size):
             if not np.isfinite(below[y]):
                 continue
-            with_y = p * below[y] + rest[: size - y]
+            with_y = p * below[y] + later[: size - y]
             better = with_y > best[y:]
-            best[y:][better], taken[y:][better] = with_y[better], y
-        rest = best
-        chosen.append(taken)
+            best[y:][better], sizes[y:][better] = with_y[better], y
+        later = best
+        chosen.append(sizes)
     value = np.full(size, -np.inf)
-    value[1:] = 1.0 + rest[:-1]
+    value[1:] = 1.0 + later[:-1]
     return value, chosen[::-1]
 
 
 def _spelled(shares: Sequence[Sequence[NDArray[np.int64]]], size: int, depth: int, root: Node) -> list[Node]:
-    """The nodes below `root` in the best subtree of `size` nodes, root included."""
+    """Return the nodes below `root` in the best subtree of `size` nodes, including root."""
     nodes: list[Node] = []
-    left = size - 1
+    available = size - 1
     if depth < len(shares):
-        for rank, taken in enumerate(shares[depth], start=1):
-            if left == 0:
+        for rank, sizes in enumerate(shares[depth], start=1):
+            if available == 0:
                 break
-            child, own = (*root, rank), int(taken[left])
-            nodes += [child, *_spelled(shares, own, depth + 1, child)]
-            left -= own
+            child, nodes_of_child = (*root, rank), int(sizes[available])
+            nodes += [child, *_spelled(shares, nodes_of_child, depth + 1, child)]
+            available -= nodes_of_child
     return nodes

@@ -4,14 +4,15 @@ Plans are taken in the order of their bounds (`simtune.tuner.bounds.best_case`):
 turn of one, by the SLO, of all plans that differ from it in limits alone at the most favourable of these; then by its
 own. For a rate objective each is simulated at the rate at which it would just beat the best plan so far; only one that
 meets the SLO there is bisected up to its own bound. The search is over when no bound beats the best plan by more than
-the tolerance. Plans that differ from one that was simulated only in limits that nobody reached are told what they would
-do (`simtune.tuner.search.implied_results`).
+the tolerance. Plans that differ from a simulated plan only in limits that were not reached get its result without a
+simulation (`simtune.tuner.search.implied_results`).
 
-Plans of several pools come in classes, all divisions of the GPUs among instances of the same kind, and stay unopened
-where no allocation of these beats the best plan (`simtune.tuner.space.plan_classes`).
+Plans of several pools form classes, all divisions of the GPUs among instances of the same kind. A class is not opened
+if no allocation of it beats the best plan (`simtune.tuner.space.plan_classes`).
 
-Plans are decided one after the other. Several processes work ahead of that, on the plans that will come next unless
-the best plan changes; what changes it makes void is done again. So the answer does not depend on how many there are.
+Plans are decided one after the other. Several processes work ahead, on the plans that come next unless the best plan
+changes; if it changes, work that no longer applies is done again. So the answer does not depend on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -39,27 +40,28 @@ from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
 from simtune.tuner.trial import Attempt, CoursePoint, Trial, Tuned
 
 AHEAD = 8
-"""Plans that several processes may work on before it is their turn."""
+"""Plans that worker processes may simulate before it is their turn."""
 
 
 class SearchCourse(NamedTuple):
-    """How far a search has come."""
+    """Progress of a search."""
 
     done: int
-    """Plans whose fate is known."""
+    """Plans that are decided."""
     total: int
     best: Trial | None
     value: float | None
-    """Of the best plan, in the objective's unit."""
+    """Objective of the best plan, in its unit."""
     bound: float | None
-    """No plan of the space reaches more."""
+    """Value that no plan of the space exceeds."""
     open: int
     """Plans that could still be better."""
     simulations: int
 
 
 Known = Literal["as it came", "as one of its kind", "all there is"]
-"""How exactly it is known what a plan could reach."""
+"""Precision of the bound of a plan: by capacity, by the SLO at the most favourable limits of its kind, or by the SLO at
+its own limits."""
 SearchProgress = Callable[[SearchCourse], None]
 
 
@@ -70,11 +72,12 @@ def optimize(
     progress: SearchProgress | None = None,
     ledger: Ledger[SimulationFinding] | None = None,
 ) -> Tuned:
-    """Search the study's space. Raises Infeasible, saying what stood in the way, when no plan meets the SLO.
+    """Search the study's space. Raise Infeasible, with the reasons, if no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`
-    is called after every plan. What the `ledger` knows is not simulated again, and it keeps what is. An interrupt
-    (Ctrl-C) ends the search with what it has, marked `interrupted`, or is passed on when no plan has met the SLO yet.
+    is called after every plan. Simulations that the `ledger` contains are not repeated, and new ones are added to it.
+    An interrupt (Ctrl-C) ends the search with its best plan so far, marked `interrupted`; if no plan has met the SLO
+    yet, it is raised.
     """
     question.check()
     space = space_for(question)
@@ -83,25 +86,26 @@ def optimize(
         search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
         interrupted = search.run()
     tuned = search.answer(interrupted)
-    # The end has the allowance for plans that missed on one draw, which the course leaves out.
+    # The final bound includes the allowance for plans that missed the SLO on one draw; the course does not.
     ends = [point._replace(value=tuned.value, bound=tuned.bound) for point in course.points[-1:]]
     tuned.course, tuned.left_out = (*course.points[:-1], *ends), space.reasons
     return tuned
 
 
 class CourseLog:
-    """Keeps where a search stood whenever its best plan or its bound changed, and passes everything on."""
+    """Records the state of a search whenever its best plan or its bound changes, and passes every state on."""
 
     def __init__(self, listener: SearchProgress | None = None) -> None:
         self.points: list[CoursePoint] = []
         self._listener = listener
 
     def __call__(self, now: SearchCourse) -> None:
-        """A plan was decided."""
+        """Record the state after a plan was decided."""
         plan = "" if now.best is None else now.best.candidate.name
         point = CoursePoint(now.simulations, now.done, plan, now.value, now.bound)
         if len(self.points) > 1 and all((p.value, p.bound) == (point.value, point.bound) for p in self.points[-2:]):
-            self.points.pop()  # of a time in which nothing changed its two ends are enough
+            # Two points are enough for a period without changes: its first and its last.
+            self.points.pop()
         self.points.append(point)
         if self._listener is not None:
             self._listener(now)
@@ -109,19 +113,19 @@ class CourseLog:
 
 @dataclass(order=True)
 class _Open:
-    """A shape, or one of its plans, that is not decided yet."""
+    """A kind of plans, or one of its plans, that is not decided yet."""
 
     order: tuple[float, ...]
-    """What it could reach first, the best first; then the simplest cut and the smallest budgets."""
+    """Sorting key: the best bound first, then the simplest cut and the smallest budgets."""
     number: int
     plans: Sequence[BoundedCandidate] = field(compare=False)
     best: float = field(compare=False)
-    """Of the objective, at most."""
+    """Bound on the objective."""
     known: Known = field(compare=False)
 
 
 class BestFirst:
-    """What is open, what is decided, and the best so far."""
+    """State of a search: open plans, decided plans and the best plan so far."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class BestFirst:
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []
         self._looked_at: dict[int, Trial] = {}
-        """Of plans that were simulated, or compared with one that was."""
+        """Rows of plans that were simulated, or that were compared with a simulated plan."""
         self.plans: list[BoundedCandidate] = []
         self.best: BoundedCandidate | None = None
         self.confirmed: ConfirmedPlan | None = None
@@ -148,7 +152,7 @@ class BestFirst:
         self._classes = UnopenedClasses(PlanClasses(question, self.plan_cache), candidates)
 
     def run(self) -> bool:
-        """Decide all plans; whether an interrupt left some open."""
+        """Decide all plans. Return True if an interrupt left some open."""
         try:
             self._admit(self._classes.alone)
             self._decide_all()
@@ -166,7 +170,7 @@ class BestFirst:
         return False
 
     def _decide_all(self) -> None:
-        """All of which the best might be better than the best so far."""
+        """Decide plans in the order of their bounds, until no bound is better than the best plan."""
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             if self._open and self._open[0].best == best:
                 self._decide(heapq.heappop(self._open))
@@ -175,11 +179,11 @@ class BestFirst:
             self._report()
 
     def _most_promising(self) -> float | None:
-        """The best that anything open, or a class of plans, could reach."""
+        """Return the best bound of all open plans and classes of plans."""
         return self._best_of([self._open[0].best if self._open else None, self._classes.best])
 
     def _reopen(self) -> None:
-        """When the best plan turns out to be less good: those that were only not better than it was."""
+        """Open again the plans that were ruled out by a best plan that turned out to be worse."""
         still_open = {id(plan) for item in self._open for plan in item.plans}
         for plan in self.plans:
             best = None if id(plan) in still_open else plan.row.best
@@ -189,7 +193,7 @@ class BestFirst:
                 self._push([plan], "all there is")
 
     def _admit(self, candidates: Iterable[Candidate]) -> None:
-        """Open the kinds of plans that there are among candidates."""
+        """Open the kinds of plans among candidates."""
         rows, plans, kinds = self.candidate_filter.sorted_by_kind(candidates)
         self.rows += rows
         self.plans += plans
@@ -197,13 +201,14 @@ class BestFirst:
             self._push(kind, "as it came")
 
     def _push(self, plans: Sequence[BoundedCandidate], known: Known) -> None:
-        """Open a kind of plans, or a plan, by the best that is in it."""
+        """Open a kind of plans, or a plan, with the bound of its best member."""
         first = min(plans, key=BoundedCandidate.order)
         self._pushed += 1
         heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
 
     def _decide(self, item: _Open) -> None:
-        """Say more exactly what a kind of plans, or a plan, could reach; or else simulate it."""
+        """Tighten the bound of a kind of plans, or of a plan; if it is exact, simulate the plan."""
+        # One bound at the most favourable limits of a kind may rule out all of its plans at once.
         if item.known == "as it came":
             self.candidate_filter.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
@@ -211,7 +216,7 @@ class BestFirst:
             return
         (plan,) = item.plans
         low = self._low(plan)
-        if (known := self._seen.tell(plan, low)) is None:
+        if (implied_result := self._seen.tell(plan, low)) is None:
             if item.known == "all there is":
                 self._judge(plan, low)
                 return
@@ -220,9 +225,9 @@ class BestFirst:
                 self._push([plan], "all there is")
             return
         self._looked_at[id(plan.row)] = plan.row
-        (other, rate, finding), reason = known
+        (simulated_plan, rate, finding), reason = implied_result
         row, objective = plan.row, self.question.objective
-        row.same_as = other.candidate.name
+        row.same_as = simulated_plan.candidate.name
         if finding.met:
             self._take(plan, rate, finding)
             return
@@ -252,10 +257,11 @@ class BestFirst:
             else:
                 self._seen.remember(plan, rate, finding)
         if climb.met is not None and plan.row.status == "infeasible":
-            plan.row.best = None  # it meets the SLO, and no limit of the study
+            # The plan meets the SLO, but breaks a limit of the study.
+            plan.row.best = None
 
     def _simulated(self, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
-        """One simulation of a plan; by a worker, and perhaps before it was asked for, where there are some."""
+        """Simulate a plan; with worker processes, the simulation may have been started before."""
         plan.row.simulations += 1
         finding = self.evaluator.finding((plan.candidate.name, rate, 0), self._task(plan, rate), self._next())
         plan.row.tried.append(Attempt(rate, finding.met))
@@ -266,7 +272,7 @@ class BestFirst:
         return Simulation(plan.deployment, stream, self.question.study.slo, rate, draws=self.question.draws)
 
     def _next(self) -> Iterator[Keyed]:
-        """The simulations that come next, unless the best plan changes."""
+        """Yield the simulations that come next, unless the best plan changes."""
         for item in heapq.nsmallest(AHEAD, self._open):
             if item.known != "all there is" or not self._could_be_better(item.best):
                 return
@@ -277,7 +283,7 @@ class BestFirst:
                 yield (plan.candidate.name, rate, 0), self._task(plan, rate)
 
     def _take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
-        """Write down what a simulation of a plan showed, and whether it is the best one now."""
+        """Write the finding of a simulation into the row of its plan, and update the best plan."""
         row, objective = plan.row, self.question.objective
         row.take(finding.summary, rate)
         if not finding.met:
@@ -300,35 +306,35 @@ class BestFirst:
         self._report()
 
     def value(self, plan: BoundedCandidate) -> float:
-        """The objective of a plan that met its SLO."""
+        """Return the objective of a plan that met its SLO."""
         return self.question.objective.value(plan.facts, plan.row.judged)
 
     def _could_be_better(self, best: float) -> bool:
-        """Whether a bound leaves room above the best plan."""
+        """True if a bound exceeds the best plan by more than the tolerance."""
         objective = self.question.objective
         tolerance = self.step - 1 if objective.searches_rate else 0.0
         return self.best is None or objective.better(best, self.value(self.best), tolerance)
 
     def _low(self, plan: BoundedCandidate) -> float | None:
-        """The rate at which a plan would beat the best one; None while there is none."""
+        """Return the rate at which a plan would beat the best one; None while there is no best plan."""
         objective = self.question.objective
         if self.best is None or not isinstance(objective, RateObjective):
             return None
         return objective.rate_for(plan.facts, self.value(self.best)) * self.step
 
     def _show(self, label: str) -> None:
-        """Judge the most promising plan with a drafter for itself, unless one is known to meet the SLO."""
-        those = [plan for plan in self.plans if plan.candidate.drafter == label]
-        if not those or any(plan.row.status == "feasible" for plan in those):
+        """Simulate the most promising plan of a drafter, unless one of its plans is known to meet the SLO."""
+        of_drafter = [plan for plan in self.plans if plan.candidate.drafter == label]
+        if not of_drafter or any(plan.row.status == "feasible" for plan in of_drafter):
             return
-        best, plan = self.best, min(those, key=BoundedCandidate.order)
+        best, plan = self.best, min(of_drafter, key=BoundedCandidate.order)
         self._judge(plan, None)
         self.best = best or self.best
 
     # --- the end ------------------------------------------------------------------------------------------
 
     def _close(self, why: str) -> None:
-        """Say of all plans that are still open why they were not simulated."""
+        """Write into the rows of all open plans why they were not simulated."""
         leader, value = (None, 0.0) if self.best is None else (self.best.row, self.value(self.best))
         for item in self._open:
             for plan in item.plans:
@@ -343,22 +349,24 @@ class BestFirst:
         if self.progress is None:
             return
         value = None if self.best is None else self.value(self.best)
-        left = sum(len(item.plans) for item in self._open if self._could_be_better(item.best))
-        left += sum(len(g.candidates) for g in self._classes if g.best is not None and self._could_be_better(g.best))
+        num_undecided = sum(len(item.plans) for item in self._open if self._could_be_better(item.best))
+        num_undecided += sum(
+            len(g.candidates) for g in self._classes if g.best is not None and self._could_be_better(g.best)
+        )
         self.progress(
             SearchCourse(
-                done=self.total - left,
+                done=self.total - num_undecided,
                 total=self.total,
                 best=None if self.best is None else self.best.row,
                 value=value,
                 bound=self._bound(value),
-                open=left,
+                open=num_undecided,
                 simulations=sum(row.simulations for row in self._looked_at.values()),
             )
         )
 
     def _bound(self, value: float | None) -> float | None:
-        """What no plan exceeds: the best of all bounds, and of the plan that is known."""
+        """Return the value that no plan exceeds: the best of all bounds, and of the best plan."""
         return self._best_of([self._most_promising(), value, *(row.best for row in self._looked_at.values())])
 
     def _best_of(self, known: Iterable[float | None]) -> float | None:
@@ -366,7 +374,7 @@ class BestFirst:
         return max((best for best in known if best is not None), key=lambda best: sign * best, default=None)
 
     def answer(self, interrupted: bool) -> Tuned:
-        """The best plan, confirmed on all its cores. Raises Infeasible where none meets the SLO."""
+        """Return the best plan, confirmed on all its cores. Raise Infeasible if no plan meets the SLO."""
         while self.confirmed is None and not self._confirm():
             pass
         confirmed = self.confirmed
@@ -391,11 +399,11 @@ class BestFirst:
     # --- what is confirmed --------------------------------------------------------------------------------
 
     def _confirm(self) -> bool:
-        """Confirm the best plan on fresh draws, then on all its cores, not some of them; whether it is the best then,
-        or none is left.
+        """Confirm the best plan on fresh draws, then on all its cores instead of some.
 
-        Else its verdict is taken back: a rate is stepped down until it holds, a verdict at a given load falls
-        altogether. The best of all is then another one, or this one with less.
+        Return True if it is still the best then, or if no plan is left. Otherwise its verdict is taken back: a rate is
+        stepped down until it holds, and a verdict at a given load is dropped. The best of all is then another plan, or
+        this one at a lower rate.
         """
         feasible, objective = self._feasible(), self.question.objective
         if not feasible:
@@ -413,8 +421,10 @@ class BestFirst:
         return self.best is best and self.value(best) == before
 
     def _look_at_nearest(self) -> None:
-        """Where bounds alone say that no plan meets the SLO, simulate one, to say by how much it is missed: that with
-        the most GPUs for a request, at a rate at which hardly anybody else is there."""
+        """Simulate one plan if bounds alone rule out all plans, to report how far the SLO is missed.
+
+        The plan is the one with the most GPUs per request, at a rate at which hardly any requests overlap.
+        """
         if self.plans and all(row.summary is None for row in self.rows):
             plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
             sustained = self.plan_cache.capacity(plan.candidate).rps

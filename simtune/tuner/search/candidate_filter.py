@@ -1,4 +1,4 @@
-"""Candidates as they enter the search: those that fit, with what they could reach at most, and why others do not."""
+"""Filter candidates before the search: bound those that fit, and record why the others are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simtune.tuner.space.plan_classes import PlanClass
 from simtune.tuner.trial import Trial
 
 ALLOCATION = "allocation"
-"""What bounds a plan of a class that was not opened."""
+"""Name of the bound of plans whose class was not opened."""
 
 
 @dataclass
@@ -30,42 +30,45 @@ class BoundedCandidate:
     plan_cache: PlanCache
     facts: PlanFacts
     best: float
-    """What it could reach of the objective at most."""
+    """Bound on the objective."""
     sign: int
-    """Whether more (1) or less (-1) of that is better."""
+    """1 if more of the objective is better, -1 if less is."""
     e2el_s: float = 0.0
-    """Mean end-to-end latency at least."""
+    """Lower bound on the mean end-to-end latency, in seconds."""
     missed: Miss | None = None
-    """At the lowest rate at which it was seen to miss the SLO."""
+    """Simulation at the lowest rate at which the plan missed the SLO; None if there was none."""
 
     given_up: bool = False
     """True if fresh draws leave it no rate that is better than that of a confirmed plan."""
 
     @cached_property
     def deployment(self) -> Deployment:
-        """The plan, ready to be simulated; made when it is first asked for."""
+        """Deployment of the plan, ready to be simulated; made on first use."""
         return self.plan_cache.deployment(self.candidate)
 
     @property
     def candidate(self) -> Candidate:
-        """Which plan it is."""
+        """Candidate of the plan."""
         return self.row.candidate
 
     @property
     def bound_rps(self) -> float:
-        """No higher rate is possible."""
+        """Requests per second that the plan cannot exceed."""
         assert self.row.rate_bound_rps is not None
         return self.row.rate_bound_rps
 
     @property
     def ceiling_rps(self) -> float:
-        """The same, and no rate from that on at which it missed the SLO."""
+        """Requests per second that bound the plan, the lowest rate at which it missed the SLO included."""
         return self.bound_rps if self.missed is None else min(self.bound_rps, self.missed.rate_rps)
 
     @property
     def reaches(self) -> float | None:
-        """The most of a rate objective on any draw, where it was seen to miss the SLO on one (`RateObjective.reaches`);
-        else what is known without."""
+        """Upper bound on the objective over all draws of the requests.
+
+        If a plan missed the SLO on one draw, a rate objective may be somewhat higher on another
+        (`RateObjective.reaches`).
+        """
         objective = self.plan_cache.question.objective
         if self.missed is None or self.row.best is None or not isinstance(objective, RateObjective):
             return self.row.best
@@ -73,19 +76,20 @@ class BoundedCandidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What plans have in common that differ in limits alone: seats, token budgets, KV blocks."""
+        """Key shared by plans that differ in limits alone: seats, token budgets, KV blocks."""
         pools = tuple((pool.prefix_caching, pool.drafter, pool.weight) for pool in self.candidate.pools)
         speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
         return self.candidate.shape, self.candidate.router, pools, speculation
 
     @property
     def shared_keys(self) -> list[tuple[object, ...]]:
-        """What a simulation of another plan that tells of this one must have in common with it."""
+        """Keys under which simulations of other plans apply to this one."""
         prefill = self.candidate.prefilling
         return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
 
     def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
-        """Why this plan misses the SLO where another one did, at a rate no lower; nothing where it might meet it."""
+        """Return why this plan misses the SLO if another one did, at a rate no lower; empty if it might meet the
+        SLO."""
         name = other.candidate.name
         if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
             return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
@@ -94,20 +98,21 @@ class BoundedCandidate:
         return ""
 
     def order(self) -> tuple[float, ...]:
-        """What could reach more comes first, then the simplest cut, then small budgets and few seats."""
+        """Return the sorting key of the search: best bound first, then the simplest cut, then small budgets and few
+        seats."""
         budget = sum(pool.max_num_batched_tokens for pool in self.candidate.pools)
         seats = sum(pool.max_num_seqs for pool in self.candidate.pools)
         return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
 
 
 class CandidateFilter:
-    """Lets candidates in, and says more exactly what they could reach when that is asked."""
+    """Bounds candidates and refuses those that cannot meet the objective; tightens bounds on request."""
 
     def __init__(self, question: Question, plan_cache: PlanCache) -> None:
         self.question, self.plan_cache = question, plan_cache
 
     def check(self, candidate: Candidate) -> BoundedCandidate | Trial:
-        """A candidate bounded by its capacity, or its fate where it could not do what is asked."""
+        """Return a candidate bounded by its capacity, or its row with the reason if it cannot meet the objective."""
         settled = self.plan_cache.settled(candidate)
         if isinstance(settled, Refused):
             return Trial(candidate, settled.status, settled.reason)
@@ -126,7 +131,8 @@ class CandidateFilter:
     def sorted_by_kind(
         self, candidates: Iterable[Candidate]
     ) -> tuple[list[Trial], list[BoundedCandidate], list[list[BoundedCandidate]]]:
-        """(the rows of candidates, those that may be the best, the same by kinds that differ in limits alone)."""
+        """Return the rows of candidates, the plans that may be the best, and these plans by kinds that differ in limits
+        alone."""
         rows, plans, kinds = [], [], dict[tuple[object, ...], list[BoundedCandidate]]()
         for candidate in candidates:
             bounded_candidate = self.check(candidate)
@@ -139,7 +145,7 @@ class CandidateFilter:
         return rows, plans, [*kinds.values()]
 
     def unopened(self, group: PlanClass, reason: str) -> list[Trial]:
-        """The fates of candidates whose class as a whole was ruled out, or that could not do what is asked."""
+        """Return the rows of candidates whose class as a whole was ruled out, or that cannot meet the objective."""
         with gc_disabled():
             return [self._unopened(candidate, group, reason) for candidate in group.candidates]
 
@@ -153,13 +159,16 @@ class CandidateFilter:
         return row
 
     def refine(self, bounded_candidates: Sequence[BoundedCandidate]) -> bool:
-        """Bound plans of one kind by their SLO, at the most favourable of their limits. Whether that lowers a bound; a
-        plan that is then known to be of no use has a reason in its row."""
+        """Bound plans of one kind by their SLO, at the most favourable of their limits. Return True if a bound got
+        lower.
+
+        A plan that is ruled out by its new bound gets a reason in its row.
+        """
         first = bounded_candidates[0]
         deployments = [bounded_candidate.deployment for bounded_candidate in bounded_candidates]
         stream, slo = self.plan_cache.stream(first.candidate), self.question.study.slo
-        known = max(bounded_candidate.bound_rps for bounded_candidate in bounded_candidates)
-        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=known)
+        highest = max(bounded_candidate.bound_rps for bounded_candidate in bounded_candidates)
+        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=highest)
         lowered = [
             bounded_candidate for bounded_candidate in bounded_candidates if bound.rps < bounded_candidate.bound_rps
         ]
@@ -169,7 +178,7 @@ class CandidateFilter:
         return bool(lowered)
 
     def _weigh(self, bounded_candidate: BoundedCandidate) -> None:
-        """What the objective makes of a bound, and whether it leaves the plan a chance."""
+        """Compute the objective's bound of a plan, and write a reason into its row if the bound rules it out."""
         row, objective = bounded_candidate.row, self.question.objective
         stream = self.plan_cache.stream(bounded_candidate.candidate)
         offered = None if stream.batch else stream.offered_rate_rps

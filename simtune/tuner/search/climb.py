@@ -1,4 +1,4 @@
-"""Judging one plan by simulation: does it do better than what is known, and how much?"""
+"""Judge one plan by simulation: does it beat the best plan so far, and by how much?"""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from simtune.tuner.search.implied_results import Use, first_tokens_miss, uses
 from simtune.workload.requests import RequestStream
 
 LOWER = 0.75
-"""The next rate to try, relative to one that was too high, while no rate is known that is not."""
+"""Next rate to try, relative to a rate that was too high, while no rate is known to meet the SLO."""
 FASTEST = 0.5
-"""The least of it that is tried next."""
+"""Smallest share of a rate that missed the SLO that is tried next."""
 GUESSES = 6
-"""After so many simulations the rates that are left are halved."""
+"""Simulations after which the remaining interval of rates is halved instead of interpolated."""
 LOWEST = 0.01
-"""Of the rate bound: a plan that misses the SLO there is given up."""
+"""Share of the rate bound: a plan that still misses the SLO below it is given up."""
 
 
 LONGER = 8.0
-"""Times the requests, where a run is made longer, at most."""
+"""Largest factor by which the requests of a run are multiplied when the run is made longer."""
 
 
 @dataclass(frozen=True)
 class SimulationFinding:
-    """What a simulation of a plan showed."""
+    """Result of a simulation of a plan."""
 
     met: bool
     summary: SimulationSummary
     reason: str
-    """Why the SLO was missed."""
+    """Reason why the SLO was missed; empty if it was met."""
     used: tuple[Use, ...] | None
-    """What each pool came to of its limits, where that tells what others would do."""
+    """Use of its limits by each pool, if that determines what other plans would do."""
     first_tokens_miss: bool
-    """Whether plans with the same prefill pool miss the SLO as well, whatever decodes
+    """True if plans with the same prefill pool miss the SLO as well, whatever pool decodes
     (`simtune.tuner.search.implied_results`)."""
     strain: float | None
-    """The largest share of a limit that was taken, above 1 where it was missed; None where requests piled up."""
+    """Largest share of a limit that was used, above 1 if the limit was missed; None if requests piled up."""
     wander: float | None = None
-    """How far the number in the system strays (`simtune.results.steady.wander`)."""
+    """Spread of the number of requests in the system (`simtune.results.steady.wander`)."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan under one load. What workers are sent."""
+    """A plan under one load. Sent to worker processes."""
 
     deployment: Deployment
     stream: RequestStream
     slo: Slo
     rate_rps: float | None
-    """None: the stream's own."""
+    """Requests per second; None for the stream's own rate."""
     cores: int | None = SAMPLED_CORES
-    """So many stand for all; None: all are simulated."""
+    """Number of cores that stand for all; None if all are simulated."""
     draws: LoadDraws | None = None
-    """Where more requests come from, if these last less than ten lifetimes; None: from nowhere."""
+    """Source of more requests, if those of the stream last less than ten lifetimes; None if the run stays as it is."""
     draw: int = 0
-    """Which of them the stream is of."""
+    """Number of the draw that the stream belongs to."""
 
     def run(self) -> SimulationFinding:
-        """What is found; the same wherever it is run."""
+        """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
         stream = self.stream
         result = self._simulated(stream)
-        while self.draws is not None and (needed := longer(result, len(stream))) is not None:
-            stream = self.draws.stream(needed, self.draw)
+        while self.draws is not None and (requests := longer(result, len(stream))) is not None:
+            stream = self.draws.stream(requests, self.draw)
             result = self._simulated(stream)
         short = "" if self.draws is None else too_short(result)
         met = result.meets_slo and not short
@@ -90,8 +90,10 @@ class Simulation:
 
 
 def longer(result: Result, requests: int) -> int | None:
-    """How many requests to draw in place of so many, where these last less than ten lifetimes; None where they need
-    not, or cannot, be more."""
+    """Return the number of requests to draw in place of `requests`, if these last less than ten lifetimes.
+
+    Return None if more requests are not needed, or not possible (MOST_REQUESTS).
+    """
     simulated = len(result.stream)
     if not too_short(result) or not result.meets_slo or simulated >= MOST_REQUESTS:
         return None
@@ -101,7 +103,8 @@ def longer(result: Result, requests: int) -> int | None:
 
 
 def too_short(result: Result) -> str:
-    """Why a run is too short to be judged: it lasts less than ten lifetimes; empty where it is not, or was given up."""
+    """Return why a run is too short to be judged: it lasts less than ten lifetimes. Empty if it is long enough, or was
+    given up."""
     lifetimes = result.lifetimes
     if result.outcome.aborted or lifetimes is None or lifetimes >= LIFETIMES:
         return ""
@@ -116,7 +119,7 @@ def _strain(result: Result) -> float | None:
 
 
 class Rung(NamedTuple):
-    """A rate that was tried, and how near that came to a limit (`SimulationFinding.strain`)."""
+    """A rate that was tried, and the largest share of a limit that it used (`SimulationFinding.strain`)."""
 
     rate_rps: float
     strain: float | None
@@ -124,18 +127,18 @@ class Rung(NamedTuple):
 
 @dataclass(frozen=True)
 class Climb:
-    """The way to a plan's highest rate.
+    """Search for the highest rate of a plan.
 
-    Where another plan is known, it begins at the rate at which this one would be better: one simulation there tells,
-    and only then is more looked for. Where none is, it begins high and comes down until the SLO is met. How near each
-    came to a limit says where to try next; it decides nothing.
+    If another plan is known, start at the rate at which this plan would be better: one simulation decides, and only if
+    it meets the SLO are higher rates tried. Otherwise start high and step down until the SLO is met. The strain of each
+    simulation suggests the next rate; it decides nothing.
     """
 
     bound_rps: float
     step: float
-    """Rates this near to each other are one."""
+    """Ratio of rates up to which they count as equal."""
     beats_rps: float | None
-    """The rate at which the plan would be better than the best one; None while none is known."""
+    """Rate at which the plan would beat the best one; None while there is no best plan."""
     met: Rung | None = None
     """The highest rate known to meet the SLO."""
     missed: Rung | None = None
@@ -144,7 +147,7 @@ class Climb:
 
     @property
     def rate_rps(self) -> float | None:
-        """What to try next; None where enough is known."""
+        """Rate to try next; None if enough is known."""
         if self.met is None:
             return self._lower()
         low, high = self.met.rate_rps, self.bound_rps if self.missed is None else self.missed.rate_rps
@@ -153,11 +156,11 @@ class Climb:
         if high <= low * self.step**2 or self.tried >= GUESSES:
             return math.sqrt(low * high)
         guess = max(self._guess(low, high), low * self.step)
-        # So near below a rate that is missed, a step below it is as good a guess, and the last if it is met.
+        # This close to a rate that missed the SLO, one step below it is as good a guess, and the last one if it is met.
         return high / self.step if guess * self.step**1.5 >= high else guess
 
     def _lower(self) -> float | None:
-        """While no rate is known that meets the SLO."""
+        """Return the rate to try next while no rate is known to meet the SLO; None to give the plan up."""
         if self.missed is None:
             return self.bound_rps * LOWER if self.beats_rps is None else self.beats_rps
         rate, strain = self.missed
@@ -166,7 +169,8 @@ class Climb:
         return rate * (LOWER if strain is None or strain <= 1 else max(FASTEST, 1 / (strain * self.step)))
 
     def _guess(self, low: float, high: float) -> float:
-        """A little below where the limit is likely to be reached, so that a step above it is likely to miss."""
+        """Return a rate a little below the one at which the limit is likely to be reached, so that one step above it is
+        likely to miss."""
         assert self.met is not None
         met, missed = self.met.strain, None if self.missed is None else self.missed.strain
         if met is None or missed is None or not 0 < met <= 1 < missed:
@@ -174,13 +178,13 @@ class Climb:
         return low * math.pow(high / low, math.log(1 / met) / math.log(missed / met)) / math.sqrt(self.step)
 
     def after(self, rate_rps: float, finding: SimulationFinding) -> Climb:
-        """What is left to do when it is known what a rate shows."""
-        rung, tried = Rung(rate_rps, finding.strain), self.tried + 1
-        return replace(self, met=rung, tried=tried) if finding.met else replace(self, missed=rung, tried=tried)
+        """Return the search after the simulation at a rate."""
+        rung, attempts = Rung(rate_rps, finding.strain), self.tried + 1
+        return replace(self, met=rung, tried=attempts) if finding.met else replace(self, missed=rung, tried=attempts)
 
 
 def violation(result: Result) -> str:
-    """Why a simulation did not meet its SLO."""
+    """Return why a simulation did not meet its SLO."""
     if result.refused:
         return f"{result.refused} requests exceed max_model_len, or the token budget where prompts are not cut"
     if result.saturated:

@@ -1,11 +1,11 @@
 """Confirm a plan on draws of the requests that the search has not seen, before it is reported.
 
-A search takes the best of many plans on one draw, and so the luckiest. A rate is reported only if it keeps the SLO on
-every one of a few fresh draws, each of 8,000 requests, 25 lifetimes, and ten requests beyond each percentile of the
-SLO, or more; it is stepped down until it does. The draws have to show that it keeps up, too: together, their number of
-requests in the system must stray less than in all but a thousandth of as many free random walks. Near the capacity it
-does not; then they are made longer, MOST_REQUESTS, where it is enough that a limit of TTFT or E2EL feels an overload of
-1 %.
+A search selects the best of many plans on one draw, so its result is biased upwards. A rate is reported only if it
+keeps the SLO on every one of a few fresh draws, each of 8,000 requests, 25 lifetimes, and ten requests beyond each
+percentile of the SLO, or more; otherwise it is stepped down. The draws must also show that the plan keeps up: the
+number of requests in the system, averaged over the draws, must stray less than the mean of as many free random walks
+does in all but a thousandth of cases. Near the capacity it strays more; then the draws are extended to MOST_REQUESTS,
+and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ ENOUGH_LIFETIMES = 25
 OVERLOAD = 0.01
 """Share of the offered requests that are not kept up with, which a rate that is reported may hide."""
 STRAYS = {1: 0.016, 2: 0.027, 3: 0.036}
-"""0.1 % quantile of the mean of `simtune.results.steady.wander` over so many free random walks;
-of more that of three."""
+"""0.1 % quantile of the mean of `simtune.results.steady.wander` over 1, 2 or 3 free random walks; for more walks the
+quantile of 3 is used."""
 
 
 class DrawsVerdict(NamedTuple):
-    """What fresh draws show of a plan at a rate."""
+    """Result of a plan at a rate on fresh draws."""
 
     confirmed: Confirmed | None
-    """None where one of them misses the SLO."""
+    """None if a draw misses the SLO, or if the draws do not show that the plan keeps up."""
     reason: str
     missed: int = 0
-    """Requests that were simulated where it does; 0 where no draw does by itself."""
+    """Requests that were simulated in the draw that missed the SLO; 0 if no single draw missed it."""
 
 
 class FreshDraws:
-    """Judges plans on fresh draws."""
+    """Simulates plans on fresh draws."""
 
     def __init__(self, question: Question, evaluator: Evaluator) -> None:
         self._question, self._evaluator = question, evaluator
         self._draws = num_draws(question)
 
     def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
-        """Simulate a plan on one draw after the other, until one misses the SLO; on longer ones where these do not show
-        that it keeps up."""
+        """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
+        up, repeat with longer ones."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
         verdict = self._on_draws(plan, rate_rps, requests)
         if verdict.confirmed is None and not verdict.missed and requests < most:
@@ -83,35 +83,35 @@ class FreshDraws:
         return finding
 
     def _requests(self, plan: BoundedCandidate, rate_rps: float | None) -> int:
-        """Over all cores, so that those that are simulated see as many as are needed."""
-        question, seen = self._question, plan.row.summary
+        """Return the requests of a draw over all cores, so that the simulated cores receive as many as are needed."""
+        question, summary = self._question, plan.row.summary
         if question.workload.batch:
             return question.num_requests(plan.candidate)
         statistics = [statistic for slo in _objectives(question) for _, statistic, _ in slo.limits()]
         least = max(question.study.search.confirm.requests, *(needed_for(statistic) for statistic in statistics), 1)
-        rate = rate_rps if seen is None or rate_rps is not None else seen.offered_rate_rps
+        rate = rate_rps if summary is None or rate_rps is not None else summary.offered_rate_rps
         felt = question.num_requests(plan.candidate, MOST_REQUESTS) if rate is None else felt_after_s(question) * rate
         simulated = question.simulated_instances(plan.candidate) / plan.candidate.pools[0].instances
-        wanted = max(_lasting(seen), felt * simulated)
-        return question.num_requests(plan.candidate, max(least, math.ceil(min(MOST_REQUESTS, wanted))))
+        needed_requests = max(_lasting(summary), felt * simulated)
+        return question.num_requests(plan.candidate, max(least, math.ceil(min(MOST_REQUESTS, needed_requests))))
 
 
 def _lasts_s(finding: SimulationFinding) -> float:
-    """Time in which the requests of a run arrive; infinite for a load without a rate."""
+    """Return the seconds in which the requests of a run arrive; infinite for a load without a rate."""
     summary = finding.summary
     mean = summary.metrics["e2el"].mean
     return math.inf if summary.lifetimes is None or mean is None else summary.lifetimes * mean
 
 
 def _lasting(seen: SimulationSummary | None) -> int:
-    """Requests that last ENOUGH_LIFETIMES, by a run of fewer or more."""
+    """Return the requests that last ENOUGH_LIFETIMES, extrapolated from a shorter or longer run."""
     if seen is None or not seen.lifetimes:
         return 1
     return math.ceil(seen.requests * ENOUGH_LIFETIMES / seen.lifetimes)
 
 
 class ConfirmedPlan(NamedTuple):
-    """A plan that keeps the SLO on all its cores, and on fresh draws where these were asked for."""
+    """A plan that keeps the SLO on all its cores, and on fresh draws if the study asks for them."""
 
     plan: BoundedCandidate
     deployment: Deployment
@@ -120,29 +120,31 @@ class ConfirmedPlan(NamedTuple):
 
 
 def felt_after_s(question: Question) -> float:
-    """How long a load has to last until an OVERLOAD is sure to be felt by the SLO; infinite where no limit feels it.
+    """Return the seconds that a load must last until an OVERLOAD is sure to violate the SLO; infinite if no limit
+    reacts.
 
-    Under it requests wait longer and longer, the last one OVERLOAD of the time in which all arrive: the percentile p of
-    the waits is p of that, their mean a half.
+    In an overload requests wait longer and longer, the last one OVERLOAD of the time in which all arrive: the
+    percentile p of the waits is p of that, their mean a half.
     """
-    needed = []
+    durations = []
     for slo in _objectives(question):
         waits = [(statistic, limit) for metric, statistic, limit in slo.limits() if metric != "tpot"]
         shares = [0.5 if statistic == "mean" else float(statistic[1:]) / 100 for statistic, _ in waits]
-        each = (limit / OVERLOAD / share for (_, limit), share in zip(waits, shares, strict=True) if share > 0)
-        needed.append(min(each, default=math.inf))
-    return max(needed)
+        seconds = (limit / OVERLOAD / share for (_, limit), share in zip(waits, shares, strict=True) if share > 0)
+        durations.append(min(seconds, default=math.inf))
+    return max(durations)
 
 
 def _objectives(question: Question) -> list[Slo]:
-    """The SLO of the study, or that of each class where classes have their own."""
-    if all(one.slo is None for one in question.workload.classes):
+    """Return the SLO of the study, or that of each class if classes have their own."""
+    if all(request_class.slo is None for request_class in question.workload.classes):
         return [question.study.slo]
-    return [question.study.slo if one.slo is None else one.slo for one in question.workload.classes]
+    return [question.study.slo if item.slo is None else item.slo for item in question.workload.classes]
 
 
 def judged_together(question: Question, findings: Sequence[SimulationFinding]) -> DrawsVerdict:
-    """The verdict of draws on each of which a plan keeps the SLO: whether they show that it keeps up as well."""
+    """Return the joint verdict of draws on each of which a plan keeps the SLO: whether they show that it keeps up as
+    well."""
     strays = [finding.wander for finding in findings if finding.wander is not None]
     count = min(finding.summary.requests for finding in findings)
     felt = count >= MOST_REQUESTS and all(_lasts_s(finding) >= felt_after_s(question) for finding in findings)
@@ -153,10 +155,11 @@ def judged_together(question: Question, findings: Sequence[SimulationFinding]) -
 
 
 def num_draws(question: Question) -> int:
-    """Fresh draws of a study: one if all are alike, as of a trace that has the times and lengths of requests."""
+    """Return the number of fresh draws of a study: one if all draws are alike, for example of a trace with arrival
+    times and lengths."""
     first, second = (question.draws.stream(100, draw) for draw in (1, 2))
     columns = [(first.prompt_tokens, second.prompt_tokens), (first.output_tokens, second.output_tokens)]
-    alike = all(np.array_equal(one, other) for one, other in columns)
+    alike = all(np.array_equal(column, redrawn) for column, redrawn in columns)
     if first.arrival_s is not None and second.arrival_s is not None:
         alike = alike and np.array_equal(first.arrival_s, second.arrival_s)
     draws = question.study.search.confirm.draws
@@ -166,14 +169,16 @@ def num_draws(question: Question) -> int:
 def draw_task(
     question: Question, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int
 ) -> Simulation:
-    """The simulation of a plan on a fresh draw."""
+    """Return the simulation of a plan on a fresh draw."""
     stream = question.draws.stream(requests, draw)
     return Simulation(plan.deployment, stream, question.study.slo, rate_rps, draws=question.draws, draw=draw)
 
 
 def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least k in 0, 1, ..., `most` that holds, if all above it do: in growing strides, then by halves; None where
-    none does."""
+    """Return the least k in 0, 1, ..., `most` that holds, if all above it do; None if none holds.
+
+    The search goes in growing strides, then by halves.
+    """
     low, high, stride = -1, 0, 1
     while not holds(high):
         if high >= most:
@@ -194,8 +199,11 @@ class Confirmer:
         self._fresh = FreshDraws(question, evaluator)
 
     def confirm(self, plan: BoundedCandidate, leader: ConfirmedPlan | None) -> ConfirmedPlan | None:
-        """A plan with the highest rate that holds; None where none does that is better than a `leader`, or where all
-        its cores miss the SLO. What is seen is written into the plan's row."""
+        """Return a plan with the highest rate that holds, and write what is found into its row.
+
+        Return None if no rate holds that is better than that of `leader`, or if the plan misses the SLO on all its
+        cores.
+        """
         value = None
         if leader is not None:
             value = self.question.objective.value(leader.plan.facts, leader.plan.row.judged)
@@ -203,8 +211,10 @@ class Confirmer:
         return None if verdict is None else self._on_all_cores(plan, verdict.confirmed)
 
     def _on_fresh_draws(self, plan: BoundedCandidate, leader: float | None) -> DrawsVerdict | None:
-        """What fresh draws show at the highest rate that they leave it, which becomes the plan's own; None where they
-        leave it none that is better than a plan that is confirmed."""
+        """Return the verdict of fresh draws at the highest rate that holds, which becomes the plan's own.
+
+        Return None if no rate holds that is better than `leader`, the value of a plan that is confirmed.
+        """
         row, objective = plan.row, self.question.objective
         if not self.question.study.search.confirm.draws:
             return DrawsVerdict(None, "")
@@ -229,6 +239,7 @@ class Confirmer:
             return verdicts[rung].confirmed is not None
 
         most = max(0, math.floor(math.log(highest / least) / math.log(self.step) + 1e-9))
+        # If the lowest rate that beats the leader does not hold, no higher one needs to be simulated.
         rung = None if leader is not None and not holds(most) else highest_rung(holds, most)
         if rung is None:
             last = max(verdicts)
@@ -239,23 +250,24 @@ class Confirmer:
         return verdicts[rung]
 
     def _missed(self, plan: BoundedCandidate, miss: Miss) -> None:
-        """Write down that a plan missed the SLO at a rate."""
+        """Record that a plan missed the SLO at a rate."""
         objective = self.question.objective
         assert isinstance(objective, RateObjective)
         if plan.missed is None or miss.rate_rps <= plan.missed.rate_rps:
             plan.missed, plan.row.best = miss, miss.rate_rps * objective.worth(plan.facts)
 
     def _on_all_cores(self, best: BoundedCandidate, draws: Confirmed | None) -> ConfirmedPlan | None:
-        """Simulate all cores of a plan on the draw of the search; None where it misses the SLO."""
+        """Simulate all cores of a plan on the draw of the search; return None if it misses the SLO."""
         question, objective, row = self.question, self.question.objective, best.row
-        rate, seen = row.rate_rps if objective.searches_rate else None, row.summary
-        requests = question.requests if seen is None else max(question.requests, seen.requests)
+        rate, summary = row.rate_rps if objective.searches_rate else None, row.summary
+        requests = question.requests if summary is None else max(question.requests, summary.requests)
         deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
         stream = question.stream(best.candidate, rate, requests)
         result = deployment.simulate(stream, question.study.slo, record=True)
         judged = result
         if result.meets_slo and question.study.slo.confidence is not None:
-            judged = best.deployment.simulate(stream, question.study.slo)  # with the margin; reported as predicted
+            # Judge with the margin of the study, but report the result as predicted.
+            judged = best.deployment.simulate(stream, question.study.slo)
         row.simulations += 1
         row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=len(stream)))
         if judged.meets_slo:

@@ -1,12 +1,11 @@
 """A day of changing rates: how many replicas of the chosen plan each hour needs, and what following them saves.
 
 A replica is the smallest part of the plan that is a plan of its own: an instance, or prefill and decode instances in
-the plan's ratio. For each window the fewest replicas are looked for that meet the SLO at its rate: that number is
-simulated, and one less is simulated too, or no schedule of it sustains the rate. A number meets the SLO if it does so
-in a run of ten lifetimes or more and on each of the fresh draws that the study asks for; the window of a trace has its
-own requests, and is not drawn anew. The day is known beforehand, so
-replicas start so early that they serve when their window begins; the time until then is paid as well. The day repeats:
-its first window follows the last.
+the plan's ratio. For each window the search finds the fewest replicas that meet the SLO at its rate: that number is
+simulated, and one less is simulated too, unless no schedule of it sustains the rate. A number meets the SLO if it does
+so in a run of ten lifetimes or more and on each of the fresh draws that the study asks for; the window of a trace has
+its own requests, and is not drawn anew. The day is known beforehand, so replicas start early enough to serve when
+their window begins; the time until then is paid as well. The day repeats: its first window follows the last.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class DayPlan(Record):
     peak_usd: NonNegative | None
 
     def lines(self) -> list[str]:
-        """What it comes to, in sentences."""
+        """Return the result of the day in sentences."""
         missed = [hour for hour in self.hours if not hour.meets_slo]
         most = max(hour.replicas for hour in self.hours)
         lines = [
@@ -93,23 +92,26 @@ class _Window(Record):
     hours: float
     rate_rps: float
     begin_s: float | None = None
-    """Of the part of the trace."""
+    """Start of the window in the trace; None if the requests are drawn."""
 
 
 Done = Callable[[int, int, str], None]
-"""Hears how many of how many windows are done, and a word on the latest."""
+"""Callback with the number of windows that are done, the number of all windows, and a word on the latest."""
 
 
 def day_of(tuned: Tuned, *, jobs: Jobs = None, progress: Done | None = None) -> DayPlan | None:
-    """The day of a study under its chosen plan; None where it has none. `jobs` processes; the answer is the same."""
+    """Return the day of a study under its chosen plan; None if the study has no day. The answer does not depend on
+    `jobs`, the number of processes."""
     question, day = tuned.question, tuned.question.study.day
     if day is None:
         return None
     unit = replica_of(tuned.chosen.candidate)
     rate = tuned.chosen.rate_rps if question.searches_rate else None
-    each = None if rate is None else rate / _times(tuned.chosen.candidate, unit)
+    rate_per_replica = None if rate is None else rate / _times(tuned.chosen.candidate, unit)
     windows = windows_of(day, question.trace)
-    tasks = [_WindowTask(question, unit, window, tuned.deployment.max_model_len, each) for window in windows]
+    tasks = [
+        _WindowTask(question, unit, window, tuned.deployment.max_model_len, rate_per_replica) for window in windows
+    ]
     with executor(jobs, len(tasks)) as pool:
         hours = []
         for hour in ordered_map(pool, _WindowTask.run, tasks):
@@ -120,7 +122,7 @@ def day_of(tuned: Tuned, *, jobs: Jobs = None, progress: Done | None = None) -> 
 
 
 def replica_of(candidate: Candidate) -> Candidate:
-    """The smallest plan of the same ratio. A fixed pool is not scaled: then the plan itself."""
+    """Return the smallest plan of the same ratio; the plan itself if it has a fixed pool, which is not scaled."""
     if any(pool.fixed is not None for pool in candidate.pools):
         return candidate
     divisor = math.gcd(*(pool.instances for pool in candidate.pools))
@@ -136,12 +138,12 @@ def _scaled(unit: Candidate, replicas: int) -> Candidate:
 
 
 def windows_of(day: Day, trace: Trace | None) -> list[_Window]:
-    """The windows of a day: as given, or of a trace cut into equal ones, the last one as long as the others."""
+    """Return the windows of a day: as given, or a trace cut into equal windows, the last one as long as the others."""
     if day.windows is not None:
         windows, begin = [], 0.0
-        for given in day.windows:
-            windows.append(_Window(begin_h=begin, hours=given.hours, rate_rps=given.rate_rps))
-            begin += given.hours
+        for window in day.windows:
+            windows.append(_Window(begin_h=begin, hours=window.hours, rate_rps=window.rate_rps))
+            begin += window.hours
         return windows
     assert trace is not None
     assert trace.arrival_s is not None
@@ -160,7 +162,7 @@ def windows_of(day: Day, trace: Trace | None) -> list[_Window]:
 
 
 class _Tried(NamedTuple):
-    """A number of replicas, judged."""
+    """A number of replicas, and whether it meets the SLO."""
 
     result: Result
     met: bool
@@ -171,25 +173,26 @@ class _Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class _WindowTask:
-    """The fewest replicas for one window. What workers are sent."""
+    """The fewest replicas for one window. Sent to worker processes."""
 
     question: Question
     unit: Candidate
     window: _Window
     max_model_len: int
     each_rps: float | None
-    """What a replica was found to serve within the SLO; a place to begin at."""
+    """Requests per second that a replica was found to serve within the SLO: the starting point; None if there is
+    none."""
 
     def run(self) -> DayHour:
         window = self.window
         if not window.rate_rps:
             return self._hour(0, None, 0)
-        tried: dict[int, _Tried] = {}
+        trials: dict[int, _Tried] = {}
 
         def met(replicas: int) -> bool:
-            if replicas not in tried:
-                tried[replicas] = self._try(replicas)
-            return tried[replicas].met
+            if replicas not in trials:
+                trials[replicas] = self._try(replicas)
+            return trials[replicas].met
 
         most, least = self._most(), self._least()
         first = math.ceil(window.rate_rps / self.each_rps - 1e-9) if self.each_rps else least
@@ -198,17 +201,17 @@ class _WindowTask:
             replicas -= 1
         while not met(replicas) and replicas < most:
             replicas += 1
-        return self._hour(replicas, tried[replicas], sum(one.simulations for one in tried.values()))
+        return self._hour(replicas, trials[replicas], sum(trial.simulations for trial in trials.values()))
 
     def _try(self, replicas: int) -> _Tried:
-        """Judge a number of replicas: in a run long enough, then on fresh draws until one misses the SLO."""
+        """Simulate a number of replicas: in a run that is long enough, then on fresh draws until one misses the SLO."""
         question, candidate = self.question, _scaled(self.unit, replicas)
         requests = question.num_requests(candidate)
         result, simulations = self._result(candidate, requests), 1
         if self.window.begin_s is not None:
             return _Tried(result, result.meets_slo, simulations)
-        while (needed := longer(result, requests)) is not None:
-            requests, simulations = needed, simulations + 1
+        while (more_requests := longer(result, requests)) is not None:
+            requests, simulations = more_requests, simulations + 1
             result = self._result(candidate, requests)
         if not result.meets_slo or too_short(result):
             return _Tried(result, False, simulations)
@@ -221,18 +224,18 @@ class _WindowTask:
         return _Tried(result, True, simulations, draws)
 
     def _most(self) -> int:
-        """As many as the study has devices for."""
+        """Return the largest number of replicas that the study has devices for."""
         study, unit = self.question.study, self.unit
         if any(pool.fixed is not None for pool in unit.pools):
             return 1
-        used: dict[str, int] = {}
+        devices: dict[str, int] = {}
         for pool in unit.pools:
-            used[pool.shape.gpu] = used.get(pool.shape.gpu, 0) + pool.devices
-        most = min(study.devices(gpu) // count for gpu, count in used.items())
+            devices[pool.shape.gpu] = devices.get(pool.shape.gpu, 0) + pool.devices
+        most = min(study.devices(gpu) // count for gpu, count in devices.items())
         return most if study.limits.gpus is None else min(most, study.limits.gpus // unit.num_gpus)
 
     def _least(self) -> int:
-        """Fewer do not sustain the rate under any schedule."""
+        """Return the number of replicas below which no schedule sustains the rate."""
         plan_cache = PlanCache(self.question, [self.unit])
         settled = plan_cache.settled(self.unit)
         assert isinstance(settled, Candidate)
@@ -244,7 +247,7 @@ class _WindowTask:
         return question.deploy(candidate, longest).simulate(stream, question.study.slo, cores=SAMPLED_CORES)
 
     def _stream(self, candidate: Candidate, requests: int, draw: int) -> RequestStream:
-        """The requests of the window, at its mean rate: of a draw, or of a trace the window's own."""
+        """Return the requests of the window at its mean rate: of a draw, or the window's own requests of a trace."""
         question, window = self.question, self.window
         if window.begin_s is None:
             return question.draws.stream(requests, draw).at_rate(window.rate_rps)
@@ -252,9 +255,9 @@ class _WindowTask:
         assert trace is not None
         assert trace.arrival_s is not None
         end_s = window.begin_s + window.hours * HOUR_S
-        kept = (trace.arrival_s >= window.begin_s) & (trace.arrival_s < end_s)
-        part = of_rows(trace, kept, trace.arrival_s, f"a window of the day from hour {window.begin_h:g}")
-        # What comes all at once can be neither repeated nor stretched.
+        in_window = (trace.arrival_s >= window.begin_s) & (trace.arrival_s < end_s)
+        part = of_rows(trace, in_window, trace.arrival_s, f"a window of the day from hour {window.begin_h:g}")
+        # Requests that all arrive at once can be neither repeated nor stretched.
         spans = part.arrival_s is not None and part.arrival_s[-1] > part.arrival_s[0]
         requests = question.num_requests(candidate) if spans else len(part.prompt_tokens)
         stream = build_stream(question.workload, part, requests=requests, seed=question.study.seed)

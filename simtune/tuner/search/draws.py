@@ -1,4 +1,4 @@
-"""The requests of a study, as many as are asked for and as often as they are drawn anew."""
+"""Draws of the requests of a study, of any number of requests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from simtune.specs.workload import Workload
 from simtune.workload.requests import RequestStream, build_stream
 
 MOST_REQUESTS = 32_000
-"""That are simulated at once, where a run is made longer."""
+"""Largest number of requests that one simulation is extended to."""
 
 
 @dataclass(frozen=True)
 class LoadDraws:
-    """The requests of a workload, as many as are asked for and as often as they are drawn anew."""
+    """Draws of the requests of a workload, of any number of requests."""
 
     workload: Workload
     trace: Trace | None
     seed: int
 
     def stream(self, requests: int, draw: int = 0) -> RequestStream:
-        """The first `requests` of a draw; draw 0 is that of the study's own seed."""
+        """Return the first `requests` of a draw; draw 0 is that of the study's own seed."""
         seed = self.seed if draw == 0 else int(np.random.SeedSequence((self.seed, draw)).generate_state(1)[0])
         return build_stream(self.workload, self.trace, requests=requests, seed=seed)

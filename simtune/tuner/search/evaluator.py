@@ -10,19 +10,19 @@ from simtune.tuner.search.lookahead import LookAhead
 from simtune.tuner.search.search_journal import Ledger, key_of
 
 Key = tuple[str, float | None, int]
-"""Of a simulation: a plan by its name, a rate, and a draw."""
+"""Key of a simulation: name of the plan, rate, and draw."""
 Keyed = tuple[Key, Simulation]
 
 
 class Evaluator:
-    """Says what simulations show, one by one. A `pool` works ahead; the `ledger` knows what was found before."""
+    """Returns the findings of simulations. A `pool` works ahead; the `ledger` contains findings of earlier searches."""
 
     def __init__(self, pool: Executor | None, ledger: Ledger[SimulationFinding] | None) -> None:
         self._ahead = None if pool is None else LookAhead[Key, SimulationFinding](pool)
         self._ledger = ledger
 
     def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
-        """Of one simulation, while others begin with those expected after it."""
+        """Return the finding of one simulation, while workers start those expected after it."""
         finding = self._known(task)
         if finding is None:
             finding = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))

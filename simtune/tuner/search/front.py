@@ -2,11 +2,11 @@
 
 Plans are held against each other at the same loads: a ladder of output tokens/s/GPU, from the highest capacity of any
 plan downwards. At each load the plan with the most tokens/s/user (one over the mean TPOT) that keeps up within the SLO
-is looked for, best floor first. What is asked of a plan is to be better than every point with at least that load: as
-the study's SLO with a mean TPOT below the best so far, so that all bounds of `simtune.tuner.bounds` rule out plans at a
-load unsimulated. A plan that beats them is simulated once more on all cores, then on the fresh draws that the study
-asks for (`simtune.tuner.search.confirm`), each of which has to keep the SLO: that is the point. Between the loads of
-the ladder nothing is drawn.
+is searched, best floor first. A plan must be better than every point with at least that load. This is expressed as the
+study's SLO with a mean TPOT below the best so far, so that all bounds of `simtune.tuner.bounds` can rule out plans at a
+load without a simulation. A plan that beats them is simulated once more on all cores, then on the fresh draws that the
+study asks for (`simtune.tuner.search.confirm`), each of which has to keep the SLO: that is the point. Nothing is
+interpolated between the loads of the ladder.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Attempt, Confirmed, Trial, Tuned
 
 LOWEST_LOAD = 1 / 64
-"""Of the highest: the load at the foot of the ladder, where requests are all but alone."""
+"""Load at the foot of the ladder as a share of the highest: requests hardly overlap there."""
 STRICTLY = 1 - 1e-9
-"""A plan as good as the best so far is not better."""
+"""Factor on the mean TPOT to beat: a plan as good as the best so far is not better."""
 
 
 def answer(
@@ -48,8 +48,8 @@ def answer(
     progress: SearchProgress | None = None,
     ledger: Ledger[SimulationFinding] | None = None,
 ) -> Tuned:
-    """What a study asks for: the front, with its point of the greatest power chosen, or else the best plan. See
-    `simtune.tuner.search.best_first.optimize`."""
+    """Return the answer of a study: for objective `pareto` the front, with its point of the greatest power chosen, or
+    else the best plan. See `simtune.tuner.search.best_first.optimize`."""
     if question.study.objective != "pareto":
         return optimize(question, jobs=jobs, progress=progress, ledger=ledger)
     question.check()
@@ -68,19 +68,19 @@ class _Runner:
 
     plan: BoundedCandidate
     least_tpot_s: float
-    """No request mean is below it, at any rate."""
+    """No request mean is below it, in seconds, at any rate."""
     points: dict[float, FrontPoint] = field(default_factory=dict)
-    """Where it was the best so far, by load."""
+    """Points at which the plan was the best so far, by load."""
     confirmed: dict[float, Confirmed | None] = field(default_factory=dict)
-    """The fresh draws on which it holds there; None if the study asks for none."""
+    """Fresh draws on which the plan holds, by load; None if the study asks for none."""
 
     def rate(self, load: float) -> float:
-        """Requests per second at which its GPUs have a load in output tokens/s each."""
+        """Return the requests per second at which each GPU has a load in output tokens/s."""
         return load * self.plan.facts.num_gpus / self.plan.facts.output_tokens
 
 
 class FrontSearch:
-    """The ladder of loads, what was simulated on it, and the points."""
+    """State of a search for a front: the ladder of loads, the simulated plans and the points."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class FrontSearch:
         self.question, self.progress, self.evaluator = question, progress, evaluator
         self.rows: list[Trial] = []
         self.points: list[FrontPoint] = []
-        """From the highest load to the lowest."""
+        """Points of the front, from the highest load to the lowest."""
         self.loads: list[float] = []
-        """In output tokens/s/GPU."""
+        """Ladder of loads in output tokens/s/GPU, the highest first."""
         self.settled = self.ruled_out = 0
         """Loads that were decided, and plans at a load that needed no simulation."""
         self._candidates = candidates
@@ -105,16 +105,17 @@ class FrontSearch:
 
     @property
     def simulations(self) -> int:
-        """How many there were."""
+        """Number of simulations so far."""
         return sum(row.simulations for row in self.rows)
 
     @property
     def ladder(self) -> Ladder:
-        """What was found."""
+        """Front so far, and the ladder of its loads."""
         return Ladder(tuple(self.loads), self.settled, tuple(self.points))
 
     def run(self, loads: int | None = None) -> bool:
-        """Find the best plan at every load, or at so many; whether an interrupt left some open."""
+        """Find the best plan at every load, or at the first `loads` of them. Return True if an interrupt left some
+        open."""
         try:
             self._enter()
             for load in self.loads[:loads]:
@@ -140,25 +141,25 @@ class FrontSearch:
             )
         self._runners.sort(key=lambda runner: (runner.least_tpot_s, runner.plan.order()))
         facts = [(runner.plan.bound_rps, runner.plan.facts) for runner in self._runners]
-        top = max((rps * known.output_tokens / known.num_gpus for rps, known in facts), default=0.0)
+        top = max((rps * plan.output_tokens / plan.num_gpus for rps, plan in facts), default=0.0)
         steps = self.question.study.search.front
         self.loads = [top * LOWEST_LOAD ** (step / (steps - 1)) for step in range(steps)] if top else []
 
     # --- at one load ------------------------------------------------------------------------------------------
 
     def _settle(self, load: float) -> None:
-        """Find the best plan at a load, unless one at a higher load is better than all could be."""
-        seen: list[tuple[BoundedCandidate, SimulationFinding]] = []
+        """Find the best plan at a load, unless a plan at a higher load is better than all others could be."""
+        findings: list[tuple[BoundedCandidate, SimulationFinding]] = []
         best: FrontPoint | None = None
         for number, runner in enumerate(self._runners):
             self._decided += 1
-            rate, wanted = runner.rate(load), self._wanted(best)
-            if self._hopeless(runner, rate, wanted) or any(_same(runner.plan, *other) for other in seen):
+            rate, target = runner.rate(load), self._wanted(best)
+            if self._hopeless(runner, rate, target) or any(_same(runner.plan, *earlier) for earlier in findings):
                 self.ruled_out += 1
                 continue
-            finding = self._simulated(runner, rate, wanted, self._next(number, load, wanted))
+            finding = self._simulated(runner, rate, target, self._next(number, load, target))
             if finding.used is not None:
-                seen.append((runner.plan, finding))
+                findings.append((runner.plan, finding))
             point = self._on_every_core(runner, load, finding.summary.requests) if finding.met else None
             if point is not None and self._beats(point, best) and self._holds(runner, load):
                 best = runner.points[load] = point
@@ -169,16 +170,16 @@ class FrontSearch:
             self.points.append(best)
 
     def _wanted(self, best: FrontPoint | None) -> Slo:
-        """The study's SLO, and to be better than every point that has at least the load."""
-        known = [point.output_tokens_per_s_per_user for point in [*self.points, *([best] if best else [])]]
+        """Return the study's SLO, tightened to require a better mean TPOT than every point with at least this load."""
+        speeds = [point.output_tokens_per_s_per_user for point in [*self.points, *([best] if best else [])]]
         slo = self.question.study.slo
-        if not known:
+        if not speeds:
             return slo
-        limits = [1 / max(known) * STRICTLY, *([slo.tpot_s["mean"]] if "mean" in slo.tpot_s else [])]
+        limits = [1 / max(speeds) * STRICTLY, *([slo.tpot_s["mean"]] if "mean" in slo.tpot_s else [])]
         return slo.model_copy(update={"tpot_s": {**slo.tpot_s, "mean": min(limits)}})
 
     def _hopeless(self, runner: _Runner, rate: float, wanted: Slo) -> bool:
-        """Whether bounds say that a plan does not come to what is wanted at a rate."""
+        """True if bounds rule out that a plan meets the SLO `wanted` at a rate."""
         plan, mean_s = runner.plan, wanted.tpot_s.get("mean", float("inf"))
         if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
             return True
@@ -199,7 +200,7 @@ class FrontSearch:
         return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate, 0), task
 
     def _next(self, number: int, load: float, wanted: Slo) -> Iterator[Keyed]:
-        """The simulations that come next, unless the best changes."""
+        """Yield the simulations that come next, unless the best plan changes."""
         for runner in self._runners[number + 1 : number + 1 + AHEAD]:
             rate = runner.rate(load)
             if not self._hopeless(runner, rate, wanted):
@@ -251,21 +252,21 @@ class FrontSearch:
         return deployment.simulate(stream, self.question.study.slo, record=record)
 
     def _beats(self, point: FrontPoint, best: FrontPoint | None) -> bool:
-        known = [*self.points, *([best] if best else [])]
-        return all(point.output_tokens_per_s_per_user > other.output_tokens_per_s_per_user for other in known)
+        rivals = [*self.points, *([best] if best else [])]
+        return all(point.output_tokens_per_s_per_user > rival.output_tokens_per_s_per_user for rival in rivals)
 
     def _report(self, best: FrontPoint | None) -> None:
         if self.progress is None:
             return
-        known = max([*self.points, *([best] if best else [])], key=lambda point: point.power, default=None)
+        leader = max([*self.points, *([best] if best else [])], key=lambda point: point.power, default=None)
         total = len(self._runners) * len(self.loads)
-        row = next((row for row in self.rows if known and row.candidate.name == known.candidate), None)
+        row = next((row for row in self.rows if leader and row.candidate.name == leader.candidate), None)
         self.progress(
             SearchCourse(
                 done=self._decided,
                 total=total,
                 best=row,
-                value=None if known is None else known.power,
+                value=None if leader is None else leader.power,
                 bound=None,
                 open=total - self._decided,
                 simulations=self.simulations,
@@ -275,7 +276,8 @@ class FrontSearch:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def answer(self, interrupted: bool) -> Tuned:
-        """The front, with the point of the greatest power as the chosen plan. Raises Infeasible where it is empty."""
+        """Return the front, with the point of the greatest power as the chosen plan. Raise Infeasible if it is
+        empty."""
         if not self.points:
             raise Infeasible(why_none(self.question, self.rows))
         chosen = max(self.points, key=lambda point: point.power)
@@ -293,7 +295,7 @@ class FrontSearch:
         row.status = "chosen"
         row.reason = f"the greatest throughput over delay of the front; {row.reason}"
         rank = ("chosen", "feasible", "infeasible", "pruned", "does_not_fit")
-        highest = {name: those[0].output_tokens_per_s_per_gpu for name, those in on_front.items()}
+        highest = {name: points[0].output_tokens_per_s_per_gpu for name, points in on_front.items()}
         rows = sorted(self.rows, key=lambda row: (rank.index(row.status), -highest.get(row.candidate.name, 0.0)))
         value = chosen.power
         tuned = Tuned(self.question, rows, deployment, result, value, value, interrupted, self.ladder)
@@ -301,7 +303,7 @@ class FrontSearch:
         return tuned
 
     def _close(self, runner: _Runner, points: Sequence[FrontPoint]) -> None:
-        """Say of a plan what it has of the front."""
+        """Write into the row of a plan where it is on the front, or why it is not."""
         row = runner.plan.row
         if points:
             row.status = "feasible"
@@ -314,6 +316,6 @@ class FrontSearch:
 
 
 def _same(plan: BoundedCandidate, other: BoundedCandidate, finding: SimulationFinding) -> bool:
-    """Whether a plan would do what another one did at the same load: none of the limits that tell them apart is
+    """True if a plan must do the same as a simulated one at the same load: no limit that tells them apart is
     reached."""
     return plan.kind == other.kind and bool(finding.used) and not tell_apart(plan.deployment, finding.used or ())

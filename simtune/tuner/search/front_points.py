@@ -1,4 +1,4 @@
-"""The points of a front, and the loads at which they were looked for."""
+"""Points of a front, and the loads of its ladder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FrontPoint(Record):
 
     @property
     def power(self) -> float:
-        """Throughput over delay, the product of the two coordinates (Kleinrock, ICC 1979)."""
+        """Return throughput over delay, the product of the two coordinates (Kleinrock, ICC 1979)."""
         return self.output_tokens_per_s_per_gpu * self.output_tokens_per_s_per_user
 
 
 class Ladder(NamedTuple):
-    """A front, and the loads at which it was looked for, in output tokens/s/GPU; the highest first."""
+    """A front, and the loads at which it was searched, in output tokens/s/GPU; the highest first."""
 
     loads: tuple[float, ...]
     settled: int
-    """How many of them were decided."""
+    """Number of loads that were decided."""
     points: tuple[FrontPoint, ...]

@@ -1,14 +1,14 @@
-"""What one simulation tells of other plans: which must do exactly what another one did, or miss what it missed.
+"""Results that one simulation implies for other plans: plans that must do exactly the same, or must miss the SLO too.
 
-Seats, token budgets and KV blocks only ever say no. Where a simulation never came to what a pool allows, another pool
-that allows at least as much as was reached takes every decision alike, step by step, and need not be simulated; limits
+Seats, token budgets and KV blocks can only refuse. If a simulation never reached the limits of a pool, another pool
+that allows at least as much as was used takes every decision alike, step by step, and need not be simulated; limits
 that are the same in both may have been reached. What was reached is counted from above, so that some equal plans are
-simulated all the same, and none that could differ is not. Drafts count as if all were made, for all who are here, and
-as if the scheduler took those of two steps for accepted.
+simulated anyway, and every plan that could differ is simulated. Drafts count as if all were made, for all requests that
+are present, and as if the scheduler took those of two steps for accepted.
 
-Prompts that have a pool of their own know nothing of the pool that decodes, unless that leaves them so many KV caches
-that there is no room for others. Where all that came would have found room beside each other, first tokens come at the
-same time whatever decodes; and what they miss alone, no plan with the same prefill pool meets.
+A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If all
+requests that arrived would have fitted at once, first tokens come at the same time whatever pool decodes; and if these
+first tokens alone miss the SLO, no plan with the same prefill pool meets it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62
 POLICIES = ("vllm-fcfs", "vllm-priority")
-"""Those that ask for their limits only whether they are reached."""
+"""Policies whose decisions depend on limits only when a limit is reached."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an engine core of a pool has: seats, tokens of a step, KV blocks."""
+    """Limits of one engine core of a pool: seats, tokens of a step, KV blocks."""
 
     seats: int
     tokens: int
@@ -42,48 +42,52 @@ class Allowed:
 
     @classmethod
     def of(cls, pool: DeployedPool) -> Allowed:
-        """The share of one core of an instance."""
+        """Return the share of one core of an instance."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
         return cls(batching.max_num_seqs // pp, batching.max_num_batched_tokens, pool.memory.num_blocks // pp)
 
 
 @dataclass(frozen=True)
 class Use:
-    """What an engine core of a pool had of each limit, and came to in a simulation: so much or less."""
+    """Limits of an engine core of a pool, and an upper bound on their use in a simulation."""
 
     allowed: Allowed
     reached: Allowed
 
     def tells(self, other: Allowed) -> bool:
-        """Whether cores with other limits would have done the same: each limit is the same, or was not reached and
-        would not have been."""
+        """True if cores with other limits would have done the same: each limit is equal, or was not reached and would
+        not have been reached."""
         limits = zip(astuple(self.allowed), astuple(self.reached), astuple(other), strict=True)
-        return all(own == its or (most < own and most <= its) for own, most, its in limits)
+        return all(limit == rival or (most < limit and most <= rival) for limit, most, rival in limits)
 
 
 @dataclass(frozen=True)
 class DraftRoom:
-    """What the drafts of a pool take of its limits at most; nothing where it makes none."""
+    """Largest use of a pool's limits by its drafts; the defaults are those of a pool that does not draft."""
 
     width: int = 1
     """Tokens of a decode in a step."""
     extra_slots: int = 0
-    """What each request takes of the token budget besides its tokens."""
+    """Tokens of the budget that each request takes besides its own tokens."""
     ahead: int = 0
     """Tokens beyond those of its answer for which a request may hold blocks."""
 
     @classmethod
     def of(cls, pool: Pool) -> DraftRoom:
-        """Of a pool whose drafts are verified in turn."""
+        """Return the room that the drafts of a pool need, if its drafts are verified in turn."""
         if pool.speculation is None:
             return cls()
         drafts, drafter = pool.speculation.scheme.shape.drafts, pool.speculation.drafter
-        # A step may begin with all drafts of the one before taken for accepted, and another follow an answer's last.
+        # A step may start while all drafts of the step before count as accepted, and one more step may follow the last
+        # token of an answer.
         return cls(1 + drafts, drafter.extra_slots(drafts), 4 * (1 + drafts) + drafter.lookahead(drafts))
 
     def budget(self, seats: int, most_tokens: int) -> int:
-        """Tokens of a step that were asked for at most, where so many seats were taken. `most_tokens` are those of a
-        step with prompts, drafts left out. Whoever found no room for itself and its drafts came to the limit."""
+        """Return an upper bound on the tokens of a step that were requested while `seats` seats were taken.
+
+        `most_tokens` are those of a step with prompts, without drafts. A request that found no room for itself and its
+        drafts counts as having reached the limit.
+        """
         tokens = max(most_tokens, seats)
         if self.width == 1:
             return tokens
@@ -91,14 +95,14 @@ class DraftRoom:
 
 
 def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
-    """What each pool came to in a simulation; None where limits matter though they are not reached."""
+    """Return the use of each pool in a simulation; None if limits matter even when they are not reached."""
     if not all(map(_asks_only, deployment.pools)):
         return None
     return tuple(Use(Allowed.of(pool), _reached(pool, result)) for pool in deployment.pools)
 
 
 def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
-    """Whether first tokens alone miss the SLO, and would miss it whatever pool decodes."""
+    """True if first tokens alone miss the SLO, and would miss it whatever pool decodes."""
     pool = deployment.pools[0]
     if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool):
         return False
@@ -107,14 +111,14 @@ def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
 
 
 def _dealt_alone(deployment: Deployment) -> bool:
-    """Whether each core of the first pool gets its turn whatever happens elsewhere."""
+    """True if each core of the first pool gets its turn whatever happens elsewhere."""
     plan = deployment.plan
     weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
     return ROUTER.find(plan.router.kind).deals_in_turn and not weighted and not plan.events
 
 
 def _holds_all(pool: DeployedPool, result: Result, until: int) -> bool:
-    """Whether the cores of a prefill pool had room for all that came by a tick, if nobody had ever left."""
+    """True if the cores of a prefill pool had room for all requests that arrived by a tick, even if none had left."""
     arrival = result.outcome.arrival
     came = np.flatnonzero((arrival >= 0) & (arrival <= until))
     core, allowed = came % pool.num_cores, Allowed.of(pool)
@@ -126,15 +130,15 @@ def _holds_all(pool: DeployedPool, result: Result, until: int) -> bool:
 
 
 def _lost_by(result: Result) -> int | None:
-    """The tick of the first token with which a line of the SLO was lost, whenever the others come; None where none
-    was."""
+    """Return the tick of the first token that lost a line of the SLO, whenever the others come; None if no line was
+    lost."""
     stream, outcome = result.stream, result.outcome
     came = np.argsort(outcome.first_token, kind="stable")
     came = came[outcome.first_token[came] >= 0]
     ttft_s, lost = result.ttft_s[came], []
     for index, _, objective in objectives(stream, result.slo):
-        which = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
-        n, counted = int(which.sum()), which[came]
+        of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
+        n, counted = int(of_class.sum()), of_class[came]
         for metric, statistic, limit_s in objective.limits():
             if metric != "ttft":
                 continue
@@ -150,13 +154,13 @@ def _lost_by(result: Result) -> int | None:
 
 
 def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:
-    """Whether a deployment that differs from the one simulated in its limits alone could have done anything else."""
+    """True if a deployment that differs from the simulated one in its limits alone could have done anything else."""
     pools = zip(deployment.pools, used, strict=True)
-    return not all(_asks_only(pool) and there.tells(Allowed.of(pool)) for pool, there in pools)
+    return not all(_asks_only(pool) and use.tells(Allowed.of(pool)) for pool, use in pools)
 
 
 def _asks_only(pool: DeployedPool) -> bool:
-    """Whether limits of a pool matter only where they are reached."""
+    """True if limits of a pool matter only when they are reached."""
     kv_cache, speculation = pool.spec.kv_cache, pool.spec.speculation
     plain = not kv_cache.prefix_caching and not kv_cache.watermark
     in_turn = speculation is None or speculation.scheme.shape.in_turn
@@ -170,13 +174,13 @@ def _reached(pool: DeployedPool, result: Result) -> Allowed:
     came = begin >= 0
     begin, end = begin[came], end[came]
     drafts = DraftRoom.of(pool.spec)
-    # Whoever has finished may hold a seat until the step after the next one has been scheduled; where it was complete
-    # by a draft that was accepted, until one more has.
+    # A finished request may hold its seat until the step after the next one has been scheduled; if an accepted draft
+    # completed it, one step longer.
     steps = 2 if pool.spec.speculation is None else 3
     end = np.where(end < 0, NO_END, end + steps * _longest_step(outcome.intervals))
     tokens = (stream.prompt_tokens + (0 if role == "prefill" else stream.output_tokens) + drafts.ahead)[came]
     blocks = -(-tokens // pool.spec.kv_cache.block_size) + 1
-    # Of a prefill pool it is not known which core had a request: as if one had had all of them.
+    # The core of a request is not known in a prefill pool: count all requests on one core, which is an upper bound.
     core = np.zeros(len(begin), dtype=np.int64) if role == "prefill" else outcome.core[came]
     seats = _most_at_once(core, begin, end, np.ones(len(begin), dtype=np.int64))
     most_tokens = max((use.most_tokens for use in outcome.cores if use.pool == pool.spec.name), default=0)
@@ -187,7 +191,7 @@ def _reached(pool: DeployedPool, result: Result) -> Allowed:
 
 
 def _longest_step(intervals: Ints) -> int:
-    """Ticks of the longest step in which anybody decoded; rows as in `Outcome.intervals`."""
+    """Return the ticks of the longest step in which any request decoded; rows as in `Outcome.intervals`."""
     if not len(intervals):
         return 0
     first, slope, steps, _ = intervals.T
@@ -195,7 +199,7 @@ def _longest_step(intervals: Ints) -> int:
 
 
 def _most_at_once(core: Ints, begin: Ints, end: Ints, weight: Ints) -> int:
-    """The largest sum of weights of what overlaps on one core."""
+    """Return the largest sum of weights that overlap on one core."""
     at, change = np.concatenate([begin, end]), np.concatenate([weight, -weight])
     cores = np.concatenate([core, core])
     order = np.lexsort((-change, at, cores))

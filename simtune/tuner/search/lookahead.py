@@ -1,4 +1,4 @@
-"""Work done by several processes ahead of its turn, for somebody who takes the results one by one."""
+"""Worker processes that run tasks before their results are needed; the results are taken one by one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Task(Protocol[R_co]):
-    """Something that can be sent to a worker, and run there."""
+    """A task that can be sent to a worker process."""
 
     def run(self) -> R_co:
-        """The result, which depends on nothing but the task."""
+        """Return the result, which depends on nothing but the task."""
 
 
 class LookAhead(Generic[K, R]):
-    """Results by key. What was begun and is not expected any more is cancelled."""
+    """Results by key. Tasks that were started and are no longer expected are cancelled."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool: Executor | None = pool
         self._under_way: dict[K, Future[R]] = {}
 
     def result(self, key: K, task: Task[R], expected: Iterable[tuple[K, Task[R]]]) -> R:
-        """Of the task, while others begin with what is expected after it.
+        """Return the result of the task, while workers start the tasks that are expected after it.
 
-        Where the system kills a worker, as it does when memory runs out, this process goes on alone.
+        If the system kills a worker, for example when memory runs out, this process continues alone.
         """
         if self._pool is None:
             return task.run()
@@ -44,12 +44,12 @@ class LookAhead(Generic[K, R]):
     def _from_pool(self, pool: Executor, key: K, task: Task[R], expected: Iterable[tuple[K, Task[R]]]) -> R:
         if key not in self._under_way:
             self._under_way[key] = pool.submit(_run, task)
-        wanted = {key}
-        for later, its in expected:
-            wanted.add(later)
+        expected_keys = {key}
+        for later, later_task in expected:
+            expected_keys.add(later)
             if later not in self._under_way:
-                self._under_way[later] = pool.submit(_run, its)
-        for forgotten in self._under_way.keys() - wanted:
+                self._under_way[later] = pool.submit(_run, later_task)
+        for forgotten in self._under_way.keys() - expected_keys:
             self._under_way.pop(forgotten).cancel()
         return self._under_way.pop(key).result()
 

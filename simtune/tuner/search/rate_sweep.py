@@ -1,4 +1,4 @@
-"""How the chosen plan and its rivals behave over a range of loads, and their latencies at their own rates."""
+"""Simulate the chosen plan and its rivals over a range of rates, and report their latencies at their own rates."""
 
 from __future__ import annotations
 
@@ -15,50 +15,54 @@ from simtune.tuner.trial import Trial, Tuned
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
 LIGHT = 0.8
-"""Up to this fraction nothing piles up, and a point is `SHORTER` times shorter than a simulation of the search; beyond
-it a short load would end before its queue has grown, and meet limits that the plan does not hold."""
+"""Fraction up to which no requests pile up, so that a point is `SHORTER` times shorter than a simulation of the search.
+
+Beyond it a short load would end before its queue has grown, and appear to meet limits that the plan does not keep.
+"""
 SHORTER = 4
 LEAST = 1000
-"""Requests of a point, where the study has as many."""
+"""Fewest requests of a point, if the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
 
 
 @dataclass(frozen=True)
 class RateSweep:
-    """One candidate over the offered rates (none when the load is given), and its latencies where it was judged."""
+    """Sweep of one candidate over the offered rates (empty if the load is given), and its latencies at its own rate."""
 
     candidate: str
     points: tuple[tuple[float, SimulationSummary], ...]
-    """What was simulated at each offered rate, rates rising."""
+    """Offered rates in ascending order, each with the summary of its simulation."""
     judged: LatencyQuantiles
 
 
 def rivals(tuned: Tuned, most: int = 2) -> list[Trial]:
-    """The best of the simulated candidates whose GPUs are cut in other ways than the chosen plan's and each other's."""
-    seen = {tuned.chosen.candidate.cut}
+    """Return the best simulated candidates whose GPUs are cut differently from the chosen plan's and from each
+    other's."""
+    cuts = {tuned.chosen.candidate.cut}
     rows: list[Trial] = []
     for row in tuned.runners_up(len(tuned.rows)):
-        if row.summary is not None and row.candidate.cut not in seen:
-            seen.add(row.candidate.cut)
+        if row.summary is not None and row.candidate.cut not in cuts:
+            cuts.add(row.candidate.cut)
             rows.append(row)
     return rows[:most]
 
 
 def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
-    """Sweeps of the chosen plan, first, and of its rivals. `jobs` processes; the answer does not depend on it.
+    """Return the sweeps of the chosen plan, first, and of its rivals. The answer does not depend on `jobs`, the number
+    of processes.
 
     The chosen plan's own rate is that of the search; light loads are shorter ones, the beginning of the same.
     """
     question = tuned.question
-    own = tuned.chosen.rate_rps if question.searches_rate else None
+    chosen_rps = tuned.chosen.rate_rps if question.searches_rate else None
     most = question.requests if tuned.confirmed is None else max(question.requests, tuned.confirmed.requests)
-    loads = () if own is None else tuple((f * own, _requests(most, f)) for f in FRACTIONS)
+    loads = () if chosen_rps is None else tuple((f * chosen_rps, _requests(most, f)) for f in FRACTIONS)
     tasks = [_SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]]
-    tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != own), judged=False)
+    tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != chosen_rps), judged=False)
     with executor(jobs, len(tasks)) as pool:
         chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)
-    known = () if own is None else ((own, tuned.result.summary()),)
-    points = tuple(sorted((*chosen.points, *known), key=lambda point: point[0]))
+    chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
+    points = tuple(sorted((*chosen.points, *chosen_point), key=lambda point: point[0]))
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
 
 
@@ -73,15 +77,17 @@ class _SweepTask:
     row: Trial
     max_model_len: int
     loads: Sequence[tuple[float, int]]
-    """Rates, and how many requests at each."""
+    """Rates, each with its number of requests."""
     judged: bool = True
-    """Whether its latencies at its own rate are asked for."""
+    """True if the latencies at the candidate's own rate are simulated."""
 
     def run(self) -> RateSweep:
         deployment = self.question.deploy(self.row.candidate, self.max_model_len)
-        own = self.row.rate_rps if self.question.searches_rate else None
+        rate_rps = self.row.rate_rps if self.question.searches_rate else None
         points = tuple((rate, self._watched(deployment, rate, n).summary()) for rate, n in self.loads)
-        judged = self._watched(deployment, own, self.question.requests).latency_quantiles() if self.judged else NOTHING
+        judged = (
+            self._watched(deployment, rate_rps, self.question.requests).latency_quantiles() if self.judged else NOTHING
+        )
         return RateSweep(self.row.candidate.name, points, judged)
 
     def _watched(self, deployment: Deployment, rate_rps: float | None, requests: int) -> Result:

@@ -1,8 +1,8 @@
-"""The file of finished simulations, journal.jsonl: a search that was killed goes on where it was.
+"""The file of finished simulations, journal.jsonl: a search that was killed can be resumed.
 
-Every result is a line of its own, with a checksum, on the disk before the search goes on; results are looked up by
-what was simulated: a plan and a rate, of inputs that every line names. Whatever is lost is what was under way.
-A line that is not whole is as if it had not been written. Several processes may append to one file.
+Every result is a line of its own, with a checksum, on the disk before the search continues. The key of a result is the
+plan and the rate that were simulated; every line names the inputs. Only simulations that were running are lost. A line
+that was cut short is ignored. Several processes may append to one file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ R = TypeVar("R")
 
 
 class Ledger(Protocol[R]):
-    """Where a search looks for a result before it simulates, and keeps it afterwards."""
+    """Store of simulation results that a search reads before it simulates, and adds to afterwards."""
 
     def look(self, key: str) -> R | None:
-        """What is known of a simulation."""
+        """Return the stored result of a simulation; None if there is none."""
 
     def keep(self, key: str, result: R) -> None:
-        """Know it from now on."""
+        """Store the result of a simulation."""
 
 
 def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0) -> str:
-    """Of a simulation of a plan at a rate, or at the workload's own; of a fresh draw, with how many requests."""
+    """Return the key of a simulation of a plan at a rate, or at the workload's own.
+
+    For a fresh draw the key includes the draw and its number of requests.
+    """
     at = None if rate_rps is None else float(rate_rps).hex()
     fresh = [draw, requests] if draw else []
     return _digest(json.dumps([plan.to_data(), at, *fresh], sort_keys=True))
@@ -49,12 +52,14 @@ def _digest(text: str) -> str:
 class SearchJournal(Generic[R]):
     """A `Ledger` in a file. Results are of a dataclass or a pydantic model, `kind`.
 
-    What goes to another process is the name of the file, which is read again there.
+    Pickling keeps only the path: another process reads the file again.
     """
 
     def __init__(self, path: Path, inputs: str, kind: type[R]) -> None:
-        """Opens the file, which must be of the same `inputs`. Raises UsageError where it is not, SimtuneError where it
-        cannot be read or written."""
+        """Open the file, which must be of the same `inputs`.
+
+        Raise UsageError if it is of other inputs, and SimtuneError if it cannot be read or written.
+        """
         self.path, self.inputs, self.kind = path, inputs, kind
         self._adapter: TypeAdapter[R] = TypeAdapter(kind)
         self._known: dict[str, Any] = {}
@@ -66,7 +71,7 @@ class SearchJournal(Generic[R]):
 
     @classmethod
     def begin(cls, path: Path, inputs: str, kind: type[R]) -> Self:
-        """An empty one, in place of what is there. The file is made for the first result."""
+        """Return an empty journal, and delete an existing file. The file is created with the first result."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -74,7 +79,7 @@ class SearchJournal(Generic[R]):
         return cls(path, inputs, kind)
 
     def discard(self) -> None:
-        """Take the file away, and its folder where nothing else is in it."""
+        """Delete the file, and its folder if it is empty then."""
         self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self.path.parent.rmdir()
@@ -91,12 +96,12 @@ class SearchJournal(Generic[R]):
         return len(self._known)
 
     def look(self, key: str) -> R | None:
-        """What is known of a simulation."""
+        """Return the stored result of a simulation; None if there is none."""
         data = self._known.get(key)
         return None if data is None else self._adapter.validate_json(json.dumps(data))
 
     def keep(self, key: str, result: R) -> None:
-        """Know it from now on, whatever happens to this process. Raises SimtuneError when it cannot be written."""
+        """Store the result durably, on the disk. Raise SimtuneError if it cannot be written."""
         data = self._adapter.dump_python(result, mode="json", by_alias=True, exclude_unset=True)
         self._known[key] = data
         self._append({"inputs": self.inputs, "key": key, "found": data, "schema": SCHEMA})
@@ -116,13 +121,14 @@ class SearchJournal(Generic[R]):
 
     def _append(self, content: dict[str, Any]) -> None:
         body = json.dumps(content, allow_nan=False, sort_keys=True)
-        # A line that was cut short must not take this one with it.
+        # Start on a new line: an earlier line may have been cut short, and would make this one unreadable.
         line = f"\n{_digest(body)} {body}\n".encode()
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            written = os.write(self._file, line)  # at once, so that lines of several processes do not mix
+            # One write, so that lines of several processes do not mix.
+            written = os.write(self._file, line)
             os.fsync(self._file)
         except OSError as error:
             raise SimtuneError(f"{self.path}: cannot be written ({error.strerror})") from None
@@ -131,7 +137,7 @@ class SearchJournal(Generic[R]):
 
 
 def _whole(line: bytes) -> dict[str, Any] | None:
-    """A line that is all there."""
+    """Return the content of a line; None if the line is incomplete."""
     checksum, _, body = line.partition(b" ")
     if not body or _digest(body.decode(errors="replace")).encode() != checksum:
         return None

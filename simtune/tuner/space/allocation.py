@@ -1,6 +1,6 @@
-"""Which instances on which nodes: prefill, decode and mixed ones, on several types of GPU, as an integer programme.
+"""Allocation of instances to nodes, for several roles and types of GPU, as an integer programme.
 
-Every instance is known by its role, its GPUs and the rate it serves alone. Nodes that are alike are not told apart:
+Every instance is known by its role, its GPUs and the rate it serves alone. Equal nodes are not distinguished:
 all ways to fill one of them that no other way beats (none serves as much in every role on no more GPUs) are listed, and
 the programme has one integer z_f for each. With P, D, M the rates of a filling, and KV the bytes of a request,
 
@@ -9,8 +9,8 @@ the programme has one integer z_f for each. With P, D, M the rates of a filling,
     pd * KV <= link,   price <= budget,   and for each rack with an uplink: KV that leaves it, or comes to it, <= uplink
 
 An instance over k whole nodes is a column of its own that takes k of them. Nothing else grows with the number of nodes:
-512 GPUs are a few dozen integers. Rates add up in it, so where each is an upper bound, so is the answer, and the value
-of the linear relaxation bounds every allocation (`AllocationAnswer.lp_bound`).
+512 GPUs are a few dozen integers. Rates add up, so if each is an upper bound, the result is one too, and the value of
+the linear relaxation bounds every allocation (`AllocationAnswer.lp_bound`).
 """
 
 from __future__ import annotations
@@ -26,67 +26,67 @@ from simtune.specs.pool import Role
 from simtune.tuner.space.integer_programs import TOLERANCE, Unsolvable, add_variable, constraint, solve, solver_name
 
 TIME_LIMIT_S = 10.0
-"""For each solver run; an answer that is not proved by then says so."""
+"""Seconds for each solver run; the answer reports if it was not proved within them."""
 _EXACT = 1e-9
-"""As little below a rate as lets a solver reach it again."""
+"""Relative amount below a rate that lets a solver reach the rate again."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes that are alike: one type of GPU, as many on each, in one rack."""
+    """A number of equal nodes: one type of GPU, as many on each, in one rack."""
 
     gpu: str
     nodes: int
     gpus_per_node: int
     price_per_gpu_hour: float = 1.0
-    """Left at 1, prices count GPUs."""
+    """Price per GPU and hour; with the default of 1 prices count GPUs."""
     rack: str = ""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """All GPUs there are to allocate, and what joins them."""
+    """All GPUs that can be allocated, and the links between them."""
 
     nodes: tuple[Nodes, ...]
     link_bytes_per_s: float = math.inf
-    """That the KV caches of all requests go over, from prefill to decode instances."""
+    """Bandwidth of the link that carries the KV caches of all requests from prefill to decode instances."""
     uplinks_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a rack, each way: what KV caches from and to other racks go over. A rack without one has no limit."""
+    """Bandwidth by rack, each way, for KV caches from and to other racks. A rack without an entry has no limit."""
     budget_per_hour: float = math.inf
 
     @property
     def price_per_hour(self) -> float:
-        """Of all of it."""
+        """Price of the whole fleet per hour."""
         return sum(n.nodes * n.gpus_per_node * n.price_per_gpu_hour for n in self.nodes)
 
 
 @dataclass(frozen=True)
 class InstanceRate:
-    """A kind of instance, and the requests per second that one of them serves within the SLO, or can at most."""
+    """A kind of instance, and the requests per second that one of them serves within the SLO, or can serve at most."""
 
     name: str
     role: Role
     gpu: str
     gpus: int
-    """Of an instance: more than a node has must be whole nodes."""
+    """GPUs of an instance; more than one node has must be whole nodes."""
     rate_rps: float
 
 
 class Placement(NamedTuple):
-    """How many nodes, or groups of nodes that an instance spans, are filled alike."""
+    """Nodes, or groups of nodes that one instance spans, that are filled in the same way."""
 
     nodes: Nodes
     instances: dict[str, int]
-    """On each, by the name of their `InstanceRate`."""
+    """Number of instances on each, by the name of their `InstanceRate`."""
     times: int
 
 
 @dataclass(frozen=True)
 class AllocationAnswer:
-    """What to put where. `value` is `rate_rps`, or `price_per_hour` where a demand was to be met.
+    """The best allocation. `value` is `rate_rps`, or `price_per_hour` if a demand is to be met.
 
-    No allocation of the fleet has a value above `lp_bound`, or a price below it. The counts are the best where
-    `proven`; else they are the best found in the time there was, and `lp_bound` still holds.
+    No allocation of the fleet has a value above `lp_bound`, or a price below it. The counts are the best if
+    `proven`; otherwise they are the best found within the time limit, and `lp_bound` still holds.
     """
 
     value: float
@@ -95,7 +95,7 @@ class AllocationAnswer:
     placements: tuple[Placement, ...]
     rate_rps: float
     prefill_decode_rps: float
-    """Of `rate_rps`, what goes through prefill and decode instances; the rest is served by mixed ones."""
+    """Share of `rate_rps` through prefill and decode instances; mixed instances serve the rest."""
     price_per_hour: float
     proven: bool
     solver: str
@@ -110,14 +110,15 @@ def allocate(
     hybrid: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> AllocationAnswer:
-    """The instances that serve most within the budget, the cheapest of those; or the cheapest that serve `demand_rps`.
+    """Return the instances that serve most within the budget, at the lowest price; or the cheapest that serve
+    `demand_rps`.
 
     `hybrid=False` allows either mixed instances, or prefill and decode instances, not both beside one another.
-    Raises UsageError for a fleet or rates that make no sense, Infeasible where the demand exceeds what the fleet can
-    serve within the budget, and SimtuneError where the solver finds nothing in `time_limit_s`.
+    Raise UsageError if the fleet or the rates make no sense, Infeasible if the demand exceeds what the fleet can serve
+    within the budget, and SimtuneError if the solver finds nothing in `time_limit_s`.
     """
     _check(fleet, rates, kv_bytes_per_request, demand_rps)
-    asked = _AllocationQuestion(_merged(fleet), kv_bytes_per_request, demand_rps, time_limit_s)
+    problem = _AllocationQuestion(_merged(fleet), kv_bytes_per_request, demand_rps, time_limit_s)
     allowed: list[Sequence[InstanceRate]] = [rates]
     if not hybrid:
         allowed = [[r for r in rates if (r.role == "mixed") == mixed] for mixed in (True, False)]
@@ -125,7 +126,7 @@ def allocate(
     for kinds in allowed:
         try:
             if kinds:
-                answers.append(_answer(asked, kinds))
+                answers.append(_answer(problem, kinds))
         except Infeasible as error:
             refusal = error
     if not answers:
@@ -142,24 +143,24 @@ def allocate(
 def shadow_prices(
     fleet: Fleet, rates: Sequence[InstanceRate], *, demand_rps: float | None = None, time_limit_s: float = TIME_LIMIT_S
 ) -> dict[str, float]:
-    """Dual values of the relaxation that `allocate` bounds its answers by: what a request per second more is worth of
-    each role (`prefill`, `decode`, `mixed`) and of the `demand`, and what one more of the `budget`.
+    """Return the dual values of the relaxation that bounds the answers of `allocate`.
 
-    Raises as `allocate` does.
+    A value is what one more request per second is worth of each role (`prefill`, `decode`, `mixed`) and of the
+    `demand`, and what one more unit of the `budget` is worth. Raise the same errors as `allocate`.
     """
     _check(fleet, rates, 0.0, demand_rps)
-    asked = _AllocationQuestion(_merged(fleet), 0.0, demand_rps, time_limit_s)
-    columns = [column for nodes in asked.fleet.nodes for column in _columns(nodes, rates)]
+    problem = _AllocationQuestion(_merged(fleet), 0.0, demand_rps, time_limit_s)
+    columns = [column for nodes in problem.fleet.nodes for column in _columns(nodes, rates)]
     if not columns:
         raise Infeasible("no kind of instance fits any node of the fleet; allow smaller ones, or whole nodes of it")
     try:
-        return _Programme(asked, columns, demand_rps).shadow_prices()
+        return _Programme(problem, columns, demand_rps).shadow_prices()
     except Unsolvable:
         raise Infeasible(f"the fleet does not serve {demand_rps:g} requests/s") from None
 
 
 def _check(fleet: Fleet, rates: Sequence[InstanceRate], kv_bytes: float, demand_rps: float | None) -> None:
-    """Raises UsageError for what makes no sense, all of it at once."""
+    """Raise UsageError for values that make no sense, all of them at once."""
     wrong = [*_wrong_rates(fleet, rates), *_wrong_fleet(fleet)]
     if not 0 <= kv_bytes < math.inf:
         wrong.append(f"a request with {kv_bytes:g} bytes of KV cache; they must be 0 or more")
@@ -195,7 +196,7 @@ def _wrong_fleet(fleet: Fleet) -> Iterator[str]:
 
 
 def _merged(fleet: Fleet) -> Fleet:
-    """The same, with nodes that are alike counted once."""
+    """Return the same fleet, with equal nodes merged into one entry."""
     count: Counter[Nodes] = Counter()
     for nodes in fleet.nodes:
         count[replace(nodes, nodes=0)] += nodes.nodes
@@ -206,14 +207,14 @@ def _merged(fleet: Fleet) -> Fleet:
 
 
 class _Column(NamedTuple):
-    """A way to use `takes` nodes, and what comes of it."""
+    """A way to use `takes` nodes, and the rates that it serves."""
 
     nodes: Nodes
     takes: int
     counts: tuple[tuple[str, int], ...]
     gpus: int
     rates: tuple[float, float, float]
-    """Of prefill, decode and mixed instances."""
+    """Rates of prefill, decode and mixed instances."""
 
     @property
     def price(self) -> float:
@@ -224,11 +225,11 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
 def _columns(nodes: Nodes, rates: Iterable[InstanceRate]) -> Iterator[_Column]:
-    """Everything worth doing with nodes of a kind."""
+    """Yield every filling worth considering for nodes of a kind."""
     best: dict[tuple[str, int], InstanceRate] = {}
     for r in rates:
-        known = best.get((r.role, r.gpus))
-        if r.gpu == nodes.gpu and r.rate_rps > (known.rate_rps if known else 0.0):
+        fastest = best.get((r.role, r.gpus))
+        if r.gpu == nodes.gpu and r.rate_rps > (fastest.rate_rps if fastest else 0.0):
             best[r.role, r.gpus] = r
     inside = [r for r in best.values() if r.gpus <= nodes.gpus_per_node]
     for filling in _fillings(inside, nodes.gpus_per_node):
@@ -245,7 +246,7 @@ class _Filling(NamedTuple):
     rates: tuple[float, float, float]
 
     def beats(self, other: _Filling) -> bool:
-        """Whether it serves as much in every role on no more GPUs."""
+        """True if it serves as much in every role on no more GPUs."""
         return self.gpus <= other.gpus and all(a >= b for a, b in zip(self.rates, other.rates, strict=True))
 
 
@@ -255,27 +256,33 @@ def _by_role(r: InstanceRate, count: int) -> tuple[float, float, float]:
 
 
 def _fillings(kinds: Sequence[InstanceRate], gpus: int) -> list[_Filling]:
-    """Those that no other beats, the empty one left out: kind by kind, for what is beaten now is beaten with more."""
-    kept = [_Filling((), 0, (0.0, 0.0, 0.0))]
+    """Return the fillings that no other filling beats, without the empty one.
+
+    Built kind by kind: a filling that is beaten now is also beaten after more instances are added to both.
+    """
+    fillings = [_Filling((), 0, (0.0, 0.0, 0.0))]
     for r in sorted(kinds, key=lambda r: (-r.gpus, r.role, r.name)):
         grown = []
-        for filling in kept:
+        for filling in fillings:
             for count in range((gpus - filling.gpus) // r.gpus + 1):
                 a, b, c = filling.rates
                 p, d, m = _by_role(r, count)
                 counts = (*filling.counts, (r, count)) if count else filling.counts
                 grown.append(_Filling(counts, filling.gpus + count * r.gpus, (a + p, b + d, c + m)))
-        kept = _undominated(grown)
-    return [filling for filling in kept if filling.counts]
+        fillings = _undominated(grown)
+    return [filling for filling in fillings if filling.counts]
 
 
 def _undominated(fillings: list[_Filling]) -> list[_Filling]:
-    """In the order of GPUs, then of falling rates: what comes later cannot beat what came before unless it is equal."""
-    kept: list[_Filling] = []
+    """Return the fillings that no other filling beats, in the order of GPUs, then of falling rates.
+
+    In this order a later filling cannot beat an earlier one unless both are equal.
+    """
+    best: list[_Filling] = []
     for filling in sorted(fillings, key=lambda f: (f.gpus, *(-rate for rate in f.rates))):
-        if not any(other.beats(filling) for other in kept):
-            kept.append(filling)
-    return kept
+        if not any(earlier.beats(filling) for earlier in best):
+            best.append(filling)
+    return best
 
 
 # --- the programme ----------------------------------------------------------------------------------------
@@ -288,12 +295,12 @@ class _AllocationQuestion(NamedTuple):
     time_limit_s: float
 
     def kv_rate(self, bytes_per_s: float) -> float:
-        """Requests per second whose KV caches a link takes."""
+        """Return the requests per second whose KV caches a link can carry."""
         return bytes_per_s / self.kv_bytes if self.kv_bytes else math.inf
 
 
 class _Programme:
-    """The programme over given columns. With `least_rps` the price is minimised, else the rate is maximised."""
+    """The programme over given columns. With `least_rps` it minimises the price, otherwise it maximises the rate."""
 
     def __init__(self, asked: _AllocationQuestion, columns: Sequence[_Column], least_rps: float | None) -> None:
         import pulp
@@ -316,13 +323,13 @@ class _Programme:
         if math.isfinite(asked.fleet.budget_per_hour):
             problem += price <= asked.fleet.budget_per_hour, "budget"
         for nodes in asked.fleet.nodes:
-            taken = [c.takes * z for c, z in zip(columns, self._z, strict=True) if c.nodes is nodes]
-            if taken:
-                problem += pulp.lpSum(taken) <= nodes.nodes
+            nodes_used = [c.takes * z for c, z in zip(columns, self._z, strict=True) if c.nodes is nodes]
+            if nodes_used:
+                problem += pulp.lpSum(nodes_used) <= nodes.nodes
         self._serve()
 
     def _serve(self) -> None:
-        """Rates are at most what there is, and KV caches at most what the links take."""
+        """Add the constraints of rates on capacity, and of KV caches on links."""
         import pulp
 
         problem, fleet = self.problem, self._asked.fleet
@@ -330,8 +337,8 @@ class _Programme:
         for column, z in zip(self.columns, self._z, strict=True):
             racks[column.nodes.rack].append((column, z))
         total = dict.fromkeys(ROLES, 0)
-        for i, (rack, here) in enumerate(sorted(racks.items())):
-            capacity = {role: pulp.lpSum(c.rates[k] * z for c, z in here) for k, role in enumerate(ROLES)}
+        for i, (rack, in_rack) in enumerate(sorted(racks.items())):
+            capacity = {role: pulp.lpSum(c.rates[k] * z for c, z in in_rack) for k, role in enumerate(ROLES)}
             served: dict[Role, Any] = {"mixed": capacity["mixed"]}
             uplink = self._asked.kv_rate(fleet.uplinks_bytes_per_s.get(rack, math.inf))
             if math.isfinite(uplink):
@@ -351,68 +358,70 @@ class _Programme:
             problem += self._prefill_decode <= link
 
     def relaxed(self) -> float:
-        """The value if a fraction of a node could be filled."""
+        """Return the value if a fraction of a node could be filled."""
         import pulp
 
         solve(self.problem, whole=False, time_limit_s=self._asked.time_limit_s)
         return float(pulp.value(self.problem.objective))
 
     def shadow_prices(self) -> dict[str, float]:
-        """What one more of each limit is worth if a fraction of a node could be filled, by the name of its row."""
+        """Return the worth of one more unit of each limit if a fraction of a node could be filled, by the name of its
+        row."""
         self.relaxed()
         rows = {name: constraint(self.problem, name) for name in (*ROLES, "budget", "demand")}
         return {name: abs(row.pi or 0.0) for name, row in rows.items() if row is not None}
 
     def solved(self) -> tuple[list[tuple[_Column, int]], bool]:
-        """How often each column is taken, and whether that is proved best."""
+        """Return the number of times that each column is used, and True if that is proved to be the best."""
         proven = solve(self.problem, time_limit_s=self._asked.time_limit_s)
         counts = [round(z.value() or 0.0) for z in self._z]
         return [(c, n) for c, n in zip(self.columns, counts, strict=True) if n], proven
 
 
 def _answer(asked: _AllocationQuestion, rates: Sequence[InstanceRate]) -> AllocationAnswer:
-    """Raises Infeasible where the demand is out of reach."""
+    """Return the best allocation. Raise Infeasible if the demand is out of reach."""
     columns = [column for nodes in asked.fleet.nodes for column in _columns(nodes, rates)]
     if not columns:
         raise Infeasible("no kind of instance fits any node of the fleet; allow smaller ones, or whole nodes of it")
     most = _Programme(asked, columns, None)
     if asked.demand_rps is None:
         bound = most.relaxed() * (1 + TOLERANCE)
-        taken, proven = most.solved()
-        taken = _cheapest(asked, columns, taken)
-        value = _served(asked, taken)[0]
+        used_columns, proven = most.solved()
+        # The programme maximises the rate alone: of the allocations with this rate take the cheapest.
+        used_columns = _cheapest(asked, columns, used_columns)
+        value = _served(asked, used_columns)[0]
     else:
         cheapest = _Programme(asked, columns, asked.demand_rps)
         try:
             bound = cheapest.relaxed() * (1 - TOLERANCE)
-            taken, proven = cheapest.solved()
+            used_columns, proven = cheapest.solved()
         except Unsolvable:
             reach = _served(asked, most.solved()[0])[0]
             raise Infeasible(
                 f"{asked.demand_rps:g} requests/s are asked for; the fleet serves {reach:.4g} at most within its "
                 "links and budget. Lower the demand, or allow more GPUs, links or budget"
             ) from None
-        value = sum(n * c.price for c, n in taken)
-    rate, prefill_decode = _served(asked, taken)
+        value = sum(n * c.price for c, n in used_columns)
+    rate, prefill_decode = _served(asked, used_columns)
     counts: Counter[str] = Counter()
-    for column, times in taken:
+    for column, times in used_columns:
         for name, n in column.counts:
             counts[name] += n * times
     return AllocationAnswer(
         value=value,
         lp_bound=bound,
         counts=dict(sorted(counts.items())),
-        placements=tuple(Placement(c.nodes, dict(c.counts), n) for c, n in taken),
+        placements=tuple(Placement(c.nodes, dict(c.counts), n) for c, n in used_columns),
         rate_rps=rate,
         prefill_decode_rps=prefill_decode,
-        price_per_hour=sum(n * c.price for c, n in taken),
+        price_per_hour=sum(n * c.price for c, n in used_columns),
         proven=proven,
         solver=solver_name(),
     )
 
 
 def _served(asked: _AllocationQuestion, taken: Sequence[tuple[_Column, int]]) -> tuple[float, float]:
-    """(requests per second of an allocation, those of them that go through prefill and decode instances).
+    """Return (requests per second of an allocation, those of them that go through prefill and decode instances).
 
     In each rack prefill and decode instances first serve one another: swapping a way out and a way in for one that
     stays never needs more of an uplink. What is left of them goes over the uplinks.
@@ -420,15 +429,19 @@ def _served(asked: _AllocationQuestion, taken: Sequence[tuple[_Column, int]]) ->
     racks: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     mixed = 0.0
     for column, times in taken:
-        prefill, decode, both = column.rates
+        prefill, decode, mixed_rate = column.rates
         racks[column.nodes.rack][0] += times * prefill
         racks[column.nodes.rack][1] += times * decode
-        mixed += times * both
+        mixed += times * mixed_rate
     stays = out = into = 0.0
     for rack, (prefill, decode) in racks.items():
         uplink = asked.kv_rate(asked.fleet.uplinks_bytes_per_s.get(rack, math.inf))
-        both = min(prefill, decode)
-        stays, out, into = stays + both, out + min(prefill - both, uplink), into + min(decode - both, uplink)
+        mixed_rate = min(prefill, decode)
+        stays, out, into = (
+            stays + mixed_rate,
+            out + min(prefill - mixed_rate, uplink),
+            into + min(decode - mixed_rate, uplink),
+        )
     prefill_decode = min(stays + min(out, into), asked.kv_rate(asked.fleet.link_bytes_per_s))
     return prefill_decode + mixed, prefill_decode
 
@@ -436,7 +449,7 @@ def _served(asked: _AllocationQuestion, taken: Sequence[tuple[_Column, int]]) ->
 def _cheapest(
     asked: _AllocationQuestion, columns: Sequence[_Column], taken: list[tuple[_Column, int]]
 ) -> list[tuple[_Column, int]]:
-    """An allocation that serves as much for the lowest price; the one given where none is found in time."""
+    """Return an allocation that serves as much for the lowest price; the given one if none is found in time."""
     rate = _served(asked, taken)[0]
     try:
         cheaper, _ = _Programme(asked, columns, rate * (1 - _EXACT)).solved()

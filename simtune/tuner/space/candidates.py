@@ -1,4 +1,4 @@
-"""The plans a study asks about: every choice of pools, settings and routers within its devices and constraints."""
+"""Plans of a study: every choice of pools, settings and routers within its devices and constraints."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
 
 PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
-"""Objectives of which a ratio of prefill to decode instances says all, however many there are of each."""
+"""Objectives for which only the ratio of prefill to decode instances matters, not how many there are of each."""
 COUNTING = ("gpus", "usd_per_million_tokens", "joules_per_token")
 """Objectives for which every number of instances is a plan of its own."""
 
 
 def gpu_word(profile: str) -> str:
-    """A hardware profile as names have it."""
+    """Return a hardware profile as it is written in names."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", profile).strip("-")
 
 
 @dataclass(frozen=True, order=True)
 class PoolShape:
-    """How GPUs are cut into the instances of a pool. Pools of one shape share their compiled costs."""
+    """Division of GPUs into the instances of a pool. Pools of one shape share their compiled costs."""
 
     gpu: str
-    """A hardware profile of the study."""
+    """Name of a hardware profile of the study."""
     tp: int
     pp: int = 1
     attention_dp: int = 1
     expert_parallel: bool = False
     kv_dtype: str = ""
-    """Empty: the engine's or the model's own."""
+    """Empty for the default of the engine or the model."""
     role: Role = "mixed"
     weight_dtype: str = ""
-    """Empty: as in the model's checkpoint."""
+    """Empty for the dtype of the model's checkpoint."""
 
     @property
     def parallelism(self) -> Parallelism:
-        """Of an instance."""
+        """Parallelism of an instance."""
         return Parallelism(tp=self.tp, pp=self.pp, attention_dp=self.attention_dp, expert_parallel=self.expert_parallel)
 
     @property
     def devices(self) -> int:
-        """GPUs of one instance, but for those that a drafter has for itself."""
+        """GPUs of one instance, without those that a drafter has for itself."""
         return self.tp * self.pp * self.attention_dp
 
     @cached_property
     def name(self) -> str:
-        """E.g. tp2-pp1, with what else is not as usual."""
+        """Name of the shape, e.g. tp2-pp1, with the settings that differ from the usual ones."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
         return "-".join([f"tp{self.tp}-pp{self.pp}", *more, *([f"kv-{self.kv_dtype}"] if self.kv_dtype else [])])
@@ -67,40 +67,40 @@ class PoolShape:
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """A pool with all that is searched of it."""
+    """A pool with all settings that are searched."""
 
     shape: PoolShape
     instances: int
     max_num_seqs: int
     max_num_batched_tokens: int
     prefix_caching: bool | None = None
-    """None: as the engine sets it, else off."""
+    """None for the setting of the engine, or else off."""
     drafter: str = ""
-    """The label of a drafter of the study; empty for none."""
+    """Label of a drafter of the study; empty for no drafter."""
     speculation: Speculation | None = field(default=None, compare=False)
-    """How it drafts, which follows from all else."""
+    """Speculation of the pool, which follows from the other fields."""
     fixed: Pool | None = field(default=None, compare=False)
-    """The pool itself, where the study gives it whole."""
+    """Pool of the plan, if the study fixes it as a whole."""
     own_name: str = field(default="", compare=False)
-    """Of the pool, where another one has its role as well."""
+    """Name of the pool, if another pool has the same role."""
     weight: float | None = field(default=None, compare=False)
-    """Of each of its cores in round robin beside another pool, which follows from all else."""
+    """Weight of each of its cores in round robin beside another pool, which follows from the other fields."""
 
     @property
     def devices(self) -> int:
-        """GPUs of all instances, those of drafters among them."""
+        """GPUs of all instances, including those of drafters."""
         drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
-        own = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
-        return self.instances * own
+        per_instance = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
+        return self.instances * per_instance
 
     @cached_property
     def alone(self) -> PoolChoice:
-        """One instance of it; the pool itself where the study gives it whole."""
+        """The choice with one instance; the pool itself if the study fixes it as a whole."""
         return self if self.fixed is not None or self.instances == 1 else replace(self, instances=1)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """By which choices are sorted."""
+        """Sorting key of choices."""
         caching = -1 if self.prefix_caching is None else int(self.prefix_caching)
         return (
             astuple(self.shape),
@@ -113,19 +113,19 @@ class PoolChoice:
 
     @property
     def name(self) -> str:
-        """E.g. tp2-pp1-x4-s256-t8192, and what else is searched of it."""
+        """Name of the choice, e.g. tp2-pp1-x4-s256-t8192, with the other settings that are searched."""
         name = f"{self.shape.name}-x{self.instances}-s{self.max_num_seqs}-t{self.max_num_batched_tokens}"
         caching = {None: "", True: "-cached", False: "-uncached"}[self.prefix_caching]
         return name + caching + (f"-{self.drafter}" if self.drafter else "")
 
     @property
     def pool_name(self) -> str:
-        """Of the pool in a plan, where the study does not give it whole."""
+        """Name of the pool in a plan, unless the study fixes the pool as a whole."""
         return self.own_name or self.shape.role
 
     @cached_property
     def names(self) -> Mapping[str, Any]:
-        """What constraints call its settings (`simtune.specs.constraints.POOL_NAMES`)."""
+        """Settings by the names that constraints use (`simtune.specs.constraints.POOL_NAMES`)."""
         shape = self.shape
         return {
             "role": shape.role,
@@ -145,13 +145,13 @@ class PoolChoice:
         }
 
     def pool(self, study: Study, max_model_len: int, engine: Mapping[str, Any]) -> Pool:
-        """The pool it stands for, with the settings of `engine` where the study leaves something open."""
+        """Return the pool of this choice, with the settings of `engine` for what the study leaves open."""
         if self.fixed is not None:
             return self.fixed.model_copy(update={"max_model_len": self.fixed.max_model_len or max_model_len})
         kv_cache: dict[str, Any] = {"dtype": self.shape.kv_dtype} if self.shape.kv_dtype else {}
         if self.prefix_caching is not None:
             kv_cache["prefix_caching"] = self.prefix_caching
-        own = {
+        settings = {
             "name": self.pool_name,
             "role": self.shape.role,
             "instances": self.instances,
@@ -166,20 +166,21 @@ class PoolChoice:
             **({"weight_dtype": self.shape.weight_dtype} if self.shape.weight_dtype else {}),
             **({"kv_cache": kv_cache} if kv_cache else {}),
         }
-        return Pool.model_validate(merged(own, {"hardware": self.shape.gpu, **engine}))
+        return Pool.model_validate(merged(settings, {"hardware": self.shape.gpu, **engine}))
 
 
 Shape = tuple[tuple[PoolShape, int], ...]
-"""Shapes of the pools of a plan, each with its instances: a class of plans that differ in settings alone."""
+"""Shapes of the pools of a plan, each with its instances: plans of one shape differ in settings alone."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search space: a mixed pool, two of different hardware, or a prefill and a decode pool."""
+    """A point of the search space: a mixed pool, two mixed pools of different hardware, or a prefill and a decode
+    pool."""
 
     pools: tuple[PoolChoice, ...]
     router: int = 0
-    """Which of the study's routers."""
+    """Index of the router among those of the study."""
 
     @classmethod
     def mixed(
@@ -194,7 +195,7 @@ class Candidate:
         drafter: str = "",
         speculation: Speculation | None = None,
     ) -> Candidate:
-        """One mixed pool."""
+        """Return a candidate of one mixed pool."""
         shape = PoolShape(gpu, tp, pp)
         choice = PoolChoice(
             shape, instances, max_num_seqs, max_num_batched_tokens, drafter=drafter, speculation=speculation
@@ -203,58 +204,60 @@ class Candidate:
 
     @cached_property
     def shape(self) -> Shape:
-        """How its GPUs are cut: plans of one shape differ in settings alone."""
+        """Shapes and instances of the pools: plans of one shape differ in settings alone."""
         return tuple((pool.shape, pool.instances) for pool in self.pools)
 
     @cached_property
     def num_gpus(self) -> int:
-        """Of all pools."""
+        """GPUs of all pools."""
         return sum(pool.devices for pool in self.pools)
 
     @property
     def gpus_per_instance(self) -> int:
-        """The most of any of its pools."""
+        """GPUs of one instance, the most of any pool."""
         return max(pool.shape.devices for pool in self.pools)
 
     @property
     def drafter(self) -> str:
-        """The label of the drafter of the pool that drafts; empty where none does."""
+        """Label of the drafter of the pool that drafts; empty if no pool drafts."""
         return next((pool.drafter for pool in self.pools if pool.drafter), "")
 
     @property
     def speculation(self) -> Speculation | None:
-        """How that pool drafts."""
+        """Speculation of the pool that drafts; None if no pool drafts."""
         return next((pool.speculation for pool in self.pools if pool.speculation is not None), None)
 
     @property
     def decoding(self) -> PoolChoice:
-        """The pool that decodes: its only one, or the decode pool."""
+        """The pool that decodes: the only one, or the decode pool."""
         return self.pools[-1]
 
     @property
     def prefilling(self) -> PoolChoice | None:
-        """The prefill pool, where prompts have one."""
+        """The prefill pool; None if prompts have no pool of their own."""
         return self.pools[0] if len(self.pools) > 1 and not self.of_kinds else None
 
     @property
     def of_kinds(self) -> bool:
-        """Whether mixed pools of several kinds of hardware share the requests."""
+        """True if mixed pools of several kinds of hardware share the requests."""
         return len(self.pools) > 1 and self.pools[0].shape.role == "mixed"
 
     @property
     def cut(self) -> tuple[PoolShape, ...]:
-        """How the GPUs of each pool are cut into instances, however many there are."""
+        """Shape of each pool, without the number of its instances."""
         return tuple(pool.shape for pool in self.pools)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """By which candidates are sorted."""
+        """Sorting key of candidates."""
         return (len(self.pools), tuple(pool.key for pool in self.pools), self.router)
 
     @property
     def name(self) -> str:
-        """E.g. tp2-pp1-x4-s256-t8192; of prefill and decode pools p.tp1-..._d.tp2-...; with the GPU where a study has
-        several, and the router's number where it has several."""
+        """Name of the plan, e.g. tp2-pp1-x4-s256-t8192; of prefill and decode pools p.tp1-..._d.tp2-...
+
+        The name includes the GPU if a study has several, and the router's number if it has several routers.
+        """
         parts = [self._pool_name(pool) for pool in self.pools]
         return "_".join(parts) + (f"-router{self.router + 1}" if self.router else "")
 
@@ -263,20 +266,21 @@ class Candidate:
         return f"{role}{self.gpu_label(pool)}{pool.name}"
 
     gpu_labels: bool = False
-    """Whether names say on which GPU a pool runs."""
+    """True if names include the GPU on which a pool runs."""
 
     def gpu_label(self, pool: PoolChoice) -> str:
-        """The GPU in a name, where there are several."""
+        """Return the GPU as it is written in the name; empty if the study has one kind of GPU."""
         return gpu_word(pool.shape.gpu) + "-" if self.gpu_labels else ""
 
     def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
-        """The same plan with its pools settled."""
+        """Return the same plan with other pools."""
         return replace(self, pools=tuple(pools))
 
     def plan(
         self, study: Study, max_model_len: int, engine: Callable[[PoolShape], Mapping[str, Any]] = lambda shape: {}
     ) -> Plan:
-        """The plan it stands for. `engine` are the settings of the study's engine for instances of a shape."""
+        """Return the plan of this candidate. `engine` returns the settings of the study's engine for instances of a
+        shape."""
         pools = tuple(pool.pool(study, max_model_len, engine(pool.shape)) for pool in self.pools)
         apart = self.prefilling is not None
         return Plan(
@@ -289,7 +293,7 @@ class Candidate:
         )
 
     def _weighted(self, router: Routing) -> Routing:
-        """Round robin with the weights of its pools, where they have some; any other router as it is."""
+        """Return round robin with the weights of the pools, if they have weights; any other router unchanged."""
         weights = {pool.pool_name: pool.weight for pool in self.pools if pool.weight is not None}
         if not weights or not isinstance(router, RoundRobinRouting):
             return router
@@ -301,17 +305,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates of a study that fulfil its constraints, and how many were left out by each of these."""
+    """All candidates of a study that satisfy its constraints, and the number that each constraint left out."""
 
     candidates: tuple[Candidate, ...]
     left_out: Mapping[str, int]
-    """By constraint, in its own words."""
+    """Number of plans by the constraint that left them out, in its own words."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """By the reason why the engine would not run them (`simtune.tuner.space.expressible`)."""
+    """Number of plans by the reason why the engine would not run them (`simtune.tuner.space.expressible`)."""
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many plans were left out before any was looked at, by what left them out, the most frequent first."""
+        """Number of plans that were left out unseen, by the reason, the most frequent first."""
         counts = Counter({f"constraint `{text}`": count for text, count in self.left_out.items()})
         for why, count in self.refused.items():
             counts[without_numbers(why)] += count
@@ -319,7 +323,7 @@ class Space:
 
     @property
     def shapes(self) -> dict[Shape, list[Candidate]]:
-        """The candidates by the shape of their pools."""
+        """Candidates by the shape of their pools."""
         shapes: dict[Shape, list[Candidate]] = {}
         for candidate in self.candidates:
             shapes.setdefault(candidate.shape, []).append(candidate)
@@ -327,14 +331,15 @@ class Space:
 
 
 def without_numbers(reason: str) -> str:
-    """A refusal without the numbers that differ from plan to plan, and without its remedy."""
+    """Return a refusal without the numbers that differ from plan to plan, and without its remedy."""
     if "are missing" in reason:
         return "weights and KV cache do not fit the memory"
     return re.sub(r"^(model \S+|pool \S+)( on \S+)?:? ", "", re.sub(r" \(\d+\)", "", reason).split(";")[0])
 
 
 def space_of(study: Study) -> Space:
-    """What a study spans. Raises Infeasible where that is nothing, naming the constraints that rule each other out."""
+    """Return the space of a study. Raise Infeasible if it is empty, naming the constraints that contradict each
+    other."""
     every = list(candidates(study))
     if not every:
         counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
@@ -343,20 +348,20 @@ def space_of(study: Study) -> Space:
             "search.tp and search.pp"
         )
     verdicts = _Verdicts(study)
-    kept, left_out = [], Counter[str]()
+    plans, left_out = [], Counter[str]()
     for candidate in every:
         broken = next((text for text in study.constraints if not verdicts.holds(text, candidate)), None)
         if broken is None:
-            kept.append(candidate)
+            plans.append(candidate)
         else:
             left_out[broken] += 1
-    if not kept:
+    if not plans:
         raise Infeasible(_contradiction(study, every, verdicts))
-    return Space(tuple(kept), left_out)
+    return Space(tuple(plans), left_out)
 
 
 class _Verdicts:
-    """Which constraints hold of which candidates."""
+    """Verdicts of constraints on candidates."""
 
     def __init__(self, study: Study) -> None:
         self._study = study
@@ -373,22 +378,22 @@ class _Verdicts:
 
 
 def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts) -> str:
-    """Which constraints leave nothing between them: of a set that does, each that is not needed for it is let go."""
+    """Return which constraints contradict each other: a minimal set of them that no plan satisfies."""
     fulfilled = {
         text: {i for i, candidate in enumerate(every) if verdicts.holds(text, candidate)} for text in study.constraints
     }
-    needed = list(study.constraints)
+    conflict = list(study.constraints)
     for text in study.constraints:
-        rest = [other for other in needed if other != text]
-        if rest and not set.intersection(*(fulfilled[other] for other in rest)):
-            needed = rest
-    lines = " and ".join(f"`{text}`" for text in needed)
-    why = "contradict each other" if len(needed) > 1 else "holds for none"
+        fewer = [constraint_text for constraint_text in conflict if constraint_text != text]
+        if fewer and not set.intersection(*(fulfilled[constraint_text] for constraint_text in fewer)):
+            conflict = fewer
+    lines = " and ".join(f"`{text}`" for text in conflict)
+    why = "contradict each other" if len(conflict) > 1 else "holds for none"
     return f"{study.name}: of {len(every):,} plans, {lines} {why}; loosen one, or allow other choices in search"
 
 
 def candidates(study: Study) -> Iterator[Candidate]:
-    """Every candidate of a study whatever its constraints, in ascending order, none twice."""
+    """Yield every candidate of a study whatever its constraints, in ascending order, each once."""
     pools: set[tuple[PoolChoice, ...]] = set()
     if "mixed" in study.search.layouts and not study.fixed:
         pools |= {(pool,) for pool in _mixed(study)}
@@ -396,16 +401,16 @@ def candidates(study: Study) -> Iterator[Candidate]:
     if "prefill-decode" in study.search.layouts:
         pools |= set(_disaggregated(study))
     several, routers = len(study.hardware) > 1, range(len(study.routers))
-    every = [Candidate(those, router, several) for those in pools for router in routers]
+    every = [Candidate(choices, router, several) for choices in pools for router in routers]
     yield from sorted(every, key=lambda candidate: candidate.key)
 
 
 def _mixed(study: Study) -> Iterator[PoolChoice]:
     for shape in _pool_shapes(study, "mixed"):
         most = _most(study, shape)
-        asked = _choices(study, "mixed").instances
-        if asked is not None:
-            counts: Iterable[int] = [n for n in asked if n <= most]
+        counts_of_study = _choices(study, "mixed").instances
+        if counts_of_study is not None:
+            counts: Iterable[int] = [n for n in counts_of_study if n <= most]
         elif _counting(study):
             counts = range(1, most + 1)
         else:
@@ -415,7 +420,7 @@ def _mixed(study: Study) -> Iterator[PoolChoice]:
 
 
 def _of_kinds(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
-    """Two mixed pools of different hardware, in the study's order."""
+    """Yield two mixed pools of different hardware, in the study's order."""
     for first, second in combinations(_pool_shapes(study, "mixed"), 2):
         if first.gpu != second.gpu:
             for counts in _counts(study, first, second):
@@ -424,25 +429,26 @@ def _of_kinds(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
 
 
 def _named_settings(study: Study, shape: PoolShape, instances: int) -> list[PoolChoice]:
-    """The settings searched of a pool that is named by its hardware."""
+    """Yield the settings that are searched of a pool that is named by its hardware."""
     name = f"mixed-{gpu_word(shape.gpu)}"
     return [replace(choice, own_name=name) for choice in _settings(study, shape, instances)]
 
 
 def _counting(study: Study) -> bool:
-    """Whether every number of instances is a plan of its own: also where there may be money for some of them only."""
+    """True if every number of instances is a plan of its own: also if the budget may allow only some numbers."""
     return study.objective in COUNTING or study.limits.usd_per_hour is not None
 
 
 def _most(study: Study, shape: PoolShape) -> int:
-    """Instances of a shape that all its devices make."""
+    """Return the most instances of a shape that the devices allow."""
     devices = study.devices(shape.gpu)
     return min(devices, study.limits.gpus or devices) // shape.devices
 
 
 def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
     fixed = {pool.role: pool for pool in study.fixed}
-    settings = cache(lambda shape, instances: [*_settings(study, shape, instances)])  # of many pairs the same objects
+    # Cached so that many pairs share the same objects (`PlanCache` looks pools up by object).
+    settings = cache(lambda shape, instances: [*_settings(study, shape, instances)])
     sides: list[list[PoolShape | Pool]] = [
         [fixed[role]] if role in fixed else [*_pool_shapes(study, role)] for role in ("prefill", "decode")
     ]
@@ -473,20 +479,22 @@ def _fixed_choice(pool: Pool) -> PoolChoice:
 
 
 def _counts(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> list[tuple[int, int]]:
-    """Instances of a prefill and a decode pool: every pair where instances are counted (`_counting`), or given; where
-    only what a device does matters each ratio once, as large as it fits; else the pairs to which the devices allow no
-    further instance."""
+    """Return the numbers of instances of a prefill and a decode pool.
+
+    If instances are counted (`_counting`) or given: every pair. If only the ratio matters: each ratio once, as large as
+    it fits. Otherwise: the pairs to which the devices allow no further instance.
+    """
     fitting = _fitting(study, prefill, decode)
     if _counting(study):
         return sorted(fitting)
     if study.objective in PER_DEVICE:
-        asked = any(_given(study, side) for side in (prefill, decode))
-        return sorted(pair for pair in fitting if asked or _next_of_ratio(*pair) not in fitting)
+        fixed_counts = any(_given(study, side) for side in (prefill, decode))
+        return sorted(pair for pair in fitting if fixed_counts or _next_of_ratio(*pair) not in fitting)
     return sorted((p, d) for p, d in fitting if (p + 1, d) not in fitting and (p, d + 1) not in fitting)
 
 
 def _fitting(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice) -> set[tuple[int, int]]:
-    """Instances of the two for which there are devices."""
+    """Return the numbers of instances of the two pools for which there are enough devices."""
     sides = (prefill, decode)
     fixed = [side for side in sides if isinstance(side, PoolChoice)]
     of_prefill, of_decode = (side.shape if isinstance(side, PoolChoice) else side for side in sides)
@@ -495,12 +503,12 @@ def _fitting(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | 
 
 
 def _given(study: Study, side: PoolShape | PoolChoice) -> bool:
-    """Whether a study says how many instances there are."""
+    """True if a study sets the number of instances."""
     return isinstance(side, PoolChoice) or _choices(study, side.role).instances is not None
 
 
 def _next_of_ratio(p: int, d: int) -> tuple[int, int]:
-    """The next larger pair of numbers in the same ratio."""
+    """Return the next larger pair of numbers in the same ratio."""
     divisor = math.gcd(p, d)
     return p + p // divisor, d + d // divisor
 
@@ -508,28 +516,28 @@ def _next_of_ratio(p: int, d: int) -> tuple[int, int]:
 def _of_side(study: Study, side: PoolShape | PoolChoice) -> Sequence[int]:
     if isinstance(side, PoolChoice):
         return [side.instances]
-    asked, most = _choices(study, side.role).instances, _most(study, side)
-    return range(1, most + 1) if asked is None else [n for n in asked if n <= most]
+    counts_of_study, most = _choices(study, side.role).instances, _most(study, side)
+    return range(1, most + 1) if counts_of_study is None else [n for n in counts_of_study if n <= most]
 
 
 def _fits(study: Study, cut: Sequence[tuple[PoolShape, int]], fixed: Sequence[PoolChoice]) -> bool:
-    """Whether the devices of a study, and what it allows of them, are enough for these instances."""
-    used = Counter[str]()
+    """True if the devices and the limits of a study are enough for these instances."""
+    devices_used = Counter[str]()
     for shape, instances in cut:
-        own = next((choice.devices for choice in fixed if choice.shape == shape), instances * shape.devices)
-        used[shape.gpu] += own
-    if study.limits.gpus is not None and sum(used.values()) > study.limits.gpus:
+        devices = next((choice.devices for choice in fixed if choice.shape == shape), instances * shape.devices)
+        devices_used[shape.gpu] += devices
+    if study.limits.gpus is not None and sum(devices_used.values()) > study.limits.gpus:
         return False
-    return all(count <= study.devices(gpu) for gpu, count in used.items())
+    return all(count <= study.devices(gpu) for gpu, count in devices_used.items())
 
 
 def _choices(study: Study, role: Role) -> PoolChoices:
-    """What is searched for the pools of a role."""
+    """Return the choices that are searched for the pools of a role."""
     search = study.search
     common = {name: getattr(search, name) for name in PoolChoices.model_fields if hasattr(search, name)}
-    own = {"prefill": search.prefill, "decode": search.decode}.get(role)
-    given = {} if own is None else {name: value for name, value in own if value is not None}
-    return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **given})
+    of_role = {"prefill": search.prefill, "decode": search.decode}.get(role)
+    overrides = {} if of_role is None else {name: value for name, value in of_role if value is not None}
+    return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **overrides})
 
 
 def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
@@ -542,7 +550,7 @@ def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
 
 
 def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:
-    """The settings searched of a pool, each once."""
+    """Yield the settings that are searched of a pool, each once."""
     choices = _choices(study, shape.role)
     labels = ["", *(choice.label for choice in study.speculation)]
     drafters = list(choices.drafters or (labels if shape.role != "prefill" else [""]))
@@ -552,14 +560,16 @@ def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolCh
 
 
 def _sizes(study: Study, role: Role, plain: bool) -> set[tuple[int, int]]:
-    """Seats and token budgets. Prefill instances have as many seats as go with their budget, and decode instances the
-    smallest budget that holds a token for each seat where nothing is drafted, unless the study says otherwise: neither
-    is reached there."""
+    """Return the pairs of seats and token budget.
+
+    Unless the study sets them, prefill instances have as many seats as their budget allows, and decode instances that
+    do not draft have the smallest budget that holds a token for each seat: these limits are not reached there.
+    """
     choices = _choices(study, role)
     seats, budgets = choices.max_num_seqs or (), choices.max_num_batched_tokens or ()
-    own = {"prefill": study.search.prefill, "decode": study.search.decode}.get(role) or PoolChoices()
-    if role == "prefill" and own.max_num_seqs is None:
+    of_role = {"prefill": study.search.prefill, "decode": study.search.decode}.get(role) or PoolChoices()
+    if role == "prefill" and of_role.max_num_seqs is None:
         return {(max((s for s in seats if s <= t), default=min(seats)), t) for t in budgets}
-    if role == "decode" and own.max_num_batched_tokens is None and plain:
+    if role == "decode" and of_role.max_num_batched_tokens is None and plain:
         return {(s, min((t for t in budgets if t >= s), default=max(budgets))) for s in seats}
     return set(product(seats, budgets))

@@ -1,4 +1,4 @@
-"""What a study spans before anything is simulated: how many plans, and what was left out and why."""
+"""Plans of a study before anything is simulated: how many there are, and which were left out and why."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from simtune.tuner.space.expressible import space_for
 
 @dataclass(frozen=True)
 class Census:
-    """Plans that would be searched, and those that would not."""
+    """Number of plans that would be searched, and of those that would not."""
 
     plans: int
     shapes: int
     left_out: Mapping[str, int]
-    """By the reason, the most frequent first."""
+    """Number of plans by the reason why they are left out, the most frequent first."""
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the census as plain data."""
         return {"candidates": self.plans, "shapes": self.shapes, "left_out": dict(self.left_out)}
 
 
 def census(question: Question) -> Census:
-    """Count the plans of a study. Raises Infeasible where there are none, and UsageError where it cannot be asked."""
+    """Count the plans of a study. Raise Infeasible if there are none, and UsageError if the study is not valid."""
     question.check()
     space = space_for(question)
     plan_cache = PlanCache(question, space.candidates)

@@ -1,4 +1,4 @@
-"""Plans that the study's engine can be told: those that its emitter would refuse are no part of a space."""
+"""Plans that the study's engine can express: plans that its emitter would refuse are removed from the space."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from simtune.tuner.space.garbage_collection import gc_disabled
 
 
 def space_for(question: Question) -> Space:
-    """The space of a question, without the plans that the engine with its policy would not start with or is not told.
+    """Return the space of a question, without the plans that the engine would not start with or cannot express.
 
-    Where no engine has the policy nothing is refused. How pools draft is settled later, and refused where the study is
-    read. Raises Infeasible, naming constraints or refusals, where nothing is left.
+    If no engine has the policy, nothing is refused. Drafting is settled later, and refused when the study is read.
+    Raise Infeasible, naming constraints or refusals, if nothing is left.
     """
     with gc_disabled():
         return _said(question, space_of(question.study))
@@ -25,24 +25,24 @@ def space_for(question: Question) -> Space:
 
 def _said(question: Question, space: Space) -> Space:
     refuser = _Refuser(question, space)
-    kept, refused = [], Counter[str]()
+    expressible, refused = [], Counter[str]()
     for candidate in space.candidates:
         why = next(filter(None, map(refuser.why, candidate.pools)), "")
         if why:
             refused[why] += 1
         else:
-            kept.append(candidate)
-    if not kept:
+            expressible.append(candidate)
+    if not expressible:
         why, count = refused.most_common(1)[0]
         raise Infeasible(
             f"{question.study.name}: the engine refuses all {len(space.candidates):,} plans, {count:,} of them for "
             f"{why}; allow other choices in search, or another policy"
         )
-    return Space(tuple(kept), space.left_out, refused)
+    return Space(tuple(expressible), space.left_out, refused)
 
 
 class _Refuser:
-    """Asks the emitter of each pool's policy, once for all pools that are alike but for their number."""
+    """Collects refusals by the emitter of each pool's policy, once for all pools that differ in instances alone."""
 
     def __init__(self, question: Question, space: Space) -> None:
         self._question = question
@@ -52,7 +52,7 @@ class _Refuser:
         self._known: dict[PoolChoice, str] = {}
 
     def why(self, choice: PoolChoice) -> str:
-        """Why an engine would refuse a pool; empty where it would not."""
+        """Return why an engine would refuse a pool; empty if it would not."""
         alone = choice.alone
         if alone not in self._known:
             self._known[alone] = self._asked(alone)
@@ -65,8 +65,8 @@ class _Refuser:
         pool = choice.pool(question.study, self._max_model_len, self._settings[of])
         key = (pool.engine, pool.batching.policy)
         if key not in self._emitters:
-            named = emitter_of(pool)
-            self._emitters[key] = None if named is None else named.of(pool.engine)
+            emitter_class = emitter_of(pool)
+            self._emitters[key] = None if emitter_class is None else emitter_class.of(pool.engine)
         emitter = self._emitters[key]
         if emitter is None:
             return ""

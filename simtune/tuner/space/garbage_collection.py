@@ -1,4 +1,4 @@
-"""Python's collector of cycles, kept from looking at many new objects over and over."""
+"""Disable Python's collector of cycles while many objects are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """While plans are made by the hundred thousand, none of which refers to itself."""
+    """Disable the cyclic collector while creating many acyclic objects, such as hundreds of thousands of plans."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Integer programmes: which solver there is, and whether what it says was proved.
+"""Integer programmes: the available solver, and whether its solution was proved optimal.
 
-They are written with pulp. HiGHS solves them where `highspy` is installed, else CBC, which comes with pulp. A solver
-that ran out of time says Optimal all the same in `status`; only `sol_status` tells a proof from a good guess.
+They are written with pulp. HiGHS solves them if `highspy` is installed, otherwise CBC, which comes with pulp. A solver
+that ran out of time still reports Optimal in `status`; only `sol_status` distinguishes a proof from a good guess.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     import pulp
 
 TOLERANCE = 1e-6
-"""How far a solver's numbers may be off, relative: bounds are widened by it."""
+"""Relative error that a solver's numbers may have: bounds are widened by it."""
 
 
 class Unsolvable(SimtuneError):
-    """No choice keeps to the constraints of a programme; its caller says which."""
+    """No choice satisfies the constraints of a programme; the caller reports which."""
 
     exit_code = 3
 
 
 def solver_name() -> str:
-    """`HiGHS` or `CBC`: what `solve` uses here."""
+    """Return `HiGHS` or `CBC`: the solver that `solve` uses here."""
     import pulp
 
     return "HiGHS" if pulp.HiGHS(msg=False).available() else "CBC"
@@ -80,7 +80,7 @@ def _stdout_muted() -> Iterator[None]:
     the file descriptor is redirected; C's buffer is emptied before and after, or the banner would come later.
     """
     try:
-        kept = os.dup(1)
+        saved_stdout = os.dup(1)
     except OSError:  # there is no stdout
         yield
         return
@@ -91,22 +91,22 @@ def _stdout_muted() -> Iterator[None]:
         yield
     finally:
         _flush_c()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def _flush_c() -> None:
-    """Empty the buffers of C's standard streams, where C's library can be found."""
+    """Empty the buffers of C's standard streams, if C's library can be found."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).fflush(None)
 
 
 def solve(problem: pulp.LpProblem, *, whole: bool = True, time_limit_s: float | None = None) -> bool:
-    """Solve in place; whether the solution is proved optimal, or only the best found until `time_limit_s` was over.
+    """Solve in place. Return True if the solution is proved optimal, False if it is the best found in `time_limit_s`.
 
     `whole=False` lets integers be fractions: the linear relaxation, whose value bounds that of every whole choice.
-    Raises Unsolvable where no choice keeps to the constraints, and SimtuneError with the solver's word for anything
-    else that is no solution.
+    Raise Unsolvable if no choice satisfies the constraints, and SimtuneError with the solver's status if there is no
+    solution for another reason.
     """
     import pulp
 
@@ -116,8 +116,9 @@ def solve(problem: pulp.LpProblem, *, whole: bool = True, time_limit_s: float | 
         return True
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
         return False
-    said = pulp.LpSolution[problem.sol_status]
-    if problem.status == pulp.LpStatusInfeasible:  # of fractions, or only of whole numbers
-        raise Unsolvable(f"{problem.name}: {said}")
+    status = pulp.LpSolution[problem.sol_status]
+    # The relaxation is infeasible, or only whole numbers are.
+    if problem.status == pulp.LpStatusInfeasible:
+        raise Unsolvable(f"{problem.name}: {status}")
     limit = "" if time_limit_s is None else f" within {time_limit_s:g} s; allow more time"
-    raise SimtuneError(f"{solver_name()} on {problem.name}: {said}{limit}")
+    raise SimtuneError(f"{solver_name()} on {problem.name}: {status}{limit}")

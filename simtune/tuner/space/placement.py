@@ -1,9 +1,9 @@
-"""What goes on which GPU inside an instance: replicas of experts, and layers of a pipeline over unequal devices.
+"""Placement on the GPUs of an instance: replicas of experts, and layers of a pipeline over unequal devices.
 
 Experts. Every replica takes a slot of a GPU; the load of an expert is split over its replicas. `place_experts` makes
 the largest load of a GPU as small as can be, any split allowed; `greedy_experts` is what EPLB does (DeepSeek,
-github.com/deepseek-ai/EPLB): equal splits, further replicas for the heaviest, packed heaviest first. For a placement
-that stands, the largest load under the best split is a maximum over sets of GPUs (Hall's theorem), `least_load`:
+github.com/deepseek-ai/EPLB): equal splits, further replicas for the heaviest, packed heaviest first. For a given
+placement, the largest load under the best split is a maximum over sets of GPUs (Hall's theorem), `least_load`:
 
     max over sets S of GPUs    load of the experts that live only in S / |S|
 
@@ -26,25 +26,26 @@ TIME_LIMIT_S = 10.0
 
 
 class ExpertPlacement(NamedTuple):
-    """The GPUs that each expert has replicas on, and what that makes of the heaviest loaded GPU."""
+    """GPUs that hold replicas of each expert, and the load of the heaviest GPU."""
 
     gpus: tuple[tuple[int, ...], ...]
-    """By expert."""
+    """GPUs by expert."""
     heaviest: float
-    """Load of the heaviest GPU, in the unit of the loads given."""
+    """Load of the heaviest GPU, in the unit of the given loads."""
     bound: float
-    """No placement has a lighter heaviest GPU."""
+    """Load below which no placement brings its heaviest GPU."""
     proven: bool
-    """Whether none is lighter than `heaviest`, with splits of this kind."""
+    """True if no placement has a lighter heaviest GPU, with splits of this kind."""
 
 
 def place_experts(
     load: Sequence[float], gpus: int, slots: int, *, time_limit_s: float = TIME_LIMIT_S
 ) -> ExpertPlacement:
-    """The placement with the lightest heaviest GPU, where the load of an expert may be split over its replicas anyhow.
+    """Return the placement with the lightest heaviest GPU, if an expert's load may be split over its replicas in any
+    way.
 
-    `slots` is how many experts a GPU holds. An integer programme: what is the best by `time_limit_s` is returned with
-    its `bound`. Raises Infeasible where the slots are too few for all experts.
+    `slots` is the number of experts that a GPU holds. An integer programme: the best placement found in
+    `time_limit_s` is returned with its `bound`. Raise Infeasible if the slots are too few for all experts.
     """
     import pulp
 
@@ -52,28 +53,28 @@ def place_experts(
     problem = pulp.LpProblem("experts", pulp.LpMinimize)
     heaviest = add_variable(problem, "heaviest", sum(load) / gpus)
     problem += heaviest
-    here = [[add_variable(problem, f"here{e}_{g}", binary=True) for g in range(gpus)] for e in range(len(load))]
+    has_replica = [[add_variable(problem, f"here{e}_{g}", binary=True) for g in range(gpus)] for e in range(len(load))]
     share = [[add_variable(problem, f"share{e}_{g}", 0) for g in range(gpus)] for e in range(len(load))]
-    for e, whole in enumerate(load):
-        problem += pulp.lpSum(here[e]) >= 1
-        problem += pulp.lpSum(share[e]) == whole
+    for e, expert_load in enumerate(load):
+        problem += pulp.lpSum(has_replica[e]) >= 1
+        problem += pulp.lpSum(share[e]) == expert_load
         for g in range(gpus):
-            problem += share[e][g] <= whole * here[e][g]
+            problem += share[e][g] <= expert_load * has_replica[e][g]
     for g in range(gpus):
-        problem += pulp.lpSum(row[g] for row in here) <= slots
+        problem += pulp.lpSum(row[g] for row in has_replica) <= slots
         problem += pulp.lpSum(row[g] for row in share) <= heaviest
     proven = solve(problem, time_limit_s=time_limit_s)
-    on = tuple(tuple(g for g in range(gpus) if row[g].value() > 0.5) for row in here)
+    on = tuple(tuple(g for g in range(gpus) if row[g].value() > 0.5) for row in has_replica)
     value = float(heaviest.value())
     return ExpertPlacement(on, value, value * (1 - TOLERANCE) if proven else sum(load) / gpus, proven)
 
 
 def greedy_experts(load: Sequence[float], gpus: int, slots: int) -> ExpertPlacement:
-    """EPLB's placement: replicas of an expert share its load equally.
+    """Return EPLB's placement: replicas of an expert share its load equally.
 
     Free slots go, one by one, to the expert whose replicas are heaviest; then the replicas, heaviest first, to the
-    lightest GPU with room. `gpus` of an expert names one twice where two of its replicas came there. Raises Infeasible
-    where the slots are too few for all experts.
+    lightest GPU with room. A GPU is listed twice for an expert if two of its replicas are placed there. Raise
+    Infeasible if the slots are too few for all experts.
     """
     _check_slots(load, gpus, slots)
     on, loads = spread(load, gpus, slots)
@@ -81,11 +82,11 @@ def greedy_experts(load: Sequence[float], gpus: int, slots: int) -> ExpertPlacem
 
 
 def grouped_experts(load: Sequence[float], nodes: int, gpus_per_node: int, slots: int, groups: int) -> ExpertPlacement:
-    """EPLB's hierarchical placement: whole groups of experts go to one node each, so that tokens limited to few groups
-    stay in few nodes; replicas are made and packed within a node.
+    """Return EPLB's hierarchical placement, in which whole groups of experts go to one node each.
 
-    Groups are consecutive experts, equally many, heaviest first to the lightest node with room for another. Raises
-    UsageError where groups do not divide experts or nodes do not divide groups.
+    Tokens limited to few groups stay in few nodes; replicas are made and packed within a node. Groups are consecutive
+    experts, equally many, heaviest first to the lightest node with room for another. Raise UsageError if groups do not
+    divide experts or nodes do not divide groups.
     """
     if len(load) % groups or groups % nodes:
         raise UsageError(
@@ -112,10 +113,13 @@ def grouped_experts(load: Sequence[float], nodes: int, gpus_per_node: int, slots
 
 
 def least_load(load: Sequence[float], on: Sequence[Sequence[int]], gpus: int) -> float:
-    """The heaviest GPU of a placement when every expert's load is split best: 2^gpus sets are looked at, so for few."""
+    """Return the load of the heaviest GPU of a placement when every expert's load is split best.
+
+    The time is proportional to 2^gpus, so use it for few GPUs.
+    """
     homes = [frozenset(of) for of in on]
     return max(
-        sum(whole for whole, home in zip(load, homes, strict=True) if home <= set(chosen)) / size
+        sum(expert_load for expert_load, home in zip(load, homes, strict=True) if home <= set(chosen)) / size
         for size in range(1, gpus + 1)
         for chosen in combinations(range(gpus), size)
     )
@@ -140,7 +144,7 @@ class LayerSpan(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The stages in the order of the layers; the slowest takes `slowest_s`."""
+    """Stages in the order of the layers; the slowest takes `slowest_s`."""
 
     slowest_s: float
     stages: tuple[LayerSpan, ...]
@@ -153,12 +157,12 @@ def partition(
     memory_bytes: Sequence[float],
     send_s: float = 0.0,
 ) -> Partition:
-    """The cut of a pipeline over devices of unequal speed and memory with the fastest slowest stage; not all devices
-    need be used, and their order is free.
+    """Return the cut of a pipeline over devices of unequal speed and memory with the fastest slowest stage; not all
+    devices need be used, and their order is free.
 
     A stage takes the time of its layers (`layer_s`, on a device of speed 1) over the device's speed, and `send_s` more
     unless it is the last. Devices that are alike count as one kind, so that 80 layers over 6 devices of 3 kinds are
-    80 x 27 states. Raises Infeasible where the layers do not fit the memory.
+    80 x 27 states. Raise Infeasible if the layers do not fit the memory.
     """
     kinds = sorted(Counter(zip(speed, memory_bytes, strict=True)).items())
     cuts = _Cuts(layer_s, layer_bytes, send_s)
@@ -166,22 +170,24 @@ def partition(
     for state in product(range(len(layer_s)), product(*(range(count + 1) for _, count in kinds))):
         if state not in best:
             continue
-        so_far, (start, used) = best[state][0], state
+        # States are visited in the order of the layers done, so the best way to this one is final.
+        so_far, (start, devices_used) = best[state][0], state
         for k, (kind, count) in enumerate(kinds):
-            if used[k] == count:
+            if devices_used[k] == count:
                 continue
             for end, takes in cuts.from_layer(start, *kind):
-                after, slowest = (end, (*used[:k], used[k] + 1, *used[k + 1 :])), max(so_far, takes)
+                after = (end, (*devices_used[:k], devices_used[k] + 1, *devices_used[k + 1 :]))
+                slowest = max(so_far, takes)
                 if after not in best or slowest < best[after][0]:
                     best[after] = (slowest, state)
-    done = [(value, state) for state, (value, _) in best.items() if state[0] == len(layer_s)]
-    if not done:
+    final_states = [(value, state) for state, (value, _) in best.items() if state[0] == len(layer_s)]
+    if not final_states:
         raise Infeasible(
             f"{len(layer_s)} layers do not fit the memory of the {len(speed)} devices, one run of layers on each"
         )
-    slowest, state = min(done)
+    slowest, state = min(final_states)
     devices = [*zip(speed, memory_bytes, strict=True)]
-    free = [[d for d, own in enumerate(devices) if own == kind] for kind, _ in kinds]
+    free = [[d for d, device in enumerate(devices) if device == kind] for kind, _ in kinds]
     return Partition(slowest, tuple(_stages(best, state, free))[::-1])
 
 
@@ -192,7 +198,7 @@ _State = tuple[int, tuple[int, ...]]
 def _stages(
     best: Mapping[_State, tuple[float, _State | None]], state: _State, free: Sequence[list[int]]
 ) -> Iterator[LayerSpan]:
-    """From the last to the first; `free` are the devices of each kind."""
+    """Yield the stages from the last to the first; `free` are the devices of each kind."""
     while (before := best[state][1]) is not None:
         k = next(k for k in range(len(free)) if state[1][k] > before[1][k])
         yield LayerSpan(free[k].pop(), before[0], state[0] - 1)
@@ -200,14 +206,14 @@ def _stages(
 
 
 class _Cuts:
-    """What runs of layers take."""
+    """Times of runs of layers."""
 
     def __init__(self, layer_s: Sequence[float], layer_bytes: Sequence[float], send_s: float) -> None:
         self._seconds, self._bytes = [0.0, *accumulate(layer_s)], [0.0, *accumulate(layer_bytes)]
         self._layers, self._send_s = len(layer_s), send_s
 
     def from_layer(self, start: int, speed: float, memory_bytes: float) -> Iterator[tuple[int, float]]:
-        """(layer after the last, seconds) of the runs from a layer on that fit a device."""
+        """Yield (layer after the last, seconds) of the runs from a layer on that fit a device."""
         for end in range(start + 1, self._layers + 1):
             if self._bytes[end] - self._bytes[start] > memory_bytes * (1 + 1e-12):
                 return

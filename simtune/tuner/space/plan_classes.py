@@ -1,9 +1,9 @@
-"""Classes of plans of several pools: all divisions of the GPUs among instances of the same roles and types, bounded as
-one by the allocation programme (`simtune.tuner.bounds.relaxation`) before any of them is looked at.
+"""Classes of plans of several pools: all divisions of the GPUs among instances of the same roles and types, bounded
+together by the allocation programme (`simtune.tuner.bounds.relaxation`) before any plan of the class is simulated.
 
-A class comes to the search with a bound by the rates that its instances could sustain at most. When it is its turn, it
-is parted by how GPUs are cut into instances, each part with a bound of its own; only what is left of these becomes
-plans. A class whose turn never comes is pruned whole.
+A class enters the search with a bound by the rates that its instances could sustain at most. When it is its turn, it
+is split by how GPUs are cut into instances, each part with a bound of its own; only parts whose turn comes are opened
+into plans. A class whose turn never comes is pruned as a whole.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from simtune.tuner.space.candidates import Candidate, PoolShape
 
 @dataclass(frozen=True)
 class PlanClass:
-    """Plans, and what none of them exceeds."""
+    """A class of plans with a bound on all of them."""
 
     name: str
-    """E.g. prefill h100-sxm tp2-pp1 + decode l40s tp4-pp1."""
+    """Name of the class, e.g. prefill h100-sxm tp2-pp1 + decode l40s tp4-pp1."""
     candidates: tuple[Candidate, ...]
     worths: Worths
-    """What proves the bound."""
+    """Worths that prove the bound."""
     best: float | None
-    """Of the objective, at most; infinite where nothing is proved; None where no plan of it can do what is asked."""
+    """Bound on the objective; infinite if nothing is proved; None if no plan of the class can meet the objective."""
     reason: str = ""
-    """Why none can."""
+    """Reason why no plan can; empty otherwise."""
 
     @property
     def proved(self) -> bool:
-        """Whether anything is said of its plans."""
+        """True if a bound on its plans is proved."""
         return self.best is None or math.isfinite(self.best)
 
 
 class PlanClasses:
-    """The classes of a study's plans."""
+    """Classes of the plans of a study."""
 
     def __init__(self, question: Question, plan_cache: PlanCache) -> None:
         self._question, self._plan_cache = question, plan_cache
         self.sign = question.objective.sign
-        """Whether more (1) or less (-1) of the objective is better."""
+        """1 if more of the objective is better, -1 if less is."""
 
     def sorted_out(self, candidates: Iterable[Candidate]) -> tuple[list[Candidate], dict[str, list[Candidate]]]:
-        """(plans that are in no class, those of each class, by the roles and GPU types of their pools).
+        """Return (plans that are in no class, plans of each class, by the roles and GPU types of their pools).
 
-        A plan of one pool needs no programme to be bounded. Nor are there classes where the objective is not one of
-        rates and costs, where the study gives a pool whole, or where requests come only when others are answered.
+        A plan of one pool needs no programme to be bounded. There are no classes if the objective is not one of rates
+        and costs, if the study fixes a pool, or if requests come only when others are answered.
         """
         every, question = list(candidates), self._question
         together = [candidate for candidate in every if len(candidate.pools) > 1]
@@ -63,30 +63,30 @@ class PlanClasses:
         return [candidate for candidate in every if len(candidate.pools) == 1], _by(_types, together)
 
     def bounded_all(self, classes: Mapping[str, Sequence[Candidate]]) -> list[PlanClass]:
-        """Classes with the bounds of their programmes."""
-        return [self.bounded(name, those, solver=True) for name, those in classes.items()]
+        """Return classes with the bounds of their programmes."""
+        return [self.bounded(name, plans, solver=True) for name, plans in classes.items()]
 
     def split(self, whole: PlanClass) -> list[PlanClass]:
-        """Its parts, by the cut of their GPUs; nothing where it has no parts."""
+        """Return the parts of a class, by the cut of their GPUs; empty if there is only one."""
         parts = _by(_cuts, whole.candidates)
         if len(parts) < 2:
             return []
-        return [self.bounded(name, those, solver=False) for name, those in parts.items()]
+        return [self.bounded(name, plans, solver=False) for name, plans in parts.items()]
 
     def named(self, candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
-        """The plans of every class and of every part of one, by its name."""
+        """Return the plans of every class and of every part of a class, by its name."""
         _, classes = self.sorted_out(candidates)
-        return classes | {name: those for whole in classes.values() for name, those in _by(_cuts, whole).items()}
+        return classes | {name: part for plans in classes.values() for name, part in _by(_cuts, plans).items()}
 
     def bounded(self, name: str, candidates: Sequence[Candidate], *, solver: bool) -> PlanClass:
-        """A class with the best bound that is found, with or without a solver."""
+        """Return a class with the best bound that is found, with or without a solver."""
         programme = self.programme(candidates)
         return self.bounded_by(name, candidates, programme, programme.best(solver=solver))
 
     def bounded_by(
         self, name: str, candidates: Sequence[Candidate], programme: Relaxation, worths: Worths
     ) -> PlanClass:
-        """A class with the bound that given numbers prove."""
+        """Return a class with the bound that the given worths prove."""
         objective, stream = self._question.objective, self._plan_cache.stream(candidates[0])
         amount, offered = programme.bound(worths), stream.offered_rate_rps or 0.0
         reason = ""
@@ -100,16 +100,16 @@ class PlanClasses:
         return PlanClass(name, tuple(candidates), worths, None if reason else best, reason)
 
     def programme(self, candidates: Sequence[Candidate]) -> Relaxation:
-        """All allocations of a study's GPUs to the instances that some plans have."""
+        """Return the programme of all allocations of a study's GPUs to the instances that some plans have."""
         question, first = self._question, candidates[0]
         aim, stream = question.objective.aim, self._plan_cache.stream(first)
         assert aim is not None
         choices = {id(pool): pool for candidate in candidates for pool in candidate.pools}
         best: dict[tuple[PoolShape, int], float] = {}
         for choice in choices.values():
-            known = self._plan_cache.instance_rate(choice, first)
-            if known is not None:
-                devices, rps = known
+            instance_rate = self._plan_cache.instance_rate(choice, first)
+            if instance_rate is not None:
+                devices, rps = instance_rate
                 best[choice.shape, devices] = max(best.get((choice.shape, devices), 0.0), rps)
         rates = tuple(
             InstanceRate(f"{shape.role} {shape.gpu} {shape.name} {devices}", shape.role, shape.gpu, devices, rps)
@@ -131,7 +131,7 @@ class PlanClasses:
 
 
 class UnopenedClasses:
-    """Classes whose plans nobody has looked at yet."""
+    """Classes whose plans are not simulated yet."""
 
     def __init__(self, classes: PlanClasses, candidates: Iterable[Candidate]) -> None:
         self._classes = classes
@@ -139,7 +139,7 @@ class UnopenedClasses:
         """Plans that are in no class."""
         self._waiting = classes.bounded_all(apart)
         self.bounded = [group for group in self._waiting if group.proved]
-        """Whatever has a bound that somebody may want to know: classes as they came, and parts that stay closed."""
+        """All bounds that are certified: classes as they were bounded first, and parts that stay closed."""
         self._sort()
 
     def __iter__(self) -> Iterator[PlanClass]:
@@ -147,22 +147,22 @@ class UnopenedClasses:
 
     @property
     def best(self) -> float | None:
-        """What no plan of them exceeds; None where none can do what is asked."""
+        """Best bound of all waiting classes; None if no plan of them can meet the objective."""
         return self._waiting[0].best if self._waiting else None
 
     def opened(self) -> tuple[Candidate, ...]:
-        """The plans of the most promising class; none yet where it is parted into several."""
-        whole = self._waiting.pop(0)
-        parts = self._classes.split(whole)
+        """Return the plans of the most promising class; empty if the class is split into parts instead."""
+        group = self._waiting.pop(0)
+        parts = self._classes.split(group)
         self._waiting += parts
         self._sort()
-        return () if parts else whole.candidates
+        return () if parts else group.candidates
 
     def closed(self) -> list[PlanClass]:
-        """All of them, for good."""
-        left, self._waiting = self._waiting, []
-        self.bounded += [group for group in left if group.proved and group not in self.bounded]
-        return left
+        """Return all waiting classes, and close them for good."""
+        groups, self._waiting = self._waiting, []
+        self.bounded += [group for group in groups if group.proved and group not in self.bounded]
+        return groups
 
     def _sort(self) -> None:
         sign = self._classes.sign
@@ -184,7 +184,7 @@ def _cuts(candidate: Candidate) -> str:
 
 
 def _by(name: Callable[[Candidate], str], candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
-    """Those of one name each, in their order."""
+    """Return the candidates grouped by name, in their order."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault(name(candidate), []).append(candidate)

@@ -1,4 +1,4 @@
-"""Which types of GPU to rent for a load: slices of it, each served by one type (Mélange, arXiv 2404.14527).
+"""Choice of GPU types to rent for a load: slices of it, each served by one type (Mélange, arXiv 2404.14527).
 
 min sum price_t n_t    over    sum_t x_{s,t} = 1,    sum_s load_{s,t} x_{s,t} <= n_t,    x binary, n whole
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Slices(NamedTuple):
-    """The GPUs to rent for a load: `types` says where each slice goes, `gpus` how many of each type that takes."""
+    """GPUs to rent for a load: `types` is the type of each slice, `gpus` the number of GPUs of each type."""
 
     price: float
     lp_bound: float
-    """No choice is cheaper than this."""
+    """Price below which no choice is possible."""
     gpus: tuple[int, ...]
     types: tuple[int, ...]
     proven: bool
@@ -35,10 +35,10 @@ def cheapest_types(
     available: Sequence[int] | None = None,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Slices:
-    """The cheapest mixture of GPU types: `load[slice][type]` is the share of a GPU that a slice of the load takes,
-    infinite where the type cannot serve it within the SLO.
+    """Return the cheapest mixture of GPU types.
 
-    Raises Infeasible where some slice has no type, or not enough GPUs are `available`.
+    `load[slice][type]` is the share of a GPU that a slice of the load takes, infinite if the type cannot serve it
+    within the SLO. Raise Infeasible if a slice has no type, or if not enough GPUs are `available`.
     """
     import pulp
 
@@ -52,15 +52,15 @@ def cheapest_types(
         proven = solve(problem, time_limit_s=time_limit_s)
     except Unsolvable:
         raise Infeasible(f"the load takes more GPUs than are available ({available})") from None
-    taken = tuple(round(count.value() or 0.0) for count in gpus)
+    num_rented = tuple(round(count.value() or 0.0) for count in gpus)
     types = tuple(next(t for t, x in choices.items() if x.value() > 0.5) for choices in on)
-    return Slices(sum(p * n for p, n in zip(price, taken, strict=True)), bound, taken, types, proven)
+    return Slices(sum(p * n for p, n in zip(price, num_rented, strict=True)), bound, num_rented, types, proven)
 
 
 def _programme(
     load: Sequence[Sequence[float]], price: Sequence[float], available: Sequence[int] | None
 ) -> tuple[pulp.LpProblem, list[Any], list[dict[int, Any]]]:
-    """The problem, GPUs of each type, and of each slice whether it goes to each type that can serve it."""
+    """Return the problem, the GPUs of each type, and the 0-1 variables of each slice by the types that can serve it."""
     import pulp
 
     problem = pulp.LpProblem("slices", pulp.LpMinimize)

@@ -1,8 +1,8 @@
-"""HTTP as a load client needs it: one request over a connection of its own, and what comes back with its times.
+"""HTTP for a load client: one request over a connection of its own, and the response with the times of its pieces.
 
-Engines send the tokens of a step to all streams at once. So the kernel stamps every piece as it comes in, and as little
-as can be is done with it: it is kept as it is, and read as HTTP when all is over. Proxies and redirects are not
-followed.
+Engines send the tokens of a step to all streams at once. So the kernel stamps every piece as it arrives, and the client
+does as little as possible: it stores the piece, and parses it as HTTP when the run is over. Proxies and redirects are
+not followed.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from simtune.validation.client.real_clock import StampedSocket, now
 _LAST_CHUNK = b"0\r\n\r\n"
 
 Piece = tuple[float, bytes]
-"""What came at once, and when."""
+"""Time at which a piece arrived, and its bytes."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where an OpenAI-compatible server is: `http://HOST:PORT`, with or without /v1."""
+    """Address of an OpenAI-compatible server: `http://HOST:PORT`, with or without /v1."""
 
     url: str
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what is no address."""
+        """Raise UsageError if the URL is no address of a server."""
         parts = urlsplit(self.url)
         try:
             right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             right = False
         if not right or parts.query or parts.fragment or parts.username:
-            raise UsageError(f"{self.url}: is no address of a server; write it as http://HOST:PORT")
+            raise UsageError(f"{self.url}: invalid server address; expected http://HOST:PORT")
 
     @property
     def name(self) -> str:
-        """The host it is on."""
+        """Name of the host."""
         return urlsplit(self.url).hostname or ""
 
     @property
     def tls(self) -> bool:
-        """Whether it is spoken to in private."""
+        """True if the connection uses TLS."""
         return urlsplit(self.url).scheme == "https"
 
     @property
     def port(self) -> int:
-        """Of the host."""
+        """Port on the host."""
         return urlsplit(self.url).port or (443 if self.tls else 80)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A request as it is sent."""
+        """Return the bytes of a request."""
         base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
         head = [f"{method} {base}{path} HTTP/1.1", f"Host: {urlsplit(self.url).netloc}", "Connection: close"]
         if self.api_key is not None:
@@ -68,14 +68,14 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class Address:
-    """A server's address, looked up once."""
+    """Address of a server, looked up once."""
 
     server: ServerAddress
     family: int
     host: str
 
     async def open(self, request: bytes) -> Exchange:
-        """Connect and send. Raises OSError where the server cannot be reached."""
+        """Connect and send. Raise OSError if the server cannot be reached."""
         loop = asyncio.get_running_loop()
         if self.server.tls:
             _, private = await loop.create_connection(
@@ -87,22 +87,22 @@ class Address:
                 server_hostname=self.server.name,
             )
             return private
-        its = socket.socket(self.family, socket.SOCK_STREAM)
-        its.setblocking(False)
+        connection = socket.socket(self.family, socket.SOCK_STREAM)
+        connection.setblocking(False)
         try:
-            await loop.sock_connect(its, (self.host, self.server.port))
-            its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            exchange = StampedExchange(StampedSocket(its), loop)
-            await loop.sock_sendall(its, request)
+            await loop.sock_connect(connection, (self.host, self.server.port))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            exchange = StampedExchange(StampedSocket(connection), loop)
+            await loop.sock_sendall(connection, request)
         except BaseException:
-            its.close()
+            connection.close()
             raise
         exchange.listen()
         return exchange
 
 
 async def look_up(server: ServerAddress) -> Address:
-    """Raises EngineError where there is no such host."""
+    """Return the address of a server. Raise EngineError if there is no such host."""
     loop = asyncio.get_running_loop()
     try:
         addresses = await loop.getaddrinfo(server.name, server.port, type=socket.SOCK_STREAM)
@@ -113,40 +113,41 @@ async def look_up(server: ServerAddress) -> Address:
 
 
 class Exchange:
-    """One request under way, and what has come back."""
+    """A request in progress, and the pieces received so far."""
 
     def __init__(self, closed: asyncio.Future[None]) -> None:
-        """`closed` is done when the connection is."""
+        """`closed` is done when the connection is closed."""
         self.pieces: list[Piece] = []
         self.closed = closed
         self.last_s = now()
-        """When it was last heard of."""
+        """Time of the last piece, or of the start of the exchange."""
 
     def abort(self) -> None:
         """Close without waiting for anything."""
         raise NotImplementedError
 
     def _take(self, at_s: float, data: bytes) -> bool:
-        """Keep what comes, with its time; whether it is the end, after which some servers keep the connection."""
+        """Store a piece with its time. Return True if it ends the response, because some servers keep the connection
+        open."""
         self.last_s = at_s
         self.pieces.append((at_s, data))
         return data.endswith(_LAST_CHUNK) and data[-7:-5] in (b"", b"\r\n")
 
     def _is_over(self) -> None:
-        """In order or not: what came says which."""
+        """Mark the exchange as closed; the stored pieces show whether the response is complete."""
         if not self.closed.done():
             self.closed.set_result(None)
 
 
 class StampedExchange(Exchange):
-    """Over a socket whose messages the kernel stamps."""
+    """Exchange over a socket whose messages the kernel stamps."""
 
     def __init__(self, its: StampedSocket, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop.create_future())
         self._socket, self._loop = its, loop
 
     def listen(self) -> None:
-        """Keep what comes from now on."""
+        """Start to store what arrives."""
         self._loop.add_reader(self._socket.socket, self._read)
 
     def _read(self) -> None:
@@ -169,7 +170,7 @@ class StampedExchange(Exchange):
 
 
 class PrivateExchange(Exchange, asyncio.Protocol):
-    """Over TLS: stamped when an event loop has read it."""
+    """Exchange over TLS: pieces are stamped when the event loop has read them."""
 
     def __init__(self, request: bytes, closed: asyncio.Future[None]) -> None:
         super().__init__(closed)
@@ -182,12 +183,12 @@ class PrivateExchange(Exchange, asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Keep it."""
+        """Store a piece."""
         if self._take(now(), data):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is over."""
+        """Mark the exchange as closed."""
         self._is_over()
 
     def abort(self) -> None:
@@ -197,44 +198,44 @@ class PrivateExchange(Exchange, asyncio.Protocol):
 
 @dataclass
 class Response:
-    """What came back, read as HTTP."""
+    """Response as parsed from HTTP."""
 
     status: int
     headers: dict[str, str]
-    """By name in lower case."""
+    """Headers by name in lower case."""
     body: list[Piece] = field(default_factory=list)
-    """A chunk is stamped with the time at which it was complete."""
+    """Pieces of the body; a chunk is stamped with the time at which it was complete."""
     complete: bool = False
 
     @property
     def content_type(self) -> str:
-        """Without its parameters."""
+        """Content type without its parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
     def text(self) -> bytes:
-        """The body in one."""
+        """Body as one string of bytes."""
         return b"".join(data for _, data in self.body)
 
 
 def read_response(pieces: Sequence[Piece]) -> Response | None:
-    """The response in what came over a connection that is closed by now; None where there is no whole head of one."""
+    """Return the response in the pieces of a connection that is closed; None if its head is not complete."""
     raw = b""
     for i, (at_s, data) in enumerate(pieces):
         raw += data
-        head, blank, rest = raw.partition(b"\r\n\r\n")
+        head, blank, body_start = raw.partition(b"\r\n\r\n")
         if blank:
             response = _head(head)
             if response is not None:
-                _read_body(response, [(at_s, rest), *pieces[i + 1 :]])
+                _read_body(response, [(at_s, body_start), *pieces[i + 1 :]])
             return response
     return None
 
 
 def _head(text: bytes) -> Response | None:
     first, *lines = text.decode("latin-1").split("\r\n")
-    version, _, rest = first.partition(" ")
-    code = rest[:3]
+    version, _, status = first.partition(" ")
+    code = status[:3]
     if not version.startswith("HTTP/1.") or not code.isdigit():
         return None
     pairs = (line.partition(":") for line in lines)
@@ -255,14 +256,14 @@ def _read_body(response: Response, pieces: Sequence[Piece]) -> None:
 
 
 class _Cut(NamedTuple):
-    """The chunk at the beginning of some data, and where the next begins."""
+    """First chunk of some data, and the place at which the next begins."""
 
     chunk: bytes
     end: int
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Whole chunks with their times; the last, an empty one, where it came. What is no chunk ends them."""
+    """Yield whole chunks with their times, including the last, empty one if it arrived. Invalid data ends them."""
     buffer = b""
     for at_s, data in pieces:
         buffer += data
@@ -290,7 +291,7 @@ def _first_chunk(data: bytes, begin: int) -> _Cut | None:
 
 
 async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:
-    """What comes back for GET, within so many seconds; nothing where the server cannot be reached."""
+    """Return the pieces of a response to GET within `silence_s` seconds; empty if the server cannot be reached."""
     exchange: Exchange | None = None
     try:
         async with asyncio.timeout(silence_s):
@@ -305,7 +306,7 @@ async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:
 
 
 def ask(server: ServerAddress, path: str, silence_s: float = 10.0) -> bytes:
-    """What a server answers a GET with. Raises EngineError where that is not 200."""
+    """Return the body of a response to GET. Raise EngineError if the status is not 200."""
 
     async def one() -> list[Piece]:
         return await fetch(await look_up(server), path, silence_s)

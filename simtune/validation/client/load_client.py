@@ -1,6 +1,6 @@
 """The load client: streamed completions of an OpenAI-compatible server, at their times, with the time of every token.
 
-It measures how late it is itself (`Lateness`); who judges by its times looks at that first.
+It also measures its own lateness (`Lateness`), which is checked before its times are judged.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from simtune.validation.client.streaming import Answer
 from simtune.workload.requests import RequestStream
 
 LEAD_S = 0.2
-"""Between the last preparation and the first request."""
+"""Seconds between the last preparation and the first request."""
 LOOK_EVERY_S = 0.1
-"""How often it is looked whether an answer has become silent."""
+"""Seconds between two checks for responses that have become silent."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long is waited, in seconds."""
+    """Waiting times, in seconds."""
 
     silence_s: float = 120.0
-    """For the next byte of an answer, the first included."""
+    """Longest wait for the next byte of a response, including the first."""
     metrics_every_s: float = 1.0
-    """Between two readings of /metrics."""
+    """Time between two readings of /metrics."""
 
 
 class Traffic(NamedTuple):
-    """What came of a load."""
+    """Results of a load."""
 
     requests: tuple[MeasuredRequest, ...]
     lateness: Lateness
@@ -57,11 +57,11 @@ def send(
     patience: Patience | None = None,
     decode: ServerAddress | None = None,
 ) -> Traffic:
-    """Send every request of a stream to a model, by the server's name for it, and wait for all answers.
+    """Send every request of a stream to a model, by the server's name for it, and wait for all responses.
 
-    With `decode` the first server only computes prompts, and the other one answers (`simtune.validation.client.relay`).
-    Open loop where the stream has arrival times, counted from its first; else a closed loop of its users. A request
-    that fails is kept with its error. Raises EngineError where there is no such host.
+    With `decode` the first server only computes prompts, and the other one decodes (`simtune.validation.client.relay`).
+    The load is an open loop if the stream has arrival times, counted from its first; otherwise a closed loop of its
+    users. A request that fails is kept with its error. Raise EngineError if there is no such host.
     """
     bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
     path = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
@@ -72,7 +72,7 @@ def send(
 
 
 def served_model(server: ServerAddress) -> str:
-    """The first model that a server says it has. Raises EngineError where it does not say."""
+    """Return the first model that a server lists. Raise EngineError if it lists none."""
     text = ask(server, "/v1/models")
     try:
         return str(json.loads(text)["data"][0]["id"])
@@ -97,7 +97,7 @@ def _body(model: str, stream: RequestStream, prompts: Prompts, request: int) -> 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage is collected before and after, not while times are taken."""
+    """Collect garbage before and after, not while times are taken."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -116,12 +116,12 @@ class _Sent:
     due_s: float | None
     sent_s: float
     exchanges: list[Exchange] = field(default_factory=list)
-    """One with each server that it was sent to, in order; the last may be under way."""
+    """Exchanges with the servers that it was sent to, in order; the last may be in progress."""
     error: str | None = None
 
 
 class _Drive:
-    """One load while it is sent."""
+    """A load while it is sent."""
 
     def __init__(self, path: ServerPath, stream: RequestStream, patience: Patience) -> None:
         self._path, self._stream, self._patience = path, stream, patience
@@ -131,7 +131,7 @@ class _Drive:
         self._start = 0.0
 
     async def run(self) -> None:
-        """Send all, wait for all."""
+        """Send all requests, and wait for all responses."""
         self._addresses = [await look_up(server) for server in self._path.servers]
         await self._read_metrics()
         beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._look())]
@@ -203,7 +203,7 @@ class _Drive:
             exchange.abort()
 
     async def _look(self) -> None:
-        """End what is silent for too long."""
+        """Abort requests that have been silent for too long."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             limit = now() - self._patience.silence_s
@@ -223,7 +223,7 @@ class _Drive:
     # --- when all is over ---------------------------------------------------------------------------------
 
     def traffic(self) -> Traffic:
-        """What came, read and counted."""
+        """Return the requests with their times, the lateness of the client and the readings of metrics."""
         rows = sorted((self._row(sent) for sent in self._sent), key=lambda row: row.request)
         late_s = [sent.sent_s - sent.due_s for sent in self._sent if sent.due_s is not None]
         scrapes = ((at_s - self._start, _metrics(answers)) for at_s, answers in self._scrapes)
@@ -251,7 +251,7 @@ class _Drive:
 
 
 def _metrics(answers: Sequence[Sequence[Piece]]) -> str | None:
-    """What all servers say, one after the other; None where one of them says nothing."""
+    """Return the metrics of all servers, one after the other; None if a server reports none."""
     texts = []
     for pieces in answers:
         response = read_response(pieces)

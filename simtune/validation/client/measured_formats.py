@@ -1,4 +1,4 @@
-"""What other tools measured, read as it is and written as they write it.
+"""Measurements of other tools, read and written in their own formats.
 
 vllm bench serve     one JSON object, with --save-result --save-detailed: lists by request, in seconds
 aiperf               profile_export.jsonl: one line per request, times in nanoseconds and milliseconds
@@ -31,8 +31,11 @@ _STATISTICS = ("mean", "p50", "p90", "p99")
 
 
 def read_run(path: Path) -> MeasuredRun:
-    """A run in any of the formats, told apart by content. Raises UsageError for what is none of them or lacks what
-    judging needs, SpecError for what is wrong in it."""
+    """Return a run in any of the formats, recognised by its content.
+
+    Raise UsageError for a file in none of the formats or without the data that judging needs, and SpecError for an
+    invalid file.
+    """
     text = read_text(path)
     first = _object(text.partition("\n")[0]) or {}
     if str(first.get("schema", "")).startswith("simtune/"):
@@ -40,17 +43,21 @@ def read_run(path: Path) -> MeasuredRun:
     try:
         if {"metadata", "metrics"} <= first.keys():
             return _aiperf(path, text)
-        whole = _object(text) or {}
-        if "input_lens" in whole or "total_input_tokens" in whole:
-            return _vllm_bench(path, whole)
+        document = _object(text) or {}
+        if "input_lens" in document or "total_input_tokens" in document:
+            return _vllm_bench(path, document)
     except ValidationError as error:
         item = error.errors()[0]
         raise SpecError(Problem(str(path), str(item["msg"]), ".".join(map(str, item["loc"])))) from None
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise SpecError(Problem(str(path), f"is cut off or of another version: {error!r}")) from None
-    if "request_latency" in whole or "time_to_first_token" in whole:
-        raise UsageError(f"{path}: holds sums only; give the profile_export.jsonl that aiperf writes beside it")
-    raise UsageError(f"{path}: is no run of simtune, of `vllm bench serve --save-detailed` or of aiperf")
+    if "request_latency" in document or "time_to_first_token" in document:
+        raise UsageError(
+            f"{path}: contains aggregates only; pass the profile_export.jsonl that aiperf writes next to it"
+        )
+    raise UsageError(
+        f"{path}: unknown format; expected a run of simtune, of `vllm bench serve --save-detailed` or of aiperf"
+    )
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -62,7 +69,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _run(path: Path, engine: EngineFacts, tool: str, rows: Sequence[dict[str, Any]]) -> MeasuredRun:
-    """Times of the rows are on any clock; here they count from the first request sent."""
+    """Return the run of some rows; times of the rows are on any clock, and count from the first request sent here."""
     begun = min(row["sent_s"] for row in rows)
     requests = []
     for number, row in enumerate(sorted(rows, key=lambda row: float(row["sent_s"]))):
@@ -78,8 +85,8 @@ def _run(path: Path, engine: EngineFacts, tool: str, rows: Sequence[dict[str, An
 
 def _vllm_bench(path: Path, data: Mapping[str, Any]) -> MeasuredRun:
     lists = ("input_lens", "output_lens", "ttfts", "itls", "start_times")
-    if missing := [name for name in lists if not data.get(name)]:
-        raise UsageError(f"{path}: lacks {', '.join(missing)}; run `vllm bench serve --save-result --save-detailed`")
+    if absent := [name for name in lists if not data.get(name)]:
+        raise UsageError(f"{path}: lacks {', '.join(absent)}; run `vllm bench serve --save-result --save-detailed`")
     errors = data.get("errors") or [""] * len(data["ttfts"])
     rows = []
     for *columns, error in zip(*(data[name] for name in lists), errors, strict=True):
@@ -100,7 +107,7 @@ def _vllm_bench(path: Path, data: Mapping[str, Any]) -> MeasuredRun:
 
 
 def to_vllm_bench(run: MeasuredRun) -> str:
-    """The run as `vllm bench serve --save-detailed` writes it, as far as it was measured."""
+    """Return the run as `vllm bench serve --save-detailed` writes it, as far as it was measured."""
     rows = run.requests
     data: dict[str, Any] = {
         "backend": run.facts.engine.engine,
@@ -126,7 +133,7 @@ def to_vllm_bench(run: MeasuredRun) -> str:
 
 
 def _statistics(run: MeasuredRun) -> dict[tuple[str, str], float | None]:
-    """In milliseconds, by metric and the name that vLLM has for the statistic."""
+    """Return the statistics in milliseconds, by metric and vLLM's name of the statistic."""
     values = {(m, s): run.statistic(m, s) for m in MEASURED_METRICS for s in _STATISTICS}
     return {(m, "median" if s == "p50" else s): None if v is None else 1e3 * v for (m, s), v in values.items()}
 
@@ -149,7 +156,7 @@ def _aiperf(path: Path, text: str) -> MeasuredRun:
 
 
 def _aiperf_row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one line; a failed request has an error and hardly a metric."""
+    """Return a row of one line; a failed request has an error and hardly any metric."""
 
     def metric(name: str) -> Any:
         return record["metrics"].get(name, {}).get("value")
@@ -178,7 +185,7 @@ def _words(error: Any) -> str:
 
 
 def to_aiperf(run: MeasuredRun) -> str:
-    """The run as aiperf's profile_export.jsonl: per request."""
+    """Return the run as aiperf's profile_export.jsonl: one line per request."""
     lines = []
     for r in run.requests:
         metrics: dict[str, Any] = {
@@ -200,4 +207,4 @@ def to_aiperf(run: MeasuredRun) -> str:
 
 
 EXPORTS = {"vllm": (".json", to_vllm_bench), "aiperf": (".jsonl", to_aiperf)}
-"""By name of the tool: how its files end, and how a run is written for it."""
+"""File ending and writer of each tool, by its name."""

@@ -1,7 +1,7 @@
-"""What an engine did under a load, request by request, as its client or the engine itself measured it.
+"""Measurements of an engine under a load, request by request, by its client or by the engine itself.
 
-One shape for all: the load client, engines in process and files of other tools make it, judging reads it. Its own file
-is JSON lines: a header (`schema: simtune/measured@1`), then one line per request in order of arrival.
+All sources share this format: the load client, engines in process and files of other tools; the judges read it. Its own
+file is JSON lines: a header (`schema: simtune/measured@1`), then one line per request in order of arrival.
 
 TTFT is first token - sent, E2EL finish - sent, TPOT (finish - first token) / (output tokens - 1), undefined for answers
 of one token, ITL the time between messages that carried tokens: what came together counts as one, as in a simulation.
@@ -28,7 +28,7 @@ MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
 R = TypeVar("R", bound=Record)
 
 MAX_SHOWN = 10
-"""Problems of one file that are given in full."""
+"""Number of problems of one file that are reported in full."""
 
 Clock = Literal["wall", "cpu"]
 MeasuredMetric = Literal["ttft", "tpot", "itl", "e2el"]
@@ -36,7 +36,7 @@ MEASURED_METRICS: tuple[MeasuredMetric, ...] = ("ttft", "tpot", "itl", "e2el")
 
 
 class MeasuredRequest(Record):
-    """One request. Times in seconds since the run began; null is what never came or was not recorded."""
+    """A request. Times are seconds since the run began; null if the event did not happen or was not recorded."""
 
     request: int = Field(ge=0, description="its number in the stream of requests")
     due_s: Seconds | None = Field(description="when it should be sent; null in a closed loop")
@@ -50,7 +50,7 @@ class MeasuredRequest(Record):
 
 
 class EngineFacts(Record):
-    """What ran, as far as it tells."""
+    """Facts about the engine, as far as it reports them."""
 
     engine: str = Field(description="vllm, transformers, torch, or the name another tool gives")
     version: str | None = None
@@ -59,7 +59,7 @@ class EngineFacts(Record):
 
 
 class QueueSamples(Record):
-    """How many requests the engine said it ran and kept waiting, over time."""
+    """Number of running and waiting requests that the engine reported, over time."""
 
     t_s: Seq[NonNegative]
     running: Seq[NonNegative]
@@ -67,7 +67,7 @@ class QueueSamples(Record):
 
 
 class MeasuredDrafts(Record):
-    """What drafting came to, as an engine counts it."""
+    """Results of drafting, as an engine counts them."""
 
     rounds: Count = Field(description="verifications of one request")
     draft_tokens: int = Field(ge=0)
@@ -75,7 +75,7 @@ class MeasuredDrafts(Record):
 
 
 class Lateness(Record):
-    """How late the client itself was, in seconds: requests against their times, its event loop against its timers."""
+    """Lateness of the client itself, in seconds: requests against their times, its event loop against its timers."""
 
     send_p50_s: NonNegative
     send_p99_s: NonNegative
@@ -85,12 +85,12 @@ class Lateness(Record):
 
     @property
     def p99_s(self) -> float:
-        """The worse of the two."""
+        """The larger of both p99 values."""
         return max(self.send_p99_s, self.loop_p99_s)
 
 
 class MeasuredFacts(Record):
-    """Of a whole run, beside its requests: the header of its file."""
+    """Facts about a whole run: the header of its file."""
 
     schema_id: Literal["simtune/measured@1"] = Field(MEASURED_SCHEMA, alias="schema")
     label: str = Field(description="of the load, e.g. light")
@@ -106,45 +106,45 @@ class MeasuredFacts(Record):
     @model_validator(mode="before")
     @classmethod
     def _schema_is_said(cls, data: object) -> object:
-        """The schema stands in the file, whether it was given or not."""
+        """Add the schema, so that the file contains it even if it was not passed."""
         return {"schema": MEASURED_SCHEMA, **data} if isinstance(data, dict) and "schema_id" not in data else data
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRun:
-    """One load on one engine: facts, and columns over its requests in order of arrival; NaN where there is nothing."""
+    """A load on an engine: facts, and columns over its requests in order of arrival; NaN if there is no value."""
 
     facts: MeasuredFacts
     requests: tuple[MeasuredRequest, ...]
 
     @cached_property
     def sent_s(self) -> Array:
-        """When each request was sent."""
+        """Time at which each request was sent, in seconds."""
         return np.array([r.sent_s for r in self.requests], dtype=np.float64)
 
     @cached_property
     def first_token_s(self) -> Array:
-        """When its first token came."""
+        """Time of the first token of each request."""
         return _column([r.first_token_s for r in self.requests])
 
     @cached_property
     def finish_s(self) -> Array:
-        """When its last token came."""
+        """Time of the last token of each request."""
         return _column([r.finish_s for r in self.requests])
 
     @cached_property
     def prompt_tokens(self) -> Ints:
-        """As sent."""
+        """Prompt tokens that were sent."""
         return np.array([r.prompt_tokens for r in self.requests], dtype=np.int64)
 
     @cached_property
     def output_tokens(self) -> Ints:
-        """As they came."""
+        """Output tokens that arrived."""
         return np.array([r.output_tokens for r in self.requests], dtype=np.int64)
 
     @cached_property
     def completed(self) -> Mask:
-        """Which requests were answered to the end."""
+        """Mask of the requests that were answered to the end."""
         return np.array([r.error is None and r.finish_s is not None for r in self.requests], dtype=np.bool_)
 
     @property
@@ -154,17 +154,17 @@ class MeasuredRun:
 
     @cached_property
     def ttft_s(self) -> Array:
-        """Time to first token."""
+        """Time to first token, in seconds."""
         return self.first_token_s - self.sent_s
 
     @cached_property
     def e2el_s(self) -> Array:
-        """From sending to the last token."""
+        """Seconds from sending to the last token."""
         return self.finish_s - self.sent_s
 
     @cached_property
     def tpot_s(self) -> Array:
-        """Mean time per token after the first; NaN for one-token answers."""
+        """Mean time per token after the first; NaN for outputs of one token."""
         gaps = self.output_tokens - 1.0
         tpot = np.full(len(gaps), np.nan)
         np.divide(self.finish_s - self.first_token_s, gaps, out=tpot, where=gaps > 0)
@@ -172,19 +172,21 @@ class MeasuredRun:
 
     @cached_property
     def itl_s(self) -> Array:
-        """Times between messages that carried tokens, of all completed requests together; empty where not recorded."""
-        gaps = [np.diff(r.times_s) for r, done in zip(self.requests, self.completed, strict=True) if done and r.times_s]
+        """Times between messages that carried tokens, of all completed requests together; empty if not recorded."""
+        gaps = [
+            np.diff(r.times_s) for r, ended in zip(self.requests, self.completed, strict=True) if ended and r.times_s
+        ]
         return np.concatenate(gaps) if gaps else np.zeros(0)
 
     def values(self, metric: MeasuredMetric) -> Array:
-        """Finite values of one of MEASURED_METRICS, of the requests that were answered to the end."""
+        """Return finite values of one of MEASURED_METRICS, of the requests that were answered to the end."""
         if metric == "itl":
             return self.itl_s
         column: Array = getattr(self, metric + "_s")
         return column[self.completed & np.isfinite(column)]
 
     def statistic(self, metric: MeasuredMetric, statistic: str) -> float | None:
-        """`mean` or a percentile such as `p99`; None where there is no value."""
+        """Return `mean` or a percentile such as `p99`; None if there is no value."""
         values = self.values(metric)
         if not len(values):
             return None
@@ -192,23 +194,23 @@ class MeasuredRun:
 
     @property
     def duration_s(self) -> float:
-        """From the first request sent to the last finished; 0 where none was."""
+        """Seconds from the first request sent to the last finished; 0 if none finished."""
         if not self.completed.any():
             return 0.0
         return float(np.nanmax(self.finish_s[self.completed]) - self.sent_s.min())
 
     @property
     def request_throughput_rps(self) -> float | None:
-        """Requests answered to the end per second."""
+        """Requests answered to the end per second; None if the run has no duration."""
         return float(self.completed.sum()) / self.duration_s if self.duration_s > 0 else None
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Of the requests that were answered to the end."""
+        """Output tokens per second of the requests that were answered to the end; None if the run has no duration."""
         return float(self.output_tokens[self.completed].sum()) / self.duration_s if self.duration_s > 0 else None
 
     def to_text(self) -> str:
-        """The text of its file."""
+        """Return the text of the file of this run."""
         rows = (self.facts.to_data(), *(r.to_data() for r in self.requests))
         return "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
 
@@ -218,8 +220,10 @@ def _column(values: Sequence[float | None]) -> Array:
 
 
 def read_measured(path: Path) -> MeasuredRun:
-    """Read a run in simtune's own format. Raises UsageError where the file cannot be read, SpecError with line, key and
-    rule of what is wrong in it."""
+    """Read a run in simtune's own format.
+
+    Raise UsageError if the file cannot be read, and SpecError with line, key and rule of what is wrong in it.
+    """
     lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), start=1) if line.strip()]
     problems: list[Problem] = []
     if not lines:

@@ -1,4 +1,4 @@
-"""What an engine tells of itself over time: readings of its Prometheus metrics during a run."""
+"""Readings of an engine's Prometheus metrics during a run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_draft_tokens"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens"),
 }
-"""What is read, by the names under which engines count it; of several engines in one server the sum."""
+"""Metrics that are read, by the names under which engines count them; several engines in one server are added up."""
 
 
 class MetricsReading(NamedTuple):
-    """The text of /metrics, and when it came, in seconds since the run began."""
+    """Text of /metrics, and its time in seconds since the run began."""
 
     at_s: float
     text: str
 
 
 def values(text: str) -> dict[str, float]:
-    """What of NAMES stands in a text."""
+    """Return the values of NAMES in a text."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         try:
@@ -39,15 +39,15 @@ def values(text: str) -> dict[str, float]:
         except ValueError:
             continue
     read = {}
-    for what, names in NAMES.items():
-        known = next((name for name in names if name in sums), None)
-        if known is not None:
-            read[what] = sums[known]
+    for quantity, names in NAMES.items():
+        metric = next((name for name in names if name in sums), None)
+        if metric is not None:
+            read[quantity] = sums[metric]
     return read
 
 
 def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
-    """Fields of `MeasuredFacts` that readings before, during and after a run say; what they do not say is left out."""
+    """Return fields of `MeasuredFacts` from readings before, during and after a run; missing metrics are left out."""
     read = [(r.at_s, values(r.text)) for r in readings]
     if not read:
         return {}
@@ -57,7 +57,7 @@ def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
         columns = zip(*((at_s, v["running"], v["waiting"]) for at_s, v in during), strict=True)
         facts["queues"] = QueueSamples.model_validate(dict(zip(("t_s", "running", "waiting"), columns, strict=True)))
     before, after = read[0][1], read[-1][1]
-    rise = {what: after[what] - before[what] for what in after if what in before}
+    rise = {quantity: after[quantity] - before[quantity] for quantity in after if quantity in before}
     if "preemptions" in rise:
         facts["preemptions"] = round(rise["preemptions"])
     if rise.get("queried") and "hits" in rise:

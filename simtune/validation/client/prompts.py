@@ -1,4 +1,5 @@
-"""Prompts of exact lengths, as token ids: what a workload says is shared is the same tokens, all else differs."""
+"""Prompts of exact lengths, as token ids: shared prefixes of a workload have the same tokens, everything else
+differs."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from simtune.errors import UsageError
 from simtune.workload.requests import RequestStream
 
 FIRST_TOKEN = 3
-"""Ids below are commonly padding and the begin and end of a text."""
+"""Ids below this one are commonly padding and the begin and end of a text."""
 
 
 def prompt_seed(seed: int, run: str) -> int:
-    """The seed of the prompts of a run, of 63 bits: runs of other names share no prompt with it."""
+    """Return the seed of the prompts of a run, of 63 bits: runs with other names share no prompt with it."""
     return _digest(f"{seed} run {run}", 8) >> 1
 
 
@@ -23,14 +24,14 @@ def _digest(text: str, size: int) -> int:
 
 
 class Prompts:
-    """Token ids of every request of a stream, drawn when asked for: a function of seed and request alone.
+    """Token ids of every request of a stream, drawn on demand: a function of seed and request alone.
 
-    Block names (`hash_ids`) stand for blocks of the same tokens; what a stream does not name is a request's own. The
-    answers of earlier turns, which no client can know beforehand, are drawn like prompts.
+    Block names (`hash_ids`) stand for blocks of the same tokens; tokens without a block name belong to one request
+    alone. The outputs of earlier turns, which no client can know beforehand, are drawn like prompts.
     """
 
     def __init__(self, stream: RequestStream, vocab_size: int, seed: int = 0) -> None:
-        """Raises UsageError where the vocabulary has no ids to draw from."""
+        """Raise UsageError if the vocabulary has no ids to draw from."""
         if vocab_size <= FIRST_TOKEN:
             raise UsageError(f"a vocabulary of {vocab_size} has no tokens to make prompts of")
         self._stream = stream
@@ -38,7 +39,7 @@ class Prompts:
         self._seed = seed
 
     def __getitem__(self, request: int) -> list[int]:
-        """The prompt of a request, as long as the stream says."""
+        """Return the prompt of a request, with the length in the stream."""
         stream = self._stream
         length = int(stream.prompt_tokens[request])
         tokens: list[int] = []
@@ -52,5 +53,5 @@ class Prompts:
     def _drawn(self, name: str, count: int) -> list[int]:
         key = _digest(f"{self._seed} {name}", 16)
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-        drawn: list[int] = generator.integers(FIRST_TOKEN, self._vocab_size, count).tolist()
-        return drawn
+        ids: list[int] = generator.integers(FIRST_TOKEN, self._vocab_size, count).tolist()
+        return ids

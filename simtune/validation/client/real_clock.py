@@ -1,4 +1,4 @@
-"""The real clock of validation: seconds that only rise, things done at their times, and how late an event loop is."""
+"""The real clock of validation: monotonic seconds, actions at given times, and the lateness of an event loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ECHO_EVERY_S = 0.005
 
 
 def now() -> float:
-    """Seconds of a clock that only rises; its zero means nothing."""
+    """Return seconds of a monotonic clock; its zero has no meaning."""
     return time.perf_counter()
 
 
 def pause(seconds: float) -> None:
-    """Do nothing for a while."""
+    """Sleep for some seconds."""
     time.sleep(seconds)
 
 
@@ -30,43 +30,45 @@ _STAMP = struct.Struct("@qq")  # seconds and nanoseconds
 
 
 class StampedSocket:
-    """A socket whose messages the kernel stamps as they come in, where it can: then nobody need read them in time.
+    """A socket whose messages the kernel stamps as they arrive, if it can, so that reading late does no harm.
 
-    What is read at once has one stamp, that of the last message. Stamps are told by the time of day; where somebody
-    has set that since the latest look at it, messages have come when they are read.
+    Bytes that are read at once have one stamp, that of the last message. Stamps are in time of day; if the time of day
+    has been set since it was last read, the time of reading is used instead.
     """
 
     def __init__(self, its: socket.socket) -> None:
-        """Takes a connected TCP socket over, which waits for nothing from then on."""
+        """Take over a connected TCP socket, and make it non-blocking."""
         self.socket, self._day = its, _time_of_day()
         its.setblocking(False)
         if _STAMPED is not None:
-            with suppress(OSError):  # then they are stamped when they are read
+            # Without the option messages are stamped when they are read.
+            with suppress(OSError):
                 its.setsockopt(socket.SOL_SOCKET, _STAMPED, 1)
 
     def receive(self, most: int = 1 << 16) -> tuple[float, bytes]:
-        """What has come, and when by `now`; nothing at the end. Raises OSError."""
+        """Return the time of arrival by `now`, and the bytes received; empty at the end. Raise OSError."""
         data, more, _, _ = self.socket.recvmsg(most, _ROOM)
         before, self._day = self._day, _time_of_day()
-        seen = self._day.before
+        arrived_s = self._day.before
         if not before.goes_with(self._day):
-            return seen, data
+            return arrived_s, data
         for level, kind, stamp in more:
             if (level, kind, len(stamp)) == (socket.SOL_SOCKET, _STAMPED, _STAMP.size):
                 seconds, nanoseconds = _STAMP.unpack(stamp)
-                seen -= max(0.0, (self._day.nanoseconds - seconds * 10**9 - nanoseconds) * 1e-9)
-        return seen, data
+                arrived_s -= max(0.0, (self._day.nanoseconds - seconds * 10**9 - nanoseconds) * 1e-9)
+        return arrived_s, data
 
 
 class _TimeOfDay(NamedTuple):
-    """What the clock on the wall said between two looks at the one that only rises."""
+    """Time of day, between two readings of the monotonic clock."""
 
     before: float
     nanoseconds: int
     after: float
 
     def goes_with(self, later: _TimeOfDay) -> bool:
-        """Whether as much may have passed by both clocks, to a microsecond; if not, one was set meanwhile."""
+        """True if both clocks may have advanced equally, to a microsecond; otherwise the time of day was set
+        meanwhile."""
         passed = (later.nanoseconds - self.nanoseconds) * 1e-9
         return later.before - self.after - 1e-6 <= passed <= later.after - self.before + 1e-6
 
@@ -79,8 +81,8 @@ _ROOM = socket.CMSG_SPACE(_STAMP.size)
 
 
 class Ticker:
-    """Calls `at(i)` at each of some times, which ascend, from a thread of its own: an event loop's timers are only good
-    to a millisecond."""
+    """Calls `at(i)` at each of some ascending times, from a thread of its own: timers of an event loop are only
+    accurate to a millisecond."""
 
     def __init__(self, times: Sequence[float], at: Callable[[int], object]) -> None:
         self._times, self._at = times, at
@@ -88,11 +90,11 @@ class Ticker:
         self._thread = threading.Thread(target=self._run, name="simtune-ticker", daemon=True)
 
     def start(self) -> None:
-        """Begin; times that are past come at once."""
+        """Start; calls whose times are past are made at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Call no more, and wait until the thread has ended."""
+        """Make no more calls, and wait until the thread has ended."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -105,15 +107,15 @@ class Ticker:
 
 
 class Echo:
-    """How late the stamps of what comes over a socket are.
+    """Measures the delay of the stamps of messages on a socket.
 
     A thread sends the time over a connection of the loopback every `ECHO_EVERY_S`; the loop reads it and compares. That
-    is what a token that comes at such a moment waits for its stamp: until the kernel has it, or until an event loop
-    looks. Enter it within the loop.
+    is how long a token that arrives at such a moment waits for its stamp: until the kernel has it, or until an event
+    loop reads it. Enter it within the loop.
     """
 
     def __init__(self, *, by_kernel: bool = True) -> None:
-        """`by_kernel`: whether the messages that it stands for are stamped by the kernel."""
+        """`by_kernel` is True if the messages that the echo stands for are stamped by the kernel."""
         self.delays_s: list[float] = []
         self._by_kernel = by_kernel
         self._over = threading.Event()
@@ -143,5 +145,5 @@ class Echo:
 
     def _receive(self) -> None:
         at_s, data = self._near.receive(8 * 1024)
-        seen = at_s if self._by_kernel else now()
-        self.delays_s += [seen - sent for (sent,) in struct.iter_unpack("d", data)]
+        stamped_s = at_s if self._by_kernel else now()
+        self.delays_s += [stamped_s - sent for (sent,) in struct.iter_unpack("d", data)]

@@ -1,10 +1,10 @@
-"""The path of a request: to one server, or to one that computes the prompt and then to another that answers.
+"""Path of a request: to one server, or to a prefill server and then to a decode server.
 
-Where prefill and decode are apart, a router stands before the engines; here the client does what it would. The prefill
-server is asked for one token and told (`kv_transfer_params`) to keep the KV cache, and says where it is; the decode
-server is sent the same request with what the other said, and fetches the cache itself. So it is with vLLM's
-NixlConnector. The first token has come when the prefill server has answered. The decode server samples it once more,
-from the cache that it was sent, before it goes on; that one is not counted again.
+If prefill and decode are separate, a router usually connects the engines; here the client does its work. The prefill
+server gets a request for one token with `kv_transfer_params` that make it keep the KV cache, and its response contains
+the place of the cache; the decode server gets the same request with these parameters, and fetches the cache itself, as
+with vLLM's NixlConnector. The first token has arrived when the prefill server has answered. The decode server samples
+it once more, from the transferred cache, before it continues; that token is not counted again.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from simtune.validation.client.streaming import Answer, quoted
 
 PATH = "/v1/completions"
 KEEP: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-"""What a prefill server is told: another one will fetch the KV cache."""
+"""Parameters that make a prefill server keep the KV cache for another server."""
 CLOSED = "the connection was closed"
 
 
 class ServerPath(Protocol):
-    """Which servers a request is sent to, one after the other, and how their answers become one."""
+    """Servers that a request is sent to, one after the other, and the combination of their responses."""
 
     @property
     def servers(self) -> Sequence[ServerAddress]:
-        """In the order in which they are asked."""
+        """Servers in the order in which they are used."""
         ...
 
     def message(self, request: int, earlier: Sequence[Exchange]) -> bytes | None:
-        """What the next server is sent, after the exchanges with those before it; None where there is nothing more to
+        """Return the message to the next server, after the exchanges with earlier ones; None if no server is left to
         ask."""
         ...
 
     def read(self, answer: Answer, exchanges: Sequence[Exchange]) -> str | None:
-        """Feed an answer with what came; why it is no whole one, or None. There is one exchange or more."""
+        """Fill `answer` from the exchanges, of which there is at least one. Return why it is incomplete, or None."""
         ...
 
 
 class Direct:
-    """To one server, which streams its answer."""
+    """Path to one server, which streams its output."""
 
     def __init__(self, server: ServerAddress, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """`bodies` of all requests."""
+        """`bodies` are those of all requests."""
         self.servers = (server,)
         self._messages = [server.request("POST", PATH, _text(body)) for body in bodies]
 
@@ -59,10 +59,10 @@ class Direct:
 
 
 class Relay:
-    """To a prefill server, and then to a decode server."""
+    """Path to a prefill server, and then to a decode server."""
 
     def __init__(self, prefill: ServerAddress, decode: ServerAddress, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """`bodies` of all requests, as one server alone would get them."""
+        """`bodies` are those of all requests, as a single server would get them."""
         self.servers = (prefill, decode)
         self._bodies = bodies
         self._messages = [prefill.request("POST", PATH, _text(_prefill_body(body))) for body in bodies]
@@ -73,61 +73,62 @@ class Relay:
             return self._messages[request]
         if self._bodies[request]["max_tokens"] == 1:
             return None
-        kept = _kept(read_response(earlier[0].pieces))
-        if isinstance(kept, str):
-            return None  # `read` will say so
-        return self.servers[1].request("POST", PATH, _text({**self._bodies[request], "kv_transfer_params": kept}))
+        kv_params = _kept(read_response(earlier[0].pieces))
+        if isinstance(kv_params, str):
+            # `read` reports the reason.
+            return None
+        return self.servers[1].request("POST", PATH, _text({**self._bodies[request], "kv_transfer_params": kv_params}))
 
     def read(self, answer: Answer, exchanges: Sequence[Exchange]) -> str | None:
         """See `ServerPath`."""
-        first, *rest = exchanges
+        first, *later = exchanges
         response = read_response(first.pieces)
         if answer.wanted == 1:
             why = _why_unread(response)
         else:
-            kept = _kept(response)
-            why = kept if isinstance(kept, str) else None
+            kv_params = _kept(response)
+            why = kv_params if isinstance(kv_params, str) else None
         if why is not None:
             return f"prefill: {why}"
         came_s = first.pieces[-1][0]
-        if not rest:
+        if not later:
             answer.tokens, answer.times_s = 1, [came_s]
             return answer.end()
-        why = _read_stream(answer, read_response(rest[0].pieces))
+        why = _read_stream(answer, read_response(later[0].pieces))
         answer.tokens, answer.times_s[:1] = max(1, answer.tokens), [came_s]
         return None if why is None else f"decode: {why}"
 
 
 def _prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """One token, not streamed; the KV cache is kept for another server where there is more to come."""
+    """Return a request for one token, not streamed; the KV cache is kept if a decode server follows."""
     left_out = ("stream", "stream_options")
-    asked = {name: value for name, value in body.items() if name not in left_out} | {"max_tokens": 1}
-    return asked if body["max_tokens"] == 1 else asked | {"kv_transfer_params": KEEP}
+    prefill = {name: value for name, value in body.items() if name not in left_out} | {"max_tokens": 1}
+    return prefill if body["max_tokens"] == 1 else prefill | {"kv_transfer_params": KEEP}
 
 
 def _kept(response: Response | None) -> dict[str, Any] | str:
-    """Where a prefill server keeps the KV cache, or why that is not known."""
+    """Return the parameters of the KV cache that a prefill server keeps, or why they are not known."""
     why = _why_unread(response)
     if response is None or why is not None:
         return why or ""
     try:
-        kept = json.loads(response.text)["kv_transfer_params"]
+        kv_params = json.loads(response.text)["kv_transfer_params"]
     except (ValueError, LookupError, TypeError):
-        kept = None
-    if not isinstance(kept, dict):
+        kv_params = None
+    if not isinstance(kv_params, dict):
         return "its answer does not say where the KV cache is (kv_transfer_params): it has no KV connector"
-    return kept
+    return kv_params
 
 
 def _why_unread(response: Response | None) -> str | None:
-    """Why a response is not read as a whole answer, or None."""
+    """Return why a response is not read as a complete answer, or None."""
     if response is None:
         return CLOSED
     return _refusal(response) or (None if response.complete else CLOSED)
 
 
 def _refusal(response: Response) -> str | None:
-    """Why a response is no answer, or None."""
+    """Return why a response is no answer, or None."""
     if 300 <= response.status < 400:
         return f"answered {response.status}, a redirect to {response.headers.get('location')}, which is not followed"
     if response.status != 200:
@@ -136,7 +137,7 @@ def _refusal(response: Response) -> str | None:
 
 
 def _read_stream(answer: Answer, response: Response | None) -> str | None:
-    """Feed an answer with a stream; why it is no whole one, or None."""
+    """Fill `answer` from a stream. Return why it is incomplete, or None."""
     if response is None:
         return f"{CLOSED}, {answer.so_far}"
     why = _refusal(response)

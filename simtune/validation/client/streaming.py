@@ -1,4 +1,4 @@
-"""A streamed completion as it comes in: server-sent events of an OpenAI-compatible server, counted and stamped."""
+"""A streamed completion as it arrives: server-sent events of an OpenAI-compatible server, counted and stamped."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import json
 from typing import Any
 
 MAX_QUOTED = 200
-"""Characters of what a server said that an error repeats."""
+"""Characters of a server's text that an error repeats."""
 
 
 class Answer:
-    """What of one answer has come. A message that carries tokens is stamped with the time at which it was read."""
+    """Tokens of one response so far. A message that carries tokens is stamped with the time at which it was read."""
 
     def __init__(self, wanted: int) -> None:
-        """`wanted` tokens were asked for."""
+        """`wanted` is the number of tokens that was requested."""
         self.wanted = wanted
         self.tokens = 0
         self.times_s: list[float] = []
         self.problem: str | None = None
-        """What was wrong with what came."""
+        """Problem with the messages received; None if there is none."""
         self._rest = b""
         self._over = False
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Take what was read at a time; messages may come in pieces and several at once."""
+        """Parse bytes that were read at a time; messages may arrive in pieces and several at once."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and self.problem is None:
                 self._message(line[5:].strip(), at_s)
 
     def end(self) -> str | None:
-        """The stream is at its end: why it is no whole answer, or None."""
+        """End the stream. Return why the response is incomplete, or None."""
         if self.problem is not None:
             return self.problem
         if self._rest.strip() and not self._over:
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def so_far(self) -> str:
-        """In words."""
+        """Progress in words."""
         return f"after {self.tokens} of {self.wanted} tokens"
 
     def _message(self, text: bytes, at_s: float) -> None:
@@ -55,8 +55,8 @@ class Answer:
             self.problem = f"sent what is no completion, {self.so_far}: {quoted(text)}"
 
     def _count(self, message: dict[str, Any], at_s: float) -> None:
-        """Tokens are counted by the server where it does so in every message, else each text counts as one; what it
-        says in the end is the number."""
+        """Count tokens: by the server's usage if every message contains it, otherwise one for each text; the last usage
+        is the final number."""
         if (error := message.get("error")) is not None:
             words = error.get("message", error) if isinstance(error, dict) else error
             self.problem = f"reported {self.so_far}: {quoted(str(words).encode())}"
@@ -72,6 +72,6 @@ class Answer:
 
 
 def quoted(text: bytes) -> str:
-    """The beginning of what a server said, on one line."""
+    """Return the beginning of a server's text, on one line."""
     words = " ".join(text[: 4 * MAX_QUOTED].decode("utf-8", "replace").split())
     return words if len(words) <= MAX_QUOTED else words[:MAX_QUOTED] + " ..."

@@ -1,9 +1,9 @@
-"""What an engine adds to its kernels: whole steps that it took, beside what a hardware profile says of their kernels.
+"""Time that an engine adds to its kernels: measured steps less the times of their kernels by a hardware profile.
 
     added = measured - sum of kernels = per step + per sequence x sequences
 
-by least squares, of steps that decode only and of those with prompt tokens apart. It is the engine's host part where
-its kernels are those of the profile; below zero, they are faster than the profile's.
+by least squares, separately for steps that decode only and for those with prompt tokens. It is the engine's host time
+if its kernels are those of the profile; below zero, its kernels are faster than the profile's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simtune.costs.iteration import StepModel
 
 
 class Added(NamedTuple):
-    """Of steps of one kind: mean seconds measured and of their kernels, and the two numbers of what is between."""
+    """Steps of one kind: mean seconds, measured and of their kernels, and the two fitted terms of the difference."""
 
     kind: Kind
     steps: int
@@ -29,12 +29,12 @@ class Added(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the time measured that kernels do not take."""
+        """Share of the measured time that kernels do not take."""
         return 1 - self.kernels_s / self.measured_s
 
 
 def added(steps: Sequence[TimedStep], kernels: StepModel) -> list[Added]:
-    """What steps take beside their kernels, by kind; kinds without steps are left out."""
+    """Return the time of steps beyond their kernels, by kind, without kinds that have no steps."""
     by_kind = []
     kinds: tuple[Kind, ...] = ("decode", "prefill")
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Predicted beside measured: by how much a simulation was off, beside the noise of repeats and its own interval."""
+"""Predicted beside measured: the error of a simulation, beside the noise of repeats and its own interval."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ VALIDATION_SCHEMA: Literal["simtune/validation@1"] = "simtune/validation@1"
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 JUDGED = (("ttft", "mean"), ("tpot", "mean"), ("e2el", "mean"))
-"""What the verdict asks: the means, which repeat best. All else is shown beside."""
+"""Numbers that the verdict depends on: the means, which repeat best. All other numbers are only reported."""
 
 MOST_LATE = 0.01
-"""Of the mean TPOT: a client later than this measures itself."""
+"""Share of the mean TPOT: a client that is later than this measures itself."""
 
 
 class Comparison(Record):
-    """One number, predicted and measured."""
+    """A number, predicted and measured."""
 
     metric: str
     statistic: str
@@ -40,12 +40,12 @@ class Comparison(Record):
 
     @property
     def name(self) -> str:
-        """In words: TTFT p99."""
+        """Name in words, such as TTFT p99."""
         return f"{self.metric.upper() if self.unit == 's' else self.metric.replace('_', ' ')} {self.statistic}".strip()
 
 
 class LoadResult(Record):
-    """One load, run so many times."""
+    """Result of one load over its repeats."""
 
     label: str
     rate_rps: Positive | None
@@ -58,7 +58,7 @@ class LoadResult(Record):
     comparisons: Seq[Comparison]
 
     def error(self, metric: str, statistic: str = "mean") -> float | None:
-        """predicted / measured - 1 of one number, if there is one."""
+        """Return predicted / measured - 1 of one number, if there is one."""
         return next((c.error for c in self.comparisons if (c.metric, c.statistic) == (metric, statistic)), None)
 
 
@@ -77,26 +77,26 @@ class Validation(Record):
     within: bool = Field(description="every judged number within the tolerance, or within twice the repeats' noise")
 
     def to_pandas(self) -> Any:
-        """Every number of every load as a row of a `pandas.DataFrame`. Raises UsageError without pandas."""
+        """Return every number of every load as a row of a `pandas.DataFrame`. Raise UsageError without pandas."""
         return frame(self._columns())
 
     def to_arrow(self) -> Any:
-        """The same as a `pyarrow.Table`. Raises UsageError without pyarrow."""
+        """Return the same as a `pyarrow.Table`. Raise UsageError without pyarrow."""
         return arrow(self._columns())
 
     def figures(self) -> dict[str, Any]:
-        """`scatter`: predicted over measured latencies of every load, in milliseconds, as a figure of Plotly."""
+        """Return `scatter`: predicted over measured latencies of every load, in milliseconds, as a figure of Plotly."""
         clouds = []
         for load in self.loads:
-            known = [c for c in load.comparisons if c.unit == "s" and c.predicted and c.measured]
+            latencies = [c for c in load.comparisons if c.unit == "s" and c.predicted and c.measured]
             measured, predicted = (
-                [1e3 * (getattr(c, side) or 0.0) for c in known] for side in ("measured", "predicted")
+                [1e3 * (getattr(c, side) or 0.0) for c in latencies] for side in ("measured", "predicted")
             )
             clouds.append(PlainCurve(load.label, measured, predicted, mode="markers"))
         return {"scatter": plotted("measured, ms", "predicted, ms", clouds)}
 
     def _columns(self) -> dict[str, list[Any]]:
-        """Of all numbers of all loads, by name."""
+        """Return columns of all numbers of all loads, by name."""
         rows = [(load.label, c) for load in self.loads for c in load.comparisons]
         columns: dict[str, list[Any]] = {"load": [label for label, _ in rows], "number": [c.name for _, c in rows]}
         for name in ("unit", "predicted", "low", "high", "measured", "noise", "error", "within"):
@@ -104,7 +104,7 @@ class Validation(Record):
         return columns
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the means that were judged."""
+        """Return the table that a notebook shows: the means that were judged."""
         rows = [
             (f"{load.label}: {c.name}", f"{c.error:+.1%}, {'within' if c.within else 'outside'}")
             for load in self.loads
@@ -121,7 +121,8 @@ def compare(
     drawn: Uncertainty | None,
     tolerance: float,
 ) -> LoadResult:
-    """One load: its repeats against one simulation of the same requests. Failed requests are counted, not compared."""
+    """Compare the repeats of a load with one simulation of the same requests. Failed requests are counted, not
+    compared."""
     rows = [
         _comparison(metric, statistic, "s", runs, predicted, drawn, tolerance)
         for metric in MEASURED_METRICS
@@ -153,7 +154,7 @@ _COUNTED: dict[str, Literal["count", "share"]] = {
     "tokens_per_round": "count",
     "prefix_hit_rate": "share",
 }
-"""What engines count, where they tell."""
+"""Counters of engines, by unit, if the engine reports them."""
 
 
 def _comparison(
@@ -165,12 +166,12 @@ def _comparison(
     drawn: Uncertainty | None,
     tolerance: float,
 ) -> Comparison:
-    keys, ours, seen = _sides(metric, statistic, unit == "s", runs, predicted)
-    measured = float(np.median(seen)) if seen else None
-    noise = (max(seen) - min(seen)) / 2 / measured if len(seen) > 1 and measured else None
+    keys, ours, values = _sides(metric, statistic, unit == "s", runs, predicted)
+    measured = float(np.median(values)) if values else None
+    noise = (max(values) - min(values)) / 2 / measured if len(values) > 1 and measured else None
     error = ours / measured - 1 if ours is not None and measured else None
     low, high = (drawn.of(*keys) or (None, None)) if drawn is not None else (None, None)
-    asked = (metric, statistic) in JUDGED and error is not None
+    judged = (metric, statistic) in JUDGED and error is not None
     return Comparison(
         metric=metric,
         statistic=statistic,
@@ -181,14 +182,14 @@ def _comparison(
         measured=measured,
         noise=noise,
         error=error,
-        within=abs(error) <= max(tolerance, 2 * (noise or 0.0)) if asked and error is not None else None,
+        within=abs(error) <= max(tolerance, 2 * (noise or 0.0)) if judged and error is not None else None,
     )
 
 
 def _sides(
     metric: str, statistic: str, latency: bool, runs: Sequence[MeasuredRun], predicted: SimulationSummary
 ) -> tuple[tuple[str, ...], float | None, list[float]]:
-    """(where the number stands in the summary, what is predicted, what every run measured)."""
+    """Return (path of the number in the summary, predicted value, measured value of every run)."""
     if latency:
         ours = getattr(predicted.metrics[cast(MeasuredMetric, metric)], statistic)
         values = [run.statistic(cast(MeasuredMetric, metric), statistic) for run in runs]
@@ -198,7 +199,7 @@ def _sides(
 
 
 def _drafts(run: MeasuredRun) -> tuple[float | None, float | None]:
-    """(share of the drafts that was accepted, tokens per verification)."""
+    """Return (share of the drafts that was accepted, tokens per verification)."""
     counts = run.facts.drafts
     if counts is None:
         return None, None
@@ -225,7 +226,8 @@ _MEASURED: dict[str, Callable[[MeasuredRun], float | None]] = {
 
 
 def check_client(run: MeasuredRun, most_late: float = MOST_LATE) -> None:
-    """Raises EngineError where the client was later than `most_late` of the mean TPOT: its times are its own then."""
+    """Raise EngineError if the client was later than `most_late` of the mean TPOT, because its times are its own
+    then."""
     lateness, tpot_s = run.facts.lateness, run.statistic("tpot", "mean")
     if lateness is None or tpot_s is None or lateness.p99_s <= most_late * tpot_s:
         return

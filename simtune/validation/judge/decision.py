@@ -1,8 +1,8 @@
-"""Did a simulation order plans rightly? Several plans around a chosen one, run for real under one load.
+"""Judge whether a simulation orders plans correctly: several plans around a chosen one, run for real under one load.
 
-Asked are the order, by Kendall's tau-b of predicted and measured mean E2EL, and what the choice cost: the regret is how
-much longer the mean E2EL is with the plan predicted best than with the one that measured best. Both with the interval
-that holds 90 % of bootstrap samples, in which each plan's repeats are drawn with replacement.
+The result is the order, as Kendall's tau-b of predicted and measured mean E2EL, and the cost of the choice: the regret
+is how much longer the mean E2EL is with the plan predicted best than with the one that measured best. Both have the
+interval of 90 % of bootstrap samples, in which each plan's repeats are drawn with replacement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVEL = 0.9
 
 
 class PlanOutcome(Record):
-    """One plan under the load: mean E2EL, predicted and of every repeat."""
+    """A plan under the load: mean E2EL, predicted and of every repeat."""
 
     plan: str
     predicted_s: Positive
@@ -37,12 +37,12 @@ class PlanOutcome(Record):
 
     @property
     def middle_s(self) -> float:
-        """The median of the repeats."""
+        """Median of the repeats, in seconds."""
         return float(np.median(self.measured_s))
 
 
 class Ranking(Record):
-    """What came of several plans under one load."""
+    """Result of several plans under one load."""
 
     schema_id: Literal["simtune/decision@1"] = Field(alias="schema")
     rate_rps: Positive | None
@@ -58,12 +58,12 @@ class Ranking(Record):
 
     @property
     def chosen(self) -> PlanOutcome:
-        """The plan that was predicted best."""
+        """Plan that was predicted best."""
         return self.plans[0]
 
 
 class Turn(NamedTuple):
-    """One knob of a pool, turned."""
+    """A change of one setting of a pool."""
 
     words: str
     knob: str
@@ -71,12 +71,12 @@ class Turn(NamedTuple):
 
 
 def around(plan: Plan, count: int, check: Callable[[Plan], None] = lambda plan: None) -> list[Plan]:
-    """The plan and its neighbours, `count` in all: one setting of the first pool changed, then two.
+    """Return the plan and its neighbours, `count` in all: one setting of the first pool changed, then two.
 
-    Every knob is turned once before any is turned the other way: seats and token budget by a factor of two, a chain of
-    drafts one token shorter or longer (one of a single token: none), prefix caching and chunked prefill on or off,
-    whole prompts with a budget that holds the longest. Left out are those that vLLM refuses, and those for which
-    `check` (`Engine.check`) raises UsageError. Raises UsageError where there are fewer.
+    Every setting is changed once before any is changed the other way: seats and token budget by a factor of two, a
+    chain of drafts one token shorter or longer (one of a single token: none), prefix caching and chunked prefill on or
+    off, whole prompts with a budget that holds the longest. Plans that vLLM refuses are left out, and so are plans for
+    which `check` (`Engine.check`) raises UsageError. Raise UsageError if there are fewer than `count`.
     """
     plans = [plan.model_copy(update={"name": f"{plan.name}.chosen"})]
     pool, singles = plan.pools[0], list(_changes(plan.pools[0]))
@@ -85,27 +85,27 @@ def around(plan: Plan, count: int, check: Callable[[Plan], None] = lambda plan: 
     for changes in sets:
         if len(plans) == count:
             break
-        other = reduce(lambda changed, change: change.of(changed), changes, pool)
-        name, pools = "-".join(change.words for change in changes), (other, *plan.pools[1:])
-        if _runs(other) and other not in (known.pools[0] for known in plans):
-            tried = plan.model_copy(update={"name": f"{plan.name}.{name}", "pools": pools})
+        neighbour = reduce(lambda changed, change: change.of(changed), changes, pool)
+        name, pools = "-".join(change.words for change in changes), (neighbour, *plan.pools[1:])
+        if _runs(neighbour) and neighbour not in (present.pools[0] for present in plans):
+            neighbour_plan = plan.model_copy(update={"name": f"{plan.name}.{name}", "pools": pools})
             with suppress(UsageError):
-                check(tried)
-                plans.append(tried)
+                check(neighbour_plan)
+                plans.append(neighbour_plan)
     if len(plans) < count:
         raise UsageError(f"--plans {count}: there are only {len(plans)} plans around {plan.name}")
     return plans
 
 
 def _runs(pool: Pool) -> bool:
-    """A token for every seat, and where prompts are not cut, room for the longest."""
+    """True if the budget has a token for every seat and, if prompts are not cut, room for the longest prompt."""
     batching = pool.batching
     least = batching.max_num_seqs if batching.chunked_prefill else pool.max_model_len or batching.max_num_seqs
     return batching.max_num_batched_tokens >= max(least, batching.max_num_seqs)
 
 
 def _changes(pool: Pool) -> Iterator[Turn]:
-    """One of every knob, then those the other way."""
+    """Yield one change of every setting, then the changes the other way."""
     batching, cache = pool.batching, pool.kv_cache
     seats, budget = batching.max_num_seqs, batching.max_num_batched_tokens
     if seats > 1:
@@ -122,7 +122,7 @@ def _changes(pool: Pool) -> Iterator[Turn]:
 
 
 def _other_drafts(pool: Pool) -> tuple[list[Turn], list[Turn]]:
-    """A chain one token longer, and one token shorter, which may be none at all; nothing without a chain."""
+    """Return a chain one token longer, and one token shorter, which may be no drafts; empty without a chain."""
     if pool.speculation is None or not isinstance(pool.speculation.scheme, Chain):
         return [], []
     tokens = pool.speculation.scheme.tokens
@@ -140,7 +140,7 @@ def _set(words: str, part: str, key: str, value: Any) -> Turn:
 
 
 def _other_chunking(pool: Pool) -> Pool:
-    """Prompts in chunks, or whole."""
+    """Return the pool with prompts in chunks if they were whole, and whole if they were in chunks."""
     batching = pool.batching
     budget = max(batching.max_num_batched_tokens, pool.max_model_len or 0 if batching.chunked_prefill else 0)
     changed = {"chunked_prefill": not batching.chunked_prefill, "max_num_batched_tokens": budget}
@@ -148,7 +148,7 @@ def _other_chunking(pool: Pool) -> Pool:
 
 
 def decide(outcomes: Sequence[PlanOutcome], rate_rps: float | None, seed: int = 0) -> Ranking:
-    """Order and regret with their intervals; of equal predictions the plan named first counts as chosen."""
+    """Return order and regret with their intervals; of equal predictions the plan named first counts as chosen."""
     ranked = sorted(outcomes, key=lambda outcome: outcome.predicted_s)
     predicted = np.array([outcome.predicted_s for outcome in ranked])
     measured = np.array([outcome.middle_s for outcome in ranked])
@@ -172,7 +172,8 @@ def decide(outcomes: Sequence[PlanOutcome], rate_rps: float | None, seed: int = 
 
 
 def kendall(x: Array, y: Array) -> float | None:
-    """Kendall's tau-b: concordant less discordant pairs over the geometric mean of those untied in x and in y."""
+    """Return Kendall's tau-b: concordant less discordant pairs over the geometric mean of those untied in x and in
+    y."""
     first, second = np.triu_indices(len(x), 1)
     a, b = np.sign(x[first] - x[second]), np.sign(y[first] - y[second])
     untied = float(np.count_nonzero(a)) * float(np.count_nonzero(b))
@@ -180,14 +181,14 @@ def kendall(x: Array, y: Array) -> float | None:
 
 
 def _regret(measured: Array) -> float:
-    """Of the first plan against the best."""
+    """Return the regret of the first plan against the best."""
     return float(measured[0] / measured.min() - 1)
 
 
 def _sample(outcomes: Sequence[PlanOutcome], number: int, seed: int) -> Array:
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, number))))
     draws = [generator.choice(np.array(o.measured_s), len(o.measured_s)) for o in outcomes]
-    return np.array([np.median(drawn) for drawn in draws])
+    return np.array([np.median(times) for times in draws])
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What was predicted for a load, and the validation of a plan over several loads."""
+"""Prediction for a load, and the validation of a plan over several loads."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from simtune.validation.loads import Load
 
 
 class Predicted(NamedTuple):
-    """A load as it was simulated; the interval is None where costs were brought that have none."""
+    """Simulation of a load; the interval is None if a pool has step costs of its own, which have none."""
 
     result: Result
     drawn: Uncertainty | None
 
 
 def predict(deployment: Deployment, load: Load, worlds: int, seed: int) -> Predicted:
-    """Simulate the requests of a load, recorded, and once more in each of so many redrawn worlds."""
+    """Simulate the requests of a load, recorded, and once more in each of `worlds` redrawn worlds."""
     result = deployment.simulate(load.stream, record=True, seed=seed)
-    own = any(isinstance(pool.costs, OwnCosts) for pool in deployment.pools)
-    drawn = None if own or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
-    return Predicted(result, drawn)
+    has_own_costs = any(isinstance(pool.costs, OwnCosts) for pool in deployment.pools)
+    intervals = (
+        None if has_own_costs or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
+    )
+    return Predicted(result, intervals)
 
 
 def validation_of(
     deployment: Deployment, loads: Sequence[tuple[Load, Sequence[MeasuredRun], Predicted]], tolerance: float
 ) -> Validation:
-    """The verdict over all loads. Raises EngineError where nothing was measured that could be judged."""
+    """Return the verdict over all loads. Raise EngineError if nothing was measured that could be judged."""
     compared = [
         compare(load.label, runs, predicted.result.summary(), predicted.drawn, tolerance)
         for load, runs, predicted in loads

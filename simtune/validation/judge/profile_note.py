@@ -7,7 +7,7 @@ from simtune.validation.judge.comparison import Validation
 
 
 def recorded(hardware: Hardware, validation: Validation, date: str) -> Hardware:
-    """The profile with the validation noted, in place of an earlier one of the same model, plan and engine."""
+    """Return the profile with the validation noted, replacing an earlier one of the same model, plan and engine."""
     note = ValidationNote(
         engine=validation.engine.engine,
         version=validation.engine.version,
@@ -30,5 +30,5 @@ def recorded(hardware: Hardware, validation: Validation, date: str) -> Hardware:
             if not load.failed
         ),
     )
-    kept = [n for n in hardware.validations or () if n.subject != note.subject]
-    return hardware.model_copy(update={"validations": (*kept, note)}).with_arrays(hardware.arrays)
+    earlier = [n for n in hardware.validations or () if n.subject != note.subject]
+    return hardware.model_copy(update={"validations": (*earlier, note)}).with_arrays(hardware.arrays)

@@ -1,4 +1,4 @@
-"""Published systems, claimed beside simulated: both sides of each run on the same requests."""
+"""Published systems: claims beside simulations, both sides of each run on the same requests."""
 
 from simtune.validation.published.collection import Entry, collection, select
 from simtune.validation.published.findings import Finding, Findings, headline

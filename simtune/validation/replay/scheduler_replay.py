@@ -1,10 +1,10 @@
-"""Does a scheduler decide as a real engine did? A step log is driven through it and every step is compared.
+"""Replay a step log through a scheduler, and compare every step with that of the real engine.
 
 The scheduler gets the log's settings and its requests, each before the step at which the engine got it. Equal means:
 the same requests with the same tokens in the same order, the same ones admitted with the same tokens in the cache
 already, the same ones preempted in the same order, the same finished, the same free blocks and queue lengths.
 
-Of a log with drafts, how many the target accepted is taken from the log, as far as the schedules agree.
+If a log has drafts, the numbers that the target accepted are taken from the log, as far as the schedules agree.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from simtune.validation.replay.step_log import LoggedStep, StepLog, describe
 
 @dataclass(frozen=True)
 class Decision:
-    """What is compared of a step."""
+    """Part of a step that is compared."""
 
     scheduled: tuple[tuple[str, int], ...]
-    """(request, tokens) in the order in which they were given."""
+    """Pairs (request, tokens) in the order in which they were scheduled."""
     admitted: tuple[tuple[str, int], ...]
     """Requests that enter the batch, with the tokens they have in the cache already, by name."""
     preempted: tuple[str, ...]
     finished: tuple[str, ...]
-    """By name."""
+    """Names of the requests that finish, sorted."""
     free_blocks: int
     running: int
     waiting: int
 
     def differs_from(self, other: Decision, compared: Sequence[str]) -> tuple[str, ...]:
-        """Names of the fields among `compared` that differ."""
+        """Return the names of the fields among `compared` that differ."""
         return tuple(name for name in compared if getattr(self, name) != getattr(other, name))
 
 
 ALL = tuple(field.name for field in fields(Decision))
 SCHEDULE = ("scheduled", "preempted", "finished")
-"""What is compared with the log of an engine that has another policy: blocks are its own affair."""
+"""Fields that are compared with the log of an engine that has another policy: its blocks may differ."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class Resident:
 
 @dataclass(frozen=True)
 class State:
-    """What both schedulers had before them."""
+    """State of both schedulers before the step."""
 
     running: tuple[Resident, ...]
-    """In order of admission."""
+    """Requests in the batch, in order of admission."""
     waiting: tuple[str, ...]
-    """By order of arrival."""
+    """Names of the waiting requests, in order of arrival."""
     free_blocks: int
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first step that differs. One of the two is None where one schedule ends and the other goes on."""
+    """First step that differs. `logged` or `simulated` is None if one schedule ends and the other continues."""
 
     step: int
     different: tuple[str, ...]
@@ -89,7 +89,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of one log. `equal` steps agree, from the first; all of them unless there is a `parting`."""
+    """Result of one log. The first `equal` steps agree; all of them unless there is a `parting`."""
 
     file: str
     log: str
@@ -103,10 +103,10 @@ class Replay:
 def replay(log: StepLog, policy: str | None = None) -> Replay:
     """Drive a scheduler through a log up to the first step that differs.
 
-    `policy` is a name in `simtune.engine.POLICIES`, the log's own unless given. Of another engine's policy only what
-    is scheduled, preempted and finished is compared, and settings that it does not know are left out.
+    `policy` is a name in `simtune.engine.POLICIES`, the log's own unless given. With another engine's policy only
+    scheduled, preempted and finished requests are compared, and settings that it does not know are left out.
 
-    Raises UsageError for an unknown policy, SpecError where the header asks for what no scheduler here does.
+    Raise UsageError for an unknown policy, SpecError if the header requires what no scheduler here does.
     """
     options = _options(log)
     policy = policy or options.policy
@@ -132,7 +132,7 @@ def replay(log: StepLog, policy: str | None = None) -> Replay:
 
 
 class _Account:
-    """A scheduler with what has become of each request, by the names in the log."""
+    """A scheduler with the state of each request, by the names in the log."""
 
     def __init__(self, log: StepLog, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -146,7 +146,8 @@ class _Account:
             self._coming.append((line.at_step, request))
         self._file = log.file
         self._waiting: dict[Request, None] = {}
-        self._running: dict[Request, tuple[int, int]] = {}  # tokens computed and delivered
+        # Tokens computed and delivered.
+        self._running: dict[Request, tuple[int, int]] = {}
 
     def arrive(self, step: int) -> None:
         while self._coming and self._coming[0][0] <= step:
@@ -171,14 +172,14 @@ class _Account:
         )
 
     def decide(self) -> Decision | None:
-        """Schedule and complete one step; None where there is nothing to run."""
+        """Schedule and complete one step; None if there is nothing to run."""
         scheduler = self._scheduler
         step = scheduler.schedule()
         if step is None:
             return None
         tokens_of = scheduler.composition()
         past = {chunk.request: chunk.past for chunk in step.chunks}
-        # What a chunk says of its request, and the engine of its queues, holds until the step completes.
+        # Copy the facts of chunks and the lengths of queues now: they change when the step completes.
         chunks = {chunk.request: (chunk.padding, int(chunk.completes)) for chunk in step.chunks}
         free, running, waiting = scheduler.kv.free, scheduler.num_running, scheduler.num_waiting
         self._requeue(step, past)
@@ -188,9 +189,9 @@ class _Account:
             if request in chunks:
                 padding, emitted = chunks[request]
                 self._advance(request, tokens - padding, emitted)
-            else:  # of a token and its drafts, those that are accepted stay
-                kept = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
-                self._advance(request, kept, kept)
+            else:  # of a token and its drafts only the accepted ones stay in the cache
+                tokens_kept = scheduler.emitted(request) - delivered[request] if step.draft_tokens else tokens
+                self._advance(request, tokens_kept, tokens_kept)
         for request in finished:
             del self._running[request]
         return Decision(
@@ -204,16 +205,18 @@ class _Account:
         )
 
     def _requeue(self, step: Step, past: Mapping[Request, int]) -> None:
-        """Those preempted go back to the waiting; those admitted leave them, with `past` tokens in the cache."""
+        """Move preempted requests to the waiting ones, and admitted ones to the batch, with `past` tokens in the
+        cache."""
         for request in step.preempted:
-            if self._running.pop(request, None) is not None:  # else it has ended, which the engine does not know yet
+            # A request that is missing has ended, which the engine does not know yet.
+            if self._running.pop(request, None) is not None:
                 self._waiting[request] = None
         for request in step.admitted:
             del self._waiting[request]
             self._running[request] = past[request], request.emitted
 
     def _advance(self, request: Request, computed: int, emitted: int) -> None:
-        """Count tokens that a step computed and emitted; those of a request that has ended are discarded."""
+        """Count tokens that a step computed and emitted; tokens of a request that has ended are discarded."""
         if request in self._running:
             before = self._running[request]
             self._running[request] = before[0] + computed, before[1] + emitted
@@ -226,7 +229,10 @@ class _Account:
 
 
 def _decision(logged: LoggedStep) -> Decision:
-    """transformers counts its queues before it resets whoever was starved in the step, simtune afterwards."""
+    """Return the decision of a logged step.
+
+    transformers counts its queues before it resets starved requests in the step, simtune afterwards.
+    """
     reset = len(logged.reset_after)
     return Decision(
         tuple(logged.sched.items()),
@@ -243,7 +249,7 @@ def _decision(logged: LoggedStep) -> Decision:
 
 
 class _Options(BaseModel):
-    """The options that a schedule depends on; those in ONLY must have that value, because no other is modelled."""
+    """Options that a schedule depends on; those in ONLY must have that value, because no other is modelled."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     ONLY: ClassVar[dict[str, Any]]
@@ -255,7 +261,7 @@ class _Drafting(BaseModel):
     draft_slots_per_request: int
     method: str = "draft_model"
     by_batch: tuple[tuple[Count, Count, int], ...] | None = None
-    """(first, last, drafts) for batches of so many requests; beyond the last and in gaps those of the range before."""
+    """(first, last, drafts) by size of the batch; beyond the last range and in gaps the drafts of the range before."""
 
     def drafts(self, batch: int) -> int:
         assert self.by_batch is not None
@@ -263,7 +269,7 @@ class _Drafting(BaseModel):
 
 
 DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods by which vLLM drafts from what the target makes of a text, and so computes the last cached block again."""
+"""Methods for which vLLM drafts from the target's hidden states, and so computes the last cached block again."""
 
 
 class _VllmOptions(_Options):
@@ -311,7 +317,8 @@ class _VllmOptions(_Options):
             )
         return kind(
             **plain,
-            watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),  # of all, the engine's own included
+            # The watermark is a share of all blocks, the engine's own included.
+            watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
             prefix_caching=self.enable_prefix_caching,
@@ -329,7 +336,7 @@ class _TransformersOptions(_Options):
     page_size: Count
     free_blocks_at_start: Count
     prefix_sharing: bool = False
-    """What came of `allow_block_sharing`: models with sliding windows share nothing."""
+    """Effective value of `allow_block_sharing`: models with sliding windows share nothing."""
 
     @property
     def policy(self) -> str:
@@ -356,14 +363,15 @@ ENGINES: dict[str, type[_VllmOptions] | type[_TransformersOptions]] = {
 
 
 class _Accepted:
-    """What the log's target accepted, by request and verification. Beyond the log, and beyond the drafts: nothing."""
+    """Drafts that the log's target accepted, by request and verification; 0 beyond the log."""
 
     def __init__(self, log: StepLog) -> None:
         names = {line.req: number for number, line in enumerate(log.requests)}
         self._log: dict[int, list[int]] = defaultdict(list)
         for step in log.steps:
             for name, accepted in step.accept.items():
-                if name not in step.admit:  # one that enters has no drafts but padding
+                # A request that enters has no drafts, only padding.
+                if name not in step.admit:
                     self._log[names[name]].append(accepted)
 
     def __call__(self, request: Request, number: int, drafts: int) -> int:

@@ -1,4 +1,4 @@
-"""Step logs of real engines, format `steplog/1`: which requests were in every step, with how many tokens.
+"""Step logs of real engines, format `steplog/1`: the requests of every step, with their numbers of tokens.
 
 JSON lines, plain or gzip-compressed: a header, then one line per request in order of arrival, then one line per step.
 """
@@ -18,7 +18,7 @@ from simtune.specs.input_files import JsonError, parse_json, read_packed_text, s
 
 FORMAT = "steplog/1"
 MAX_SHOWN = 10
-"""Problems of one file that are given in full."""
+"""Number of problems of one file that are reported in full."""
 
 Ids = tuple[str, ...]
 TokensByRequest = dict[str, Annotated[int, Field(ge=0)]]
@@ -30,7 +30,7 @@ class _LogLine(BaseModel):
 
 
 class StepLogHeader(_LogLine):
-    """What ran. Further keys (device, model, workload …) are for people and are not read."""
+    """Engine and settings. Further keys (device, model, workload ...) are for people and are not read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     format: Literal["steplog/1"]
@@ -43,7 +43,7 @@ class StepLogHeader(_LogLine):
 
 
 class LoggedRequest(_LogLine):
-    """`at_step`: it was added just before that step was scheduled. Requests of one `group` share their first
+    """A request. `at_step`: it was added just before that step was scheduled. Requests of one `group` share their first
     `prefix_len` tokens and no others."""
 
     req: str
@@ -57,7 +57,7 @@ class LoggedRequest(_LogLine):
 
 
 class LoggedStep(_LogLine):
-    """One step as the engine chose it. `free`, `running` and `waiting` are those right after scheduling."""
+    """A step as the engine chose it. `free`, `running` and `waiting` are those right after scheduling."""
 
     step: Whole
     sched: TokensByRequest
@@ -92,7 +92,7 @@ AnyLine = TypeVar("AnyLine", bound=_LogLine)
 
 
 def describe(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Key and message of everything that is wrong."""
+    """Yield key and message of everything that is wrong."""
     words = {"missing": "is required and missing", "extra_forbidden": "unknown key"}
     for item in error.errors(include_url=False):
         rule = f"{item['msg'].replace('Input should', 'must')}, not {shortened(repr(item['input']))}"
@@ -100,7 +100,7 @@ def describe(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def read(path: Path) -> StepLog:
-    """Raises UsageError where there is no such file, SpecError with line numbers for anything wrong in it."""
+    """Read a log. Raise UsageError if there is no such file, SpecError with line numbers for anything wrong in it."""
     lines = read_packed_text(path).splitlines()
     if not lines:
         raise SpecError(Problem(str(path), "is empty; a step log begins with a header line"))
@@ -117,22 +117,23 @@ def read(path: Path) -> StepLog:
 
 
 class _Reader:
-    """Collects requests, steps, and what is wrong."""
+    """Collects requests, steps, and problems."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.requests: list[LoggedRequest] = []
         self.steps: list[LoggedStep] = []
         self.problems: list[Problem] = []
-        self.arrives: dict[str, int] = {}  # step before which each request was added
+        # Step before which each request was added.
+        self.arrives: dict[str, int] = {}
 
     def problem(self, line: int, message: str, key: str = "") -> None:
         self.problems.append(Problem(self.file, message, key, line))
 
     def raise_problems(self) -> None:
         if len(self.problems) > MAX_SHOWN:
-            rest = len(self.problems) - MAX_SHOWN
-            self.problems[MAX_SHOWN:] = [Problem(self.file, f"and {rest} more like these")]
+            num_hidden = len(self.problems) - MAX_SHOWN
+            self.problems[MAX_SHOWN:] = [Problem(self.file, f"and {num_hidden} more like these")]
         if self.problems:
             raise SpecError(self.problems)
 
@@ -158,9 +159,9 @@ class _Reader:
     def header(self, text: str) -> StepLogHeader:
         data = self.parse(1, text)
         if data is not None and data.get("format") != FORMAT:
-            given = data.get("format")
-            rest = "; is this a step log?" if given is None else f", not {given}"
-            self.problem(1, f"must be {FORMAT}{rest}", "format")
+            log_format = data.get("format")
+            hint = "; is this a step log?" if log_format is None else f", not {log_format}"
+            self.problem(1, f"must be {FORMAT}{hint}", "format")
             self.raise_problems()
         header = self.line(StepLogHeader, 1, data) if data is not None else None
         self.raise_problems()
@@ -190,12 +191,12 @@ class _Reader:
         self.steps.append(step)
 
     def finish(self, header: StepLogHeader, last_line: int) -> None:
-        """Compare the counts with what the header promises, and raise all problems at once."""
+        """Compare the counts with those in the header, and raise all problems at once."""
         promised = ((self.requests, header.n_requests, "requests"), (self.steps, header.n_steps, "steps"))
-        for lines, count, what in () if self.problems else promised:
+        for lines, count, label in () if self.problems else promised:
             if len(lines) != count:
-                message = f"the file ends after {len(lines)} of {count} {what}; it is cut off"
-                self.problem(last_line, message, f"n_{what}")
+                message = f"the file ends after {len(lines)} of {count} {label}; it is cut off"
+                self.problem(last_line, message, f"n_{label}")
         self.raise_problems()
 
     def check_names(self, number: int, step: LoggedStep) -> None:

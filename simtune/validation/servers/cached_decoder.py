@@ -1,12 +1,12 @@
-"""A decoder with keys and values of its own, made of the calls that `simtune profile` measures one by one.
+"""A decoder with a KV cache, made of the calls that `simtune profile` measures one by one.
 
 Grouped-query attention, RMS norms, gated feed-forward, rotary positions; random weights. Tokens of all requests of a
 step go through every matrix product together, as in any engine. Keys and values stand in rows, one for each seat:
 torch has no kernel that reads scattered pages on a processor, and gathering them would take longer than reading them.
 The scheduler counts its blocks all the same; memory that no token has reached is not taken.
 
-On a processor the attention of each sequence is a call of its own, so that nobody pays for the longest context; on a
-GPU, where launches count, decodes go together, padded to the longest.
+On a processor the attention of each sequence is a call of its own, so that short contexts are not padded to the longest
+one; on a GPU, where launches are expensive, decodes share one call, padded to the longest.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ROPE_BASE = 10_000.0
 
 
 class DecoderLayer(NamedTuple):
-    """The weights of one layer."""
+    """Weights of one layer."""
 
     norms: tuple[Tensor, Tensor]
     products: list[Tensor]
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row."""
+    """Return the likeliest token of each row."""
     return logits.argmax(-1, keepdim=True)
 
 
@@ -57,11 +57,12 @@ class CachedDecoder:
         together: bool | None = None,
         seed: int = 0,
     ) -> None:
-        """`attention` is the kernel of decodes by its name in `simtune.profiling.kernels`, as the header of a profile's
-        measurements has it. Raises UsageError for a model with other layers than these."""
+        """`attention` is the kernel of decodes by its name in `simtune.profiling.kernels`, as in the header of a
+        profile's measurements. Raise UsageError for a model with other layers."""
         check_layers(model)
         torch.set_grad_enabled(False)
-        torch.set_num_threads(1)  # threads that wait for shared cores only spin
+        # Threads that wait for shared cores only spin.
+        torch.set_num_threads(1)
         self._model, self._device = model, torch.device(device)
         self._attend: Attend = ATTENTION[attention]
         self._prefill: Attend = kernels.sdpa
@@ -104,14 +105,15 @@ class CachedDecoder:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def text(self, request: Request) -> list[int]:
-        """Tokens of a request: its prompt, drawn from a seed and its number, and what was sampled so far."""
+        """Return the tokens of a request: its prompt, drawn from a seed and its number, and the tokens sampled so
+        far."""
         if request not in self._texts:
             rng = np.random.default_rng((self._seed, request.id))
             self._texts[request] = rng.integers(self._model.vocab_size, size=request.prompt_tokens).tolist()
         return self._texts[request]
 
     def release(self, request: Request) -> None:
-        """Its row is free."""
+        """Free the row of a request."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free.append(row)
@@ -126,7 +128,7 @@ class CachedDecoder:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def run(self, shares: Sequence[Share]) -> None:
-        """One forward pass over all tokens of a step, and a token for each share that samples."""
+        """Run a forward pass over all tokens of a step, and sample a token for each share that samples."""
         ids: list[int] = []
         positions: list[int] = []
         spans: list[_Span] = []
@@ -137,10 +139,10 @@ class CachedDecoder:
             spans.append(_Span(self._row(share.request), len(ids) - share.tokens, share.past, share.tokens))
         logits = self._forward(torch.tensor(ids), torch.tensor(positions), spans, [s.samples for s in shares])
         if logits is not None:
-            drawn = iter(self._sample(logits).flatten().tolist())
+            sampled = iter(self._sample(logits).flatten().tolist())
             for share in shares:
                 if share.samples:
-                    self.text(share.request).append(next(drawn))
+                    self.text(share.request).append(next(sampled))
 
     def _forward(self, ids: Tensor, positions: Tensor, spans: list[_Span], samples: list[bool]) -> Tensor | None:
         a, rows = self._attention, len(ids)
@@ -167,7 +169,7 @@ class CachedDecoder:
         return kernels.linear(kernels.norm(x, residual, self._norm)[last], self._head)
 
     def _groups(self, spans: list[_Span]) -> list[list[_Span]]:
-        """Spans whose attention is one call: one by one, or neighbours that decode together."""
+        """Return the spans whose attention is one call: one by one, or neighbours that decode together."""
         if not self._together:
             return [[span] for span in spans]
         groups: list[list[_Span]] = []
@@ -179,12 +181,12 @@ class CachedDecoder:
         return groups
 
     def _mask(self, group: list[_Span]) -> Any:
-        """Of a group that is one span."""
+        """Return the mask of a group that is one span; None for larger groups."""
         _, _, past, tokens = group[0]
         return None if len(group) > 1 else kernels.sees(tokens, past + tokens, past + tokens, self._device)
 
     def _attend_to(self, cache: Tensor, q: Tensor, group: list[_Span], mask: Any) -> Tensor:
-        """(tokens, heads x head_dim) of the spans of a group."""
+        """Return the attention output (tokens, heads x head_dim) of the spans of a group."""
         if len(group) > 1:
             return self._attend_together(cache, q, group)
         ((row, first, past, tokens),) = group
@@ -203,9 +205,9 @@ class CachedDecoder:
         ends = torch.tensor([span.past + 1 for span in group], device=self._device)
         longest = max(span.past for span in group) + 1
         k, v = (part[:, :, :longest].index_select(0, rows) for part in cache)
-        seen = (torch.arange(longest, device=self._device) < ends[:, None])[:, None, None]
+        mask = (torch.arange(longest, device=self._device) < ends[:, None])[:, None, None]
         first = group[0].first
-        return kernels.sdpa(q[first : first + len(group)].unsqueeze(2), k, v, seen).reshape(len(group), -1)
+        return kernels.sdpa(q[first : first + len(group)].unsqueeze(2), k, v, mask).reshape(len(group), -1)
 
 
 class _Span(NamedTuple):
@@ -218,7 +220,7 @@ class _Span(NamedTuple):
 
 
 def check_layers(model: Model) -> None:
-    """Raises UsageError for a model that the decoder cannot run."""
+    """Raise UsageError for a model that the decoder cannot run."""
     for group in model.layers:
         attention, feed_forward = group.attention, group.feed_forward
         plain = type(attention) is FullAttention and not (attention.output_gate or attention.sinks)

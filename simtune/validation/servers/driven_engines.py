@@ -1,4 +1,4 @@
-"""Engines that are driven step by step, to learn what their whole steps take: in process, or in another interpreter."""
+"""Engines that are driven step by step to measure whole steps: in process, or in another interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DriverClock = Literal["steps", "cpu", "wall"]
 
 
 class EngineSize(NamedTuple):
-    """The settings that bound an engine's steps."""
+    """Settings that bound an engine's steps."""
 
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
@@ -44,38 +44,38 @@ class EngineSize(NamedTuple):
 
 
 class DrivenRequest(NamedTuple):
-    """A request of a session: when it comes, by the session's clock, and its lengths."""
+    """A request of a session: its arrival, by the session's clock, and its lengths."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
     prompt: tuple[int, ...] = ()
-    """Its token ids; some are drawn where it is empty."""
+    """Token ids of the prompt; drawn if empty."""
     kv: Mapping[str, Any] | None = None
-    """What the engine is told of its KV cache (`kv_transfer_params`), where another one computes or fetches it."""
+    """Parameters of its KV cache (`kv_transfer_params`), if another engine computes or fetches it."""
 
 
 class DrivenTimes(NamedTuple):
-    """What became of it, by the same clock."""
+    """Times of a request, by the same clock."""
 
     sent: float
     first_token: float
     finish: float
     times: tuple[float, ...] = ()
-    """Of all its tokens, where the engine says so; those that came together have one."""
+    """Times of all its tokens, if the engine reports them; tokens that arrive together have one time."""
     kept: Mapping[str, Any] | None = None
-    """What the engine says of the KV cache that it keeps for another one."""
+    """Parameters of the KV cache that the engine keeps for another one."""
 
 
 class Verified(NamedTuple):
-    """What drafting came to."""
+    """Results of drafting."""
 
     rounds: int
     """Verifications of one request."""
     draft_tokens: int
     accepted_tokens: int
     delivered_tokens: int
-    """By these verifications; the last of an answer may be cut at its length."""
+    """Tokens delivered by these verifications; the last of an output may be cut at its length."""
 
 
 class Driven(NamedTuple):
@@ -84,12 +84,12 @@ class Driven(NamedTuple):
     steps: list[TimedStep]
     requests: list[DrivenTimes]
     drafts: Verified | None = None
-    """None where nothing drafts."""
+    """None if nothing drafts."""
     hit_tokens: int = 0
     """Prompt tokens that were in the prefix cache."""
     preemptions: int = 0
     queues: Sequence[tuple[float, float, float]] = ()
-    """(time, running, waiting) by the session's clock, where the engine says so."""
+    """(time, running, waiting) by the session's clock, if the engine reports them."""
 
 
 class StepDriver(Protocol):
@@ -98,47 +98,53 @@ class StepDriver(Protocol):
     size: EngineSize
 
     def facts(self) -> dict[str, Any]:
-        """What runs: engine, version, device, reference_s of its gauge, num_blocks of its KV cache, and where it drafts
-        the draft_tokens that it verifies at once."""
+        """Return facts about the engine.
+
+        These are engine, version, device, reference_s of its gauge, num_blocks of its KV cache, and, if it drafts,
+        draft_tokens that it verifies at once.
+        """
         ...
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
-        """One session, from an empty engine to an empty engine. By the clock `steps` requests come after so many
-        steps; the times of steps are of the processor, over its slowness, but under `wall`."""
+        """Run one session, from an empty engine to an empty engine.
+
+        By the clock `steps` a request arrives after the number of steps in `at`. Times of steps are processor time
+        divided by its slowness, or wall time with the clock `wall`.
+        """
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End everything that was started."""
         ...
 
 
 def driver(engine: str, model: Model, size: EngineSize, **options: Any) -> StepDriver:
-    """The driver of an engine by its name. Raises UsageError for an unknown one, or where it is not installed."""
+    """Return the driver of an engine by its name. Raise UsageError for an unknown engine, or if it is not installed."""
     if engine not in DRIVERS:
         raise UsageError(f"engine {engine}: only {', '.join(DRIVERS)} can be driven step by step")
-    its: StepDriver = DRIVERS[engine](model, size, **options)
-    return its
+    step_driver: StepDriver = DRIVERS[engine](model, size, **options)
+    return step_driver
 
 
 # --- in process -------------------------------------------------------------------------------------------
 
 
 class StepClock:
-    """Counts steps."""
+    """Clock that counts steps."""
 
     def __init__(self, slowness: EngineClock) -> None:
         self._slowness, self._at = slowness, 0.0
 
     def stepped(self) -> None:
-        """A step was run."""
+        """Count a step."""
         self._at += 1
 
     def now(self) -> float:
-        """Steps run, and those waited for."""
+        """Return the steps run, and those waited for."""
         return self._at
 
     def wait_until(self, at_s: float) -> None:
-        """Skips to that step."""
+        """Skip to a step."""
         self._at = max(self._at, at_s)
 
     def gauge(self, tokens: int) -> float:
@@ -153,22 +159,22 @@ class CountedExecutor:
         self._executor, self._clock = executor, clock
 
     def run(self, shares: Sequence[Share]) -> None:
-        """As the executor does."""
+        """Run the executor, and count the step."""
         self._executor.run(shares)
         self._clock.stepped()
 
     def release(self, request: Any) -> None:
-        """As the executor does."""
+        """Release the request in the executor."""
         self._executor.release(request)
 
 
 class TorchDriver:
-    """The torch engine."""
+    """Driver of the torch engine."""
 
     def __init__(
         self, model: Model, size: EngineSize, *, device: str = "cpu", reference_s: float | None = None, **options: Any
     ) -> None:
-        """`options` are those of `CachedDecoder`; `reference_s` that of an earlier run's gauge."""
+        """`options` are those of `CachedDecoder`; `reference_s` is that of an earlier run's gauge."""
         self.size = size
         self._deployment = deployment_of(model, size)
         self._executor = torch_engine.executor(self._deployment, device, **options)
@@ -182,7 +188,7 @@ class TorchDriver:
         return {"engine": "torch", "reference_s": self._gauge.reference_s, "num_blocks": blocks}
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
-        """See `StepDriver`; texts are drawn from the numbers of requests alone."""
+        """See `StepDriver`. Token ids are drawn from the numbers of requests alone."""
         stream = stream_of(requests)
         core, executor = self._deployment.pools[0].cores(1, None)[0], self._executor
         steady = ProcessorClock(self._gauge)
@@ -197,11 +203,11 @@ class TorchDriver:
         return Driven(steps, [DrivenTimes(*row) for row in columns.tolist()])
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 def deployment_of(model: Model, size: EngineSize, policy: Policy = "vllm-fcfs") -> Deployment:
-    """One instance of a policy's batching with room for the longest request on every seat."""
+    """Return one instance with a policy's batching and room for the longest request on every seat."""
     blocks = 1 + size.max_num_seqs * -(-size.max_model_len // size.block_size)
     pool = Pool(
         hardware=NO_HARDWARE.name,
@@ -222,7 +228,7 @@ def _no_time(num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, 
 
 
 def stream_of(requests: Sequence[DrivenRequest]) -> RequestStream:
-    """The requests of a session as a simulation has them, in order of arrival."""
+    """Return the requests of a session as a stream of a simulation, in order of arrival."""
     zero = np.zeros(len(requests), dtype=np.int64)
     return RequestStream(
         arrival_s=np.array([r.at for r in requests], dtype=np.float64),
@@ -236,8 +242,7 @@ def stream_of(requests: Sequence[DrivenRequest]) -> RequestStream:
 
 
 def requests_of(stream: RequestStream, prompts: Prompts | None = None) -> list[DrivenRequest]:
-    """The requests of an open-loop stream, with their prompts where those are given. Raises UsageError for a closed
-    loop."""
+    """Return the requests of an open-loop stream, with their prompts if given. Raise UsageError for a closed loop."""
     if stream.arrival_s is None:
         raise UsageError("an engine in process is fed by arrival times; give the workload arrivals of a rate")
     columns = (stream.arrival_s.tolist(), stream.prompt_tokens.tolist(), stream.output_tokens.tolist())
@@ -248,7 +253,7 @@ def requests_of(stream: RequestStream, prompts: Prompts | None = None) -> list[D
 
 
 class TransformersDriver:
-    """transformers' continuous batching, with random weights of the model."""
+    """Driver of transformers' continuous batching, with random weights of the model."""
 
     def __init__(
         self,
@@ -259,8 +264,10 @@ class TransformersDriver:
         reference_s: float | None = None,
         policy: Policy = "transformers-fifo",
     ) -> None:
-        """`reference_s` is that of an earlier run's gauge. Raises UsageError where transformers is not installed, or
-        no weights can be made for the model."""
+        """`reference_s` is that of an earlier run's gauge.
+
+        Raise UsageError if transformers is not installed, or if no weights can be made for the model.
+        """
         transformers_engine.check_installed()
         self.size, self._vocab = size, model.vocab_size
         self._deployment = deployment_of(model, size, policy)
@@ -295,23 +302,23 @@ class TransformersDriver:
         )
         times, arrival = session.run()
         first_and_last = times.first_and_last()
-        driven = [DrivenTimes(at / TICKS_PER_SECOND, *both) for at, both in zip(arrival, first_and_last, strict=True)]
+        driven = [DrivenTimes(at / TICKS_PER_SECOND, *ends) for at, ends in zip(arrival, first_and_last, strict=True)]
         return Driven(session.steps, driven)
 
     def close(self) -> None:
-        """Forget the weights."""
+        """Release the weights."""
         self._model = None
 
 
 # --- in another interpreter -------------------------------------------------------------------------------
 
 BLOCK_OF = 32
-"""Tokens that the blocks of vLLM 0.32 hold on processors, or a multiple: smaller ones are rounded up."""
+"""Granularity of vLLM 0.32's block size on processors, in tokens: sizes are rounded up to a multiple."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class VllmDriver:
-    """vLLM in an interpreter of its own; `simtune.validation.servers.vllm_steps` is what runs there."""
+    """Driver of vLLM in an interpreter of its own, which runs `simtune.validation.servers.vllm_steps`."""
 
     def __init__(
         self,
@@ -324,9 +331,10 @@ class VllmDriver:
         arguments: Mapping[str, Any] | None = None,
         weights: Path | None = None,
     ) -> None:
-        """`python` is the interpreter that has vLLM, `arguments` further ones of its EngineArgs, `weights` the folder
-        to load, without which weights are made up. Raises UsageError where it cannot be started, SimtuneError where it
-        does not come up."""
+        """`python` is the interpreter that has vLLM, `arguments` are further ones of its EngineArgs, `weights` is the
+        folder to load; without it weights are random. Raise UsageError if it cannot be started, and SimtuneError if it
+        ends early.
+        """
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
         if weights is None:
@@ -367,7 +375,7 @@ class VllmDriver:
         return {"engine": "vllm", **self._facts, **self._drafts}
 
     def run(self, requests: Sequence[DrivenRequest], clock: DriverClock = "steps", seed: int = 0) -> Driven:
-        """See `StepDriver`. Raises SimtuneError where the engine ends."""
+        """See `StepDriver`. Raise SimtuneError if the engine ends."""
         answer = self._ask({"clock": clock, "seed": seed, "requests": requests})
         seconds = "wall_s" if clock == "wall" else "cpu_s"
         steps = [TimedStep(_work(step), step[seconds]) for step in answer["steps"]]
@@ -379,7 +387,8 @@ class VllmDriver:
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # that there is no answer says why
+        # The missing answer below leads to the error with the engine's last line.
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -392,7 +401,7 @@ class VllmDriver:
         return answer
 
     def close(self) -> None:
-        """End the engine by its number."""
+        """End the engine's process."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -417,7 +426,7 @@ def _work(step: Mapping[str, Any]) -> StepWork:
 
 
 def llama_config(model: Model) -> dict[str, Any]:
-    """The config.json of a model of plain layers, as engines read it. Raises UsageError for others."""
+    """Return the config.json of a model of plain layers, as engines read it. Raise UsageError for other models."""
     group = model.layers[0]
     attention, feed_forward = group.attention, group.feed_forward
     plain = type(attention) is FullAttention and isinstance(feed_forward, DenseFeedForward) and len(model.layers) == 1

@@ -1,7 +1,7 @@
-"""The clocks by which an engine that really runs is timed.
+"""Clocks that time a real engine.
 
-On a machine that others use, the wall clock times them too. Processor time of the one thread that does the work does
-not: as the engine's own clock it stands still while somebody else runs, and jumps over the time in which nobody asks.
+On a shared machine the wall clock includes the time of other processes. Processor time of the one thread that does the
+work does not: as the engine's own clock it stops while other processes run, and skips idle time.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from typing import Protocol
 
 
 def processor_s() -> float:
-    """Seconds for which this thread has run."""
+    """Return the seconds for which this thread has run."""
     return time.thread_time()
 
 
 def wall_s() -> float:
-    """Seconds on a clock that never goes back."""
+    """Return seconds of a monotonic clock."""
     return time.perf_counter()
 
 
 class EngineClock(Protocol):
-    """What time it is for an engine, from 0 on, and how an idle one waits."""
+    """Time of an engine, from 0 on, and the way in which an idle engine waits."""
 
     def now(self) -> float:
-        """Seconds since it was made."""
+        """Return the seconds since the clock was made."""
         ...
 
     def wait_until(self, at_s: float) -> None:
-        """Return when it is so late, or at once where it is later."""
+        """Return at the given time, or at once if it is past."""
         ...
 
     def gauge(self, tokens: int) -> float:
-        """To be called before every step, of so many tokens: how many times as long as usual it would take now."""
+        """Return the current slowness: the factor on the usual time of a step of `tokens` tokens. Call it before every
+        step."""
         ...
 
 
 class WallClock:
-    """Time as everybody has it."""
+    """Clock of wall time."""
 
     def __init__(self) -> None:
         self._start = wall_s()
@@ -48,20 +49,20 @@ class WallClock:
         return wall_s() - self._start
 
     def wait_until(self, at_s: float) -> None:
-        """Sleeps."""
-        while (left := at_s - self.now()) > 0:
-            time.sleep(left)
+        """Sleep until the given time."""
+        while (remaining_s := at_s - self.now()) > 0:
+            time.sleep(remaining_s)
 
     def gauge(self, tokens: int) -> float:
-        """Seconds are seconds."""
+        """Return 1: wall time is not scaled."""
         return 1.0
 
 
 class ProcessorClock:
-    """Processor time of the thread that reads it; waiting takes none and moves the clock."""
+    """Clock of processor time of the thread that reads it; waiting takes none and moves the clock."""
 
     def __init__(self, slowness: Callable[[int], float] | None = None) -> None:
-        """With `slowness` (a `Gauge`) what it says is divided out, and looking takes no time."""
+        """`slowness` (a `Gauge`), if given, divides processor time by its value; its own time does not count."""
         self._at, self._since, self._slow = 0.0, processor_s(), 1.0
         self._slowness = slowness
 
@@ -70,7 +71,7 @@ class ProcessorClock:
         return self._at + (processor_s() - self._since) / self._slow
 
     def wait_until(self, at_s: float) -> None:
-        """Skips to that time."""
+        """Skip to the given time."""
         self._at += max(0.0, at_s - self.now())
 
     def gauge(self, tokens: int) -> float:

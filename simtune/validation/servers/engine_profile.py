@@ -1,17 +1,18 @@
-"""Profiles a whole engine: drives it through designed sessions and keeps what every step takes.
+"""Profile a whole engine: drive it through designed sessions, and record the time of every step.
 
-A session is a handful of requests that come after so many steps; all of its steps are measured. Sessions of equal
-requests make decode steps of every batch size at every context, single prompts make chunks behind every past, and
-prompts that come while others decode make mixed steps; in a ladder requests end one after the other. Sessions of
-random requests are held out: nothing is ever fitted to them. All sessions are run in rounds, each in an order of its
-own, until the budget is spent: a step that was run several times counts by its median, and drift meets all alike.
+A session is a handful of requests, each of which arrives after a number of steps; all steps of a session are measured.
+Sessions of equal requests make decode steps of every batch size at every context, single prompts make chunks behind
+every past, and prompts that arrive while others decode make mixed steps; in a ladder requests end one after the other.
+Some sessions of random requests are held out: nothing is ever fitted to them. All sessions are run in rounds, each in
+an order of its own, until the budget is spent: a step that was run several times counts by its median, and drift
+affects all sessions equally.
 
-A step takes longer right after the batch has changed, and the first time that it has so many tokens. So there are
-also sessions of random requests that come and go, as many at a time as a crowd or a few; and before the first session
-an engine sees every number of tokens once, uncounted, as one that has served for a while has.
+A step takes longer right after the batch has changed, and the first time that it has a given number of tokens. So there
+are also sessions of random requests that come and go, many or a few at a time; and before the first session an engine
+runs every number of tokens once, uncounted, like an engine that has served for a while.
 
-sessions.jsonl is written a session at a time, so that a run can be killed and go on. steps.jsonl is what comes of it: a
-log that `simtune simulate --costs` and `simtune calibrate` read (`simtune.costs.engine_steps`).
+sessions.jsonl is written a session at a time, so that a killed run can be resumed. steps.jsonl is the result: a log
+that `simtune simulate --costs` and `simtune calibrate` read (`simtune.costs.engine_steps`).
 """
 
 from __future__ import annotations
@@ -39,26 +40,27 @@ from simtune.validation.servers.driven_engines import DrivenRequest, StepDriver
 SESSIONS, STEPS, HELD_OUT, SUMMARY = "sessions.jsonl", "steps.jsonl", "held_out.jsonl", "summary.json"
 SCHEMA = "simtune/engine-sessions@1"
 ROUNDS = 5
-"""Rounds after which nobody needs more."""
+"""Largest number of rounds."""
 DECODES = 6
-"""Decode steps that a session of equal requests takes."""
+"""Decode steps of a session of equal requests."""
 _SPACING = (0.5, 4.0, 16.0)
-"""Steps between two requests of random sessions, on average: from a crowd to a few at a time."""
+"""Mean steps between two requests of random sessions: from many requests at a time to a few."""
 _RANDOM_REQUESTS = 1.5
-"""In such a session, over the seats."""
+"""Requests of a random session, over the seats."""
 
 
 class DesignedSession(NamedTuple):
-    """Requests by the step after which they come; whether steps of the session are fitted."""
+    """Requests by the step after which they arrive; `fitted` is False if the steps of the session are held out."""
 
     requests: tuple[DrivenRequest, ...]
     fitted: bool = True
 
 
 def design(seats: int, budget: int, longest: int, seed: int = 0, drafts: int = 0) -> list[DesignedSession]:
-    """Sessions for an engine of so many seats, token budget and longest request, that verifies so many drafts at once.
+    """Return sessions for an engine of a number of seats, a token budget and a longest request.
 
-    Answers are long enough for the steps that are wanted if all drafts are accepted.
+    `drafts` is the number of drafts that it verifies at once. Outputs are long enough for the required steps even if
+    all drafts are accepted.
     """
     rng, most = np.random.default_rng(seed), 1 + drafts
     count = max(1, min(DECODES, longest // 2 // most))
@@ -83,7 +85,7 @@ def design(seats: int, budget: int, longest: int, seed: int = 0, drafts: int = 0
 
 
 def warm_up(budget: int, longest: int) -> tuple[DrivenRequest, ...]:
-    """A prompt of every number of tokens that a step may have, one after the other."""
+    """Return a prompt of every number of tokens that a step may have, one after the other."""
     return tuple(DrivenRequest(at, 1 + at, 1) for at in range(min(budget, longest - 1)))
 
 
@@ -92,7 +94,7 @@ def _octaves(most: int) -> list[int]:
 
 
 class _Steps(NamedTuple):
-    """Decode steps that are wanted: of which batch and context, how many, and the most tokens a request gets in one."""
+    """Required decode steps: batch, context, number of steps, and the most tokens that a request gets in one step."""
 
     batch: int
     context: int
@@ -101,22 +103,23 @@ class _Steps(NamedTuple):
 
 
 def _decodes(sessions: Sequence[_Steps], budget: int) -> list[DesignedSession]:
-    """Requests that decode together, each with about the same context by the time when the last prompt is done."""
+    """Return sessions of requests that decode together, each with about the same context when the last prompt is
+    done."""
     return [
-        DesignedSession(tuple(_resident(wanted, i, budget - wanted.most * wanted.batch) for i in range(wanted.batch)))
-        for wanted in sessions
+        DesignedSession(tuple(_resident(steps, i, budget - steps.most * steps.batch) for i in range(steps.batch)))
+        for steps in sessions
     ]
 
 
 def _resident(wanted: _Steps, number: int, tokens: int) -> DrivenRequest:
-    """A request that decodes while the prompts behind it are computed, so many tokens a step."""
+    """Return a request that decodes while the prompts behind it are computed, `tokens` tokens a step."""
     behind = wanted.batch - 1 - number
     waits = min((wanted.context - 1) // wanted.most, -(-behind * wanted.context // max(1, tokens)))
     return DrivenRequest(0, wanted.context - wanted.most * waits, wanted.most * (waits + wanted.steps) + 1)
 
 
 def _chunks(tokens: Sequence[int], budget: int, longest: int) -> list[DesignedSession]:
-    """Single prompts, whose last chunk has so many tokens behind a past of whole budgets."""
+    """Return single prompts whose last chunk has each number of tokens behind a past of whole budgets."""
     pasts = [past for past in range(0, longest, budget) if past + 2 < longest]
     return [
         DesignedSession((DrivenRequest(0, past + new, 1),))
@@ -127,7 +130,7 @@ def _chunks(tokens: Sequence[int], budget: int, longest: int) -> list[DesignedSe
 
 
 def _mixed(wanted: _Steps, late: Sequence[int], budget: int, room: int) -> DesignedSession:
-    """Prompts of so many tokens that come one after the other while a batch decodes."""
+    """Return prompts of the lengths `late` that arrive one after the other while a batch decodes."""
     batch, context, _, most = wanted
     filled = -(-batch * context // budget) + 2
     comers = tuple(DrivenRequest(filled + 2 * i, new, 2) for i, new in enumerate(late))
@@ -136,7 +139,7 @@ def _mixed(wanted: _Steps, late: Sequence[int], budget: int, room: int) -> Desig
 
 
 def _random(rng: np.random.Generator, count: int, spacing: float, longest: int) -> tuple[DrivenRequest, ...]:
-    """Requests of lengths spread over the octaves, that come at random, so many steps apart on average."""
+    """Return requests with lengths spread over the octaves, at random times, `spacing` steps apart on average."""
     at = np.cumsum(rng.exponential(spacing, count)).astype(int)
     prompt = np.exp(rng.uniform(np.log(8), np.log(0.7 * longest), count)).astype(int)
     output = rng.integers(2, max(3, min(64, longest // 4)), count)
@@ -144,17 +147,17 @@ def _random(rng: np.random.Generator, count: int, spacing: float, longest: int) 
 
 
 class StepErrors(NamedTuple):
-    """|predicted / measured - 1| of steps that were not fitted, and how far their sum is off."""
+    """Errors |predicted / measured - 1| of steps that were not fitted, and the error of their sum."""
 
     steps: int
     median: float
     p90: float
     total: float
-    """Predicted over measured, all of them together, less 1."""
+    """Predicted over measured, all steps together, less 1."""
 
     @classmethod
     def of(cls, costs: EngineSteps, steps: Sequence[TimedStep]) -> StepErrors:
-        """Of one step or more; of equal ones the median counts."""
+        """Return the errors of one or more steps; equal steps count by their median."""
         by_key: dict[StepWork, list[float]] = {}
         for step in steps:
             by_key.setdefault(step.batch, []).append(step.seconds)
@@ -167,13 +170,13 @@ class StepErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """What a profile of an engine came to."""
+    """Result of the profile of an engine."""
 
     costs: EngineSteps
     fitted: list[TimedStep]
     held_out: list[TimedStep]
     errors: dict[str, StepErrors]
-    """Of the steps held out: those that decode only, and those with prompt tokens."""
+    """Errors of the held-out steps: those that decode only, and those with prompt tokens."""
     summary: dict[str, Any]
 
 
@@ -188,9 +191,9 @@ def profile_engine(
     clock: Callable[[], float] = now,
     progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> EngineProfile:
-    """Run sessions until the budget is spent, at least every one once, and fit; goes on where an earlier run stopped.
+    """Run every session at least once, and on until the budget is spent, and fit. Resume a run that was stopped.
 
-    `make` starts the engine, given the reference of an earlier gauge. Raises UsageError where the folder holds sessions
+    `make` starts the engine, given the reference of an earlier gauge. Raise UsageError if the folder contains sessions
     of another engine, model or size.
     """
     started = clock()
@@ -206,6 +209,7 @@ def profile_engine(
         for r, i in order:
             if (r, i) in journal.done:
                 continue
+            # The first round is never cut short, so that every session is measured at least once.
             if r and clock() - started > budget_s:
                 break
             journal.record(r, i, engine.run(sessions[i].requests, "steps", seed).steps)
@@ -216,13 +220,13 @@ def profile_engine(
 def _finish(
     journal: _SessionJournal, sessions: Sequence[DesignedSession], facts: dict[str, Any], out: Path, spent_s: float
 ) -> EngineProfile:
-    """Fit, and write what came of it."""
+    """Fit the steps, and write the files of the profile."""
     steps: dict[bool, list[TimedStep]] = {True: [], False: []}
     for (_, i), session in sorted(journal.done.items()):
         steps[sessions[i].fitted] += session
     costs = engine_costs(steps[True], str(out / STEPS))
     kinds = {kind: [s for s in steps[False] if s.kind == kind] for kind in ("decode", "prefill")}
-    errors = {kind: StepErrors.of(costs, held) for kind, held in kinds.items() if held}
+    errors = {kind: StepErrors.of(costs, steps_of_kind) for kind, steps_of_kind in kinds.items() if steps_of_kind}
     summary = {
         **{key: facts[key] for key in sorted(facts) if key not in ("model", "seed")},
         "model": facts["model"]["name"],
@@ -239,7 +243,7 @@ def _finish(
 
 
 def reference_beside(steps: Path) -> float | None:
-    """That of the gauge by which the steps of a profile were timed; None for a log from elsewhere."""
+    """Return the reference of the gauge by which the steps of a profile were timed; None for a log from elsewhere."""
     summary = steps.with_name(SUMMARY)
     if not summary.is_file():
         return None
@@ -250,17 +254,18 @@ def reference_beside(steps: Path) -> float | None:
 
 
 class _SessionJournal:
-    """The file of sessions that were run."""
+    """File of the sessions that were run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.done: dict[tuple[int, int], list[TimedStep]] = {}
         self._header: dict[str, Any] | None = None
         text = read_bytes(path) if path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        if text != whole:
-            os.truncate(path, len(whole))  # the session that was being written is run again
-        for number, data in json_lines(decoded(path, whole), str(path)):
+        complete_lines = text[: text.rfind(b"\n") + 1]
+        if text != complete_lines:
+            # The session that was being written is run again.
+            os.truncate(path, len(complete_lines))
+        for number, data in json_lines(decoded(path, complete_lines), str(path)):
             if self._header is None:
                 self._header = data
                 continue
@@ -273,11 +278,11 @@ class _SessionJournal:
 
     @property
     def reference_s(self) -> float | None:
-        """Of the gauge, as the first run found it."""
+        """Reference of the gauge in the first run; None without a file."""
         return None if self._header is None else float(self._header["reference_s"])
 
     def open(self, facts: dict[str, Any]) -> None:
-        """Raises UsageError where the file holds sessions of something else."""
+        """Write or compare the header. Raise UsageError if the file contains sessions of something else."""
         header = json.loads(json.dumps({"schema": SCHEMA, **facts}))
         if self._header is None:
             self._header = header
@@ -285,7 +290,7 @@ class _SessionJournal:
         for key in header:
             if self._header.get(key) != header[key]:
                 raise UsageError(
-                    f"{self._path}: holds sessions of another {key}; they are not mixed: name another folder"
+                    f"{self._path}: contains sessions of another {key}, which cannot be mixed; use another folder"
                 )
 
     def record(self, round_: int, session: int, steps: list[TimedStep]) -> None:

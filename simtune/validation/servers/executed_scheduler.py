@@ -1,8 +1,8 @@
-"""A simulator's scheduler at work: it decides under a real clock, an executor computes what it decided.
+"""A simulator's scheduler with a real executor: it decides under a real clock, and an executor computes its decisions.
 
-The loop is that of an engine: requests that are due are added, `schedule` says what to run, the executor runs it,
-`complete` says who is done. What comes out are the columns that a simulation leaves, so that both are judged by the
-same statistics, and a list of steps, each with its batch and how long it took.
+The loop is that of an engine: requests that are due are added, `schedule` returns the next step, the executor runs it,
+`complete` returns the finished requests. The result has the columns of a simulation, so that both are judged by the
+same statistics, and a list of steps, each with its batch and its duration.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ class Share(NamedTuple):
     past: int
     tokens: int
     samples: bool
-    """Whether it gets a token."""
+    """True if the request gets a token."""
 
 
 class Executor(Protocol):
     """Computes steps."""
 
     def run(self, shares: Sequence[Share]) -> None:
-        """Compute a step; returns when its tokens are there."""
+        """Compute a step; return when its tokens are available."""
         ...
 
     def release(self, request: Request) -> None:
-        """Forget the keys and values of a request that is finished or preempted."""
+        """Release the keys and values of a request that is finished or preempted."""
         ...
 
 
 class MeasuredStep(NamedTuple):
-    """A step that was run: its batch, what was left when it was scheduled, and its seconds by both clocks."""
+    """A step that was run: its batch, the free blocks and waiting requests when it was scheduled, and its seconds by
+    both clocks."""
 
     begin_s: float
     work: StepWork
     waiting: int
     free_blocks: int
     cpu_s: float
-    """Processor time of scheduling, running and completing it, over what the clock's gauge says."""
+    """Processor time of scheduling, running and completing the step, divided by the slowness of the clock's gauge."""
     wall_s: float
     execute_cpu_s: float
     """Processor time of the executor alone; the rest is the engine's own."""
 
     def timed(self, clock: str = "cpu") -> TimedStep:
-        """As a log of steps has it, by one of the clocks."""
+        """Return the step as an entry of a log of steps, by one of the clocks."""
         return TimedStep(self.work, self.cpu_s if clock == "cpu" else self.wall_s)
 
 
 class QueueLength(NamedTuple):
-    """How many requests run and wait, from a moment on."""
+    """Number of running and waiting requests, from a time on."""
 
     at_s: float
     running: int
@@ -74,7 +75,7 @@ class QueueLength(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a stream of requests."""
+    """Result of a stream of requests."""
 
     outcome: Outcome
     steps: list[MeasuredStep]
@@ -82,10 +83,10 @@ class Served:
 
 
 class EngineLoop:
-    """One scheduler and one executor under one stream of requests. Runs once."""
+    """Loop of one scheduler and one executor under one stream of requests. Runs once."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: EngineClock, stream: RequestStream) -> None:
-        """Raises ValueError for a scheduler that schedules ahead of what it knows, or drafts."""
+        """Raise ValueError for a scheduler that schedules asynchronously, or drafts."""
         if scheduler.async_scheduling or scheduler.drafting:
             raise ValueError("the loop runs one step after the other: neither scheduled asynchronously nor with drafts")
         self._scheduler, self._executor, self._clock = scheduler, executor, clock
@@ -96,7 +97,7 @@ class EngineLoop:
         self._busy = 0
 
     def run(self) -> Served:
-        """Until every request is answered or refused."""
+        """Run until every request is answered or refused."""
         self._source.begin()
         while True:
             now = self._now()
@@ -128,14 +129,15 @@ class EngineLoop:
                 self._source.answered(at)  # without a step
 
     def _step(self, now: int) -> bool:
-        """One step, if there is one."""
+        """Run one step. Return False if there is nothing to run."""
         scheduler = self._scheduler
         cpu, wall = processor_s(), wall_s()
         step = scheduler.schedule()
         if step is None:
             return False
         shares = _shares(scheduler, step)
-        cpu, wall = cpu - processor_s(), wall - wall_s()  # looking at the gauge takes no time
+        # The time of the gauge does not count.
+        cpu, wall = cpu - processor_s(), wall - wall_s()
         slow = self._clock.gauge(sum(share.tokens for share in shares))
         cpu, wall = cpu + processor_s(), wall + wall_s()
         for request in step.preempted:
@@ -147,14 +149,15 @@ class EngineLoop:
         self._executor.run(shares)
         execute = processor_s() - execute
         end = self._now()
-        self._arrive(end)  # they came while it ran
+        # Requests that arrived while the step ran.
+        self._arrive(end)
         self._account(now, end, step, scheduler.complete())
         times = (processor_s() - cpu) / slow, wall_s() - wall, execute / slow
         self._steps.append(MeasuredStep(now / TICKS_PER_SECOND, work, waiting, free, *times))
         return True
 
     def _account(self, begin: int, end: int, step: Step, progress: Progress) -> None:
-        """Write down what a step came to."""
+        """Record the results of a step."""
         recorder = self._recorder
         recorder.steps += 1
         self._busy += end - begin
@@ -177,7 +180,7 @@ class EngineLoop:
 
 
 def _shares(scheduler: Scheduler, step: Step) -> list[Share]:
-    """What each request computes in the step given last, in the engine's order."""
+    """Return the share of each request in the latest step, in the engine's order."""
     chunks = {chunk.request: chunk for chunk in step.chunks}
     shares = []
     for request, tokens in scheduler.composition().items():

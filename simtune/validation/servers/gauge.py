@@ -1,10 +1,10 @@
-"""How slow a shared processor is now: a fixed loop, timed again and again, against what it took at first.
+"""Slowness of a shared processor: a fixed loop, timed again and again, compared with its time at the start.
 
 Neighbours take memory bandwidth and caches, which processor time does not show: the same step may take half as long
-again. A matrix product over weights that no cache holds, like those of a decoding model, takes longer by about as
-much. Of one with many rows only the part does that reads weights: of r rows 1 / (1 + r / h), where h rows take as long
-to compute as the weights to read. Knows nothing of simtune, for it also runs beside engines in interpreters of their
-own.
+again. A matrix product over weights that no cache holds, like those of a decoding model, slows down by about as much.
+In a product with many rows only the part that reads weights slows down: with r rows the share 1 / (1 + r / h), where h
+rows take as long to compute as the weights to read. Imports no simtune module, because it also runs beside engines in
+interpreters of their own.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from statistics import median
 from typing import Any
 
 EVERY = 8
-"""Steps after which it looks again."""
+"""Steps after which the gauge is read again."""
 FIRST = 9
-"""Times it looks for its reference."""
+"""Readings of the loop for its reference."""
 _ROWS, _WIDTH, _WEIGHTS, _COPIES = 4, 1024, 4096, 4
 _MANY_ROWS = 256
 
 
 class Gauge:
-    """Called before every step; says how many times as long things take as by its reference."""
+    """Factor on the time of the fixed loop since its reference; called before every step."""
 
     def __init__(self, reference_s: float | None = None) -> None:
-        """`reference_s` is that of an earlier gauge on the same machine; else it is what the loop takes now."""
+        """`reference_s` is that of an earlier gauge on the same machine; otherwise the current time of the loop."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -35,21 +35,25 @@ class Gauge:
         self._at = 0
         self._latest: deque[float] = deque(maxlen=3)
         self.look()
-        here = median(self.look() for _ in range(FIRST))
-        self.reference_s = reference_s or here
+        current_s = median(self.look() for _ in range(FIRST))
+        self.reference_s = reference_s or current_s
         many = torch.randn(_MANY_ROWS, _WIDTH, generator=generator)
         computing = median(self._seconds(many) for _ in range(3)) / _MANY_ROWS
-        self._even = here / computing
+        self._even = current_s / computing
 
     def __call__(self, rows: int = 0) -> float:
-        """1 where it is as it was. Of a step whose products have so many rows; without, of what only reads weights."""
+        """Return the slowness, 1 if nothing has changed.
+
+        With `rows` it is that of a step whose products have this number of rows; without, of work that only reads
+        weights.
+        """
         if self._at % EVERY == 0:
             self._latest.append(self.look())
         self._at += 1
         return 1 + (median(self._latest) / self.reference_s - 1) / (1 + rows / self._even)
 
     def look(self) -> float:
-        """Seconds of the loop now."""
+        """Return the seconds that the loop takes now."""
         return self._seconds(self._x)
 
     def _seconds(self, x: Any) -> float:

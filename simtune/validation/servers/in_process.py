@@ -1,4 +1,4 @@
-"""What engines in this process share: the deployment of a plan, and the times of tokens as a measured run."""
+"""Parts that engines in this process share: the deployment of a plan, and the times of tokens as a measured run."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from simtune.workload.requests import RequestStream
 
 REFUSED = "longer than the engine can hold"
 MOST_SAMPLES = 2000
-"""Of how many requests run and wait."""
+"""Largest number of samples of running and waiting requests."""
 
 
 def queue_samples(queues: Sequence[tuple[float, float, float]]) -> QueueSamples | None:
-    """(time, running, waiting) as a run keeps them, at most MOST_SAMPLES of them evenly spread up to the last; None of
-    none."""
+    """Return (time, running, waiting) as a run stores them, at most MOST_SAMPLES, evenly spread up to the last; None
+    without any."""
     every = max(1, -(-len(queues) // MOST_SAMPLES))
-    kept = queues[(len(queues) - 1) % every :: every]
-    if not kept:
+    samples = queues[(len(queues) - 1) % every :: every]
+    if not samples:
         return None
-    t_s, running, waiting = zip(*kept, strict=True)
+    t_s, running, waiting = zip(*samples, strict=True)
     return QueueSamples(t_s=t_s, running=running, waiting=waiting)
 
 
 class TokenTimes:
-    """When the tokens of each request of a stream came, in seconds by the engine's clock."""
+    """Times of the tokens of each request of a stream, in seconds by the engine's clock."""
 
     def __init__(self, count: int) -> None:
-        """For so many requests."""
+        """Prepare the times of `count` requests."""
         self._times: list[list[float]] = [[] for _ in range(count)]
 
     def came(self, request: int, at_s: float) -> None:
-        """A token of a request is there."""
+        """Record a token of a request."""
         self._times[request].append(at_s)
 
     def first_and_last(self) -> list[tuple[float, float]]:
-        """Of each request; NaN of those without a token."""
+        """Return the times of the first and last token of each request; NaN without a token."""
         return [(times[0], times[-1]) if times else (nan, nan) for times in self._times]
 
     def measured(self, stream: RequestStream, arrival: Sequence[int], facts: MeasuredFacts) -> MeasuredRun:
-        """As a run; `arrival` is the tick at which each request came. Those without a token were refused."""
+        """Return the times as a run; `arrival` is the tick at which each request arrived.
+
+        Requests without a token were refused.
+        """
         due = [None] * len(stream) if stream.arrival_s is None else stream.arrival_s.tolist()
         requests = tuple(
             MeasuredRequest(
@@ -65,20 +68,21 @@ class TokenTimes:
 
 
 def redeployed(plan: Plan, deployment: Deployment) -> Deployment:
-    """Another plan on the same hardware. What its steps would cost is of no account to an engine, and left as it is."""
+    """Return the deployment of another plan on the same hardware. Its step costs are left unchanged: an engine does not
+    use them."""
     if plan == deployment.plan:
         return deployment
     return deploy(plan, deployment.model, deployment.profiles, deployment.costs)
 
 
 def check_clock(device: str, clock: Clock) -> None:
-    """Raises UsageError for processor time where the processor does not do the work."""
+    """Raise UsageError for processor time if a device other than the processor does the work."""
     if clock == "cpu" and not device.startswith("cpu"):
         raise UsageError(f"--clock cpu: is the processor's time, and {device} does the work; name --clock wall")
 
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""A process with all its children that does not outlive this one, however this one ends.
+"""A process with all its children that ends with this one, however this one ends.
 
-A guard stands between: it starts the command in a session of its own and holds the other end of a pipe. When the pipe
-closes, because it was told to or because this process was killed, it ends the whole session; when the guard itself is
-killed, the kernel ends the command.
+A guard process is in between: it starts the command in a session of its own and holds the other end of a pipe. When the
+pipe closes, on `stop` or because this process was killed, it ends the whole session; when the guard itself is killed,
+the kernel ends the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from simtune.errors import EngineError
 
 GRACE_S = 10.0
-"""Between asking a session to end and ending it."""
+"""Seconds between the request to end a session and its end by force."""
 
 _GUARD = r"""
 import ctypes, json, os, select, signal, subprocess, sys
@@ -55,7 +55,7 @@ sys.exit(abs(child.wait()) % 256)
 def start(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a command behind a guard and return the guard; both write to `log`.
 
-    Raises EngineError where the system has no sessions of processes (Windows).
+    Raise EngineError if the system has no sessions of processes (Windows).
     """
     if not hasattr(os, "setsid"):
         raise EngineError(

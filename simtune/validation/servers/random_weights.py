@@ -5,9 +5,8 @@ four projections), Qwen2ForCausalLM (biases of queries, keys and values), Qwen3F
 
 `rigged_pair` writes a target and a draft model whose greedy answers are known: every layer adds nothing to the residual
 stream, and the head maps the embedding of a token to the next token of a permutation, one cycle over all. The draft
-model's permutation differs for a chosen share of the tokens, so the target takes that share of its drafts less. All
-matrix products run at full size. What is said does not depend on the KV cache: paging and KV transfer cannot be checked
-with it.
+model's permutation differs for a chosen share of the tokens, so the target rejects that share of its drafts. All matrix
+products run at full size. The output does not depend on the KV cache: paging and KV transfer cannot be checked with it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Mod
 from simtune.validation.client.prompts import FIRST_TOKEN
 
 SPREAD = 0.02
-"""Standard deviation of the matrices, as GPT-2 and Llama begin their training with."""
+"""Standard deviation of the matrices, as in the initial weights of GPT-2 and Llama."""
 SMALLEST_RIGGED = 64
-"""Hidden size below which embeddings of different tokens are too much alike to be told apart."""
+"""Hidden size below which the embeddings of different tokens are too similar."""
 CONFIG, TRUTH = "config.json", "truth.json"
-"""The files by which a model's folder and a rigged pair's are known."""
+"""Files by which the folder of a model and that of a rigged pair are recognised."""
 _ROWS = 1 << 22
 """Numbers that are drawn at a time."""
 _DTYPES = {"fp32": ("F32", 4, "float32"), "bf16": ("BF16", 2, "bfloat16"), "fp16": ("F16", 2, "float16")}
@@ -45,7 +44,7 @@ Floats = NDArray[np.float32]
 
 
 class Tensor(NamedTuple):
-    """One tensor of a checkpoint. Its numbers are drawn, or all equal `value`, or rows of `table`."""
+    """A tensor of a checkpoint. Its numbers are drawn, or all equal `value`, or rows of `table`."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,7 +55,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is written for a model."""
+    """Architecture and parts of the checkpoint of a model."""
 
     model: Model
     architecture: str
@@ -65,7 +64,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, model: Model) -> Checkpoint:
-        """Raises UsageError naming every part of the model that cannot be written."""
+        """Return the checkpoint of a model. Raise UsageError naming every part of the model that cannot be written."""
         first = model.layers[0]
         attention, feed_forward = first.attention, first.feed_forward
         wrong = list(_unwritten(model))
@@ -82,7 +81,7 @@ class Checkpoint:
         return cls(model, architecture, attention, feed_forward)
 
     def config(self) -> dict[str, Any]:
-        """config.json as Hugging Face has it."""
+        """Return the content of config.json in Hugging Face's format."""
         m, a = self.model, self.attention
         config: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -110,10 +109,11 @@ class Checkpoint:
         return config
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them, in order of the layers."""
+        """Yield all tensors, in order of the layers."""
         m, a, wide = self.model, self.attention, self.feed_forward.intermediate_size
         hidden = m.hidden_size
-        into = SPREAD / math.sqrt(2 * m.num_layers)  # of what adds to the residual stream, which stays of one size
+        # Smaller for outputs that are added to the residual stream, so that its size stays constant over the layers.
+        into = SPREAD / math.sqrt(2 * m.num_layers)
         yield Tensor("model.embed_tokens.weight", (m.vocab_size, hidden))
         widths = {"q": a.heads * a.head_dim, "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
         for i in range(m.num_layers):
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def _unwritten(model: Model) -> Iterator[str]:
-    """What of a model is not written, in words."""
+    """Yield the parts of a model that cannot be written, in words."""
     for group in model.layers:
         yield from _unwritten_layer(group)
     first = model.layers[0]
@@ -166,7 +166,7 @@ def _unwritten_layer(group: LayerGroup) -> Iterator[str]:
 
 
 def write_weights(model: Model, out: Path, *, seed: int = 0, force: bool = False) -> Path:
-    """Write random weights for a model; the same bytes for the same seed. Raises UsageError where it cannot."""
+    """Write random weights for a model; the same bytes for the same seed. Raise UsageError if it cannot."""
     checkpoint = Checkpoint.of(model)
     tensors = list(checkpoint.tensors())
     with _replacing(out, CONFIG, _bytes_of(checkpoint, tensors), force) as folder:
@@ -177,10 +177,10 @@ def write_weights(model: Model, out: Path, *, seed: int = 0, force: bool = False
 def rigged_pair(
     target: Model, draft: Model, out: Path, acceptance: float, *, seed: int = 0, force: bool = False
 ) -> float:
-    """Write `out`/target and `out`/draft, and what follows each token to `out`/truth.json. Returns the share of the
-    drafts that is accepted: what was asked for, to a token of the vocabulary.
+    """Write `out`/target and `out`/draft, and the next token of each token to `out`/truth.json.
 
-    Raises UsageError where the two models do not go together or cannot be rigged.
+    Return the share of the drafts that is accepted: `acceptance`, rounded to a token of the vocabulary. Raise
+    UsageError if the two models do not fit together or cannot be rigged.
     """
     if not 0 <= acceptance <= 1:
         raise UsageError(f"an acceptance is a share from 0 to 1, not {acceptance}")
@@ -188,7 +188,7 @@ def rigged_pair(
         raise UsageError(
             f"{draft.name} has {draft.vocab_size} tokens and {target.name} {target.vocab_size}; they must agree"
         )
-    both = [Checkpoint.of(model) for model in (target, draft)]
+    checkpoints = [Checkpoint.of(model) for model in (target, draft)]
     for model in (target, draft):
         if model.tie_embeddings:
             raise UsageError(
@@ -199,9 +199,9 @@ def rigged_pair(
     follows, drafted = permutations(target.vocab_size, acceptance, seed)
     share = float((follows == drafted)[FIRST_TOKEN:].mean())
     truth = {"schema": "simtune/rigged@1", "acceptance": share, "next": follows.tolist(), "drafted": drafted.tolist()}
-    size = sum(_bytes_of(checkpoint, checkpoint.tensors()) for checkpoint in both)
+    size = sum(_bytes_of(checkpoint, checkpoint.tensors()) for checkpoint in checkpoints)
     with _replacing(out, TRUTH, size, force) as folder:
-        for checkpoint, name, after in zip(both, ("target", "draft"), (follows, drafted), strict=True):
+        for checkpoint, name, after in zip(checkpoints, ("target", "draft"), (follows, drafted), strict=True):
             (folder / name).mkdir()
             _write(checkpoint, list(_rigged(checkpoint, after, seed)), folder / name, seed)
         (folder / TRUTH).write_text(json.dumps(truth) + "\n", encoding="utf-8")
@@ -209,13 +209,14 @@ def rigged_pair(
 
 
 def permutations(vocab_size: int, acceptance: float, seed: int) -> tuple[Ints, Ints]:
-    """(what follows each token, what the draft model says does): cycles over all tokens from FIRST_TOKEN on."""
+    """Return (next token of each token, next token by the draft model): cycles over all tokens from FIRST_TOKEN on."""
     body = _generator(seed, 0).permutation(np.arange(FIRST_TOKEN, vocab_size))
     follows = np.arange(vocab_size)
     follows[body] = np.roll(body, -1)
     wrong = np.sort(_generator(seed, 1).permutation(body)[: round((1 - acceptance) * len(body))])
     if len(wrong) == 1:
-        wrong = wrong[:0]  # one alone has nobody to swap with
+        # A single token has no other to swap with.
+        wrong = wrong[:0]
     drafted = follows.copy()
     drafted[wrong] = follows[np.roll(wrong, -1)]
     return follows, drafted
@@ -246,8 +247,10 @@ def _generator(seed: int, purpose: int) -> np.random.Generator:
 
 @contextmanager
 def _replacing(out: Path, known_by: str, size: int, force: bool) -> Iterator[Path]:
-    """A folder that takes the place of `out` once it is whole. With `force` also where earlier weights are, which are
-    known by one of their files. Raises UsageError."""
+    """Yield a folder that replaces `out` once it is complete.
+
+    With `force` earlier weights, which are recognised by one of their files, are replaced too. Raise UsageError.
+    """
     alone(out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; name a folder")
@@ -268,7 +271,7 @@ def _bytes_of(checkpoint: Checkpoint, tensors: Iterable[Tensor]) -> int:
 
 
 def _write(checkpoint: Checkpoint, tensors: list[Tensor], folder: Path, seed: int) -> None:
-    """What engines load."""
+    """Write config.json and model.safetensors."""
     code, size, _ = _DTYPES[checkpoint.model.dtype]
     with (folder / "model.safetensors").open("wb") as file:
         _write_safetensors(file, tensors, code, size, seed)
@@ -276,8 +279,8 @@ def _write(checkpoint: Checkpoint, tensors: list[Tensor], folder: Path, seed: in
 
 
 def _write_safetensors(file: BinaryIO, tensors: list[Tensor], code: str, size: int, seed: int) -> None:
-    """Eight bytes of header length, the header as JSON padded to eight bytes, then the tensors one after another:
-    the format of Hugging Face's safetensors."""
+    """Write the format of Hugging Face's safetensors: eight bytes of header length, the header as JSON padded to eight
+    bytes, then the tensors one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -293,7 +296,7 @@ def _write_safetensors(file: BinaryIO, tensors: list[Tensor], code: str, size: i
 
 
 def _numbers(tensor: Tensor, seed: int, number: int) -> Iterator[Floats]:
-    """The tensor's numbers in order, in blocks."""
+    """Yield the tensor's numbers in order, in blocks."""
     if tensor.table is not None:
         yield tensor.table.reshape(-1)
         return
@@ -307,7 +310,7 @@ def _numbers(tensor: Tensor, seed: int, number: int) -> Iterator[Floats]:
 
 
 def _encoded(values: Floats, code: str) -> bytes:
-    """Little-endian; bfloat16 is the upper half of a float32, rounded to nearest even."""
+    """Return little-endian bytes; bfloat16 is the upper half of a float32, rounded to nearest even."""
     if code == "BF16":
         bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
         return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes())

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as an engine: one that runs, or a vLLM that is started with a plan's settings."""
+"""OpenAI-compatible servers as engines: one that runs already, or a vLLM that is started with a plan's settings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from simtune.validation.servers.ports import free_ports, side_channel
 from simtune.workload.requests import RequestStream
 
 SERVED = (["mixed"], ["prefill", "decode"])
-"""Roles of the pools that are started here."""
+"""Roles of the pools that can be started here."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 LOG_LINES = 15
-"""Of what a server said last, in the error when it does not start."""
+"""Number of the server's last log lines in the error if it does not start."""
 
 
 class ServerEngine:
-    """A server that runs already. What it was started with is its owner's affair; it is not told the plan."""
+    """A server that runs already. It is not configured by the plan; its owner chose the settings."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ServerEngine:
         name: str = "server",
         decode: ServerAddress | None = None,
     ) -> None:
-        """`model` is what it serves, for the vocabulary; `name` is what kind of server it is. With `decode` it computes
-        prompts, and that one the answers."""
+        """`model` is the served model, for the vocabulary; `name` is the kind of server. With `decode` this server
+        computes prompts, and the other one decodes."""
         self._server, self._model, self._name, self._decode = server, model, name, decode
         self._patience = patience or Patience()
         self._served: str | None = None
@@ -66,10 +66,10 @@ class ServerEngine:
         return MeasuredRun(facts, traffic.requests)
 
     def check(self, plan: Plan) -> None:
-        """It is not told any."""
+        """Accept any plan: the server is not configured by it."""
 
     def close(self) -> None:
-        """The server is not ours to stop."""
+        """Do nothing: the server is not stopped by simtune."""
 
     def _send(self, stream: RequestStream, seed: int) -> Traffic:
         assert self._served is not None
@@ -77,7 +77,7 @@ class ServerEngine:
         return send(self._server, self._served, stream, prompts, self._patience, self._decode)
 
     def _version(self) -> str | None:
-        """As vLLM tells; other servers need not."""
+        """Return the version that vLLM reports; None for servers that report none."""
         with contextlib.suppress(EngineError, ValueError, LookupError, TypeError):
             return str(json.loads(ask(self._server, "/version"))["version"])
         return None
@@ -85,29 +85,29 @@ class ServerEngine:
 
 @dataclass(frozen=True)
 class VllmCommand:
-    """How vLLM is started here."""
+    """Command and environment with which vLLM is started."""
 
     python: str
-    """The Python of the environment it is installed in."""
+    """Python of the environment in which vLLM is installed."""
     weights: Path
-    """The folder with config.json and weights; without weights it makes some up."""
+    """Folder with config.json and weights; without weights vLLM uses random ones."""
     arguments: tuple[str, ...] = ()
-    """Beside the plan's settings, e.g. ("--dtype", "float32")."""
+    """Arguments in addition to the plan's settings, e.g. ("--dtype", "float32")."""
     environment: Mapping[str, str] | None = None
-    """Beside that of this process."""
+    """Variables in addition to the environment of this process."""
     start_s: float = 600.0
-    """How long it may take until it is healthy."""
+    """Seconds that it may take until it is healthy."""
 
 
 class VllmServer:
-    """One `vllm serve` on a free port of the loopback under a random key, for one pool of a plan.
+    """A `vllm serve` on a free port of the loopback under a random key, for one pool of a plan.
 
     It ends with all its processes at `stop`, and when this process ends in whatever way
     (`simtune.validation.servers.process_guard`).
     """
 
     def __init__(self, command: VllmCommand, settings: str, folder: Path, name: str) -> None:
-        """Starts it; `settings` is the text of the file that it is given, which is kept with its log in `folder`."""
+        """Start it. `settings` is the text of its configuration file, which is stored with its log in `folder`."""
         self._command, self._log = command, folder / f"{name}.log"
         path = folder / f"{name}.yaml"
         path.write_text(settings, encoding="utf-8")
@@ -124,17 +124,18 @@ class VllmServer:
             **side_channel(beside),
             "VLLM_API_KEY": key,
         }
-        environment.pop("PYTHONPATH", None)  # of this environment, not of vLLM's
+        # PYTHONPATH belongs to this environment, not to vLLM's.
+        environment.pop("PYTHONPATH", None)
         with self._log.open("wb") as log:
             self._process = process_guard.start([*words, *command.arguments], environment, log)
 
     @property
     def pid(self) -> int:
-        """Of the process that guards it."""
+        """Process id of the guard."""
         return self._process.pid
 
     def wait(self) -> None:
-        """Until it is healthy. Raises EngineError where it ends before, or is not within its time."""
+        """Wait until the server is healthy. Raise EngineError if it ends before, or is not healthy within `start_s`."""
         deadline = now() + self._command.start_s
         while now() < deadline:
             if self._process.poll() is not None:
@@ -146,7 +147,7 @@ class VllmServer:
         raise EngineError(f"vLLM was not ready after {self._command.start_s:g} s; it said last:\n{self._said()}")
 
     def stop(self) -> None:
-        """End it with all its processes."""
+        """End the server with all its processes."""
         process_guard.stop(self._process)
 
     def _weights_arguments(self) -> Sequence[str]:
@@ -174,7 +175,7 @@ class VllmEngine:
         patience: Patience | None = None,
         draft_models: Mapping[str, Model] | None = None,
     ) -> None:
-        """`draft_models` by the names that plans have for them. Raises UsageError where there is nothing to serve."""
+        """`draft_models` are by the names in plans. Raise UsageError if the folder has no model to serve."""
         if not (command.weights / "config.json").is_file():
             raise UsageError(f"{command.weights}: has no config.json; `simtune weights MODEL --out DIR` makes a folder")
         self._command, self._model, self._patience = command, model, patience
@@ -185,7 +186,7 @@ class VllmEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="simtune-vllm-")
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
-        """See `Engine.run`. Raises EngineError where vLLM does not start or has ended, with what it said last."""
+        """See `Engine.run`. Raise EngineError if vLLM does not start or has ended, with the last lines of its log."""
         if plan != self._plan:
             self._stop()
             self._inner, self._plan = self._started(plan), plan
@@ -211,12 +212,14 @@ class VllmEngine:
         except EngineError:
             self._stop()
             raise
-        first, *rest = (server.address for server in self._servers)
-        return ServerEngine(first, self._model, self._patience, "vllm", *rest)
+        first, *decode = (server.address for server in self._servers)
+        return ServerEngine(first, self._model, self._patience, "vllm", *decode)
 
     def _settings(self, plan: Plan) -> dict[str, str]:
-        """Texts of the files that servers are given, by pool, in the order of a request's way. Raises UsageError for
-        plans of several instances, and where vLLM cannot be told."""
+        """Return the texts of the servers' configuration files, by pool, in the order of a request's path.
+
+        Raise UsageError for plans of several instances, and for settings that vLLM does not have.
+        """
         pools = sorted(plan.pools, key=lambda pool: pool.role != "prefill")
         if any(pool.instances != 1 for pool in pools) or [p.role for p in pools] not in SERVED:
             raise UsageError(
@@ -233,8 +236,10 @@ class VllmEngine:
 
 
 def vllm_python(given: str | None) -> str:
-    """The Python that has vLLM: as given, as in the environment variable VLLM_PYTHON, or this one. Raises UsageError
-    where there is none."""
+    """Return the Python that has vLLM: `given`, the environment variable VLLM_PYTHON, or this one.
+
+    Raise UsageError if there is none.
+    """
     path = given or os.environ.get("VLLM_PYTHON")
     if path is None:
         from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What can be validated against: an engine runs a plan under a load and says what it measured."""
+"""The interface of engines for validation: run a plan under a load, and return the measurements."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from simtune.workload.requests import RequestStream
 
 
 class Engine(Protocol):
-    """A real engine on a real clock. It starts whatever a plan needs at the first `run` of it and keeps that until
-    another plan comes or it is closed; what starting costs, and a warm-up, is not in what it measures.
+    """A real engine on a real clock.
 
-    Implementations are given their model (weights, vocabulary) when they are made.
+    It starts everything that a plan needs at the first `run` of the plan, and keeps it until another plan comes or it
+    is closed. Measurements exclude the start and a warm-up. Implementations are given their model (weights, vocabulary)
+    when they are made.
     """
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
-        """Send the stream's requests, open loop at `arrival_s` or closed loop with `users`, each with its exact prompt
-        and output lengths (`simtune.validation.client.prompts`), and wait for all of them.
+        """Send the stream's requests, and wait for all of them.
 
-        `label` names the load in what comes back; `seed` makes the prompts. Requests that failed are in the run with
-        their error. Raises UsageError where the engine cannot be told the plan, EngineError where it does not start or
-        ends.
+        Open loop at `arrival_s` or closed loop with `users`, each request with its exact prompt and output lengths
+        (`simtune.validation.client.prompts`). `label` names the load in the returned run; `seed` makes the prompts.
+        Requests that failed are in the run with their error. Raise UsageError if the engine cannot be given the plan,
+        and EngineError if it does not start or ends.
         """
         ...
 
     def check(self, plan: Plan) -> None:
-        """Raises UsageError where the engine cannot be told the plan, or lacks what it asks for."""
+        """Raise UsageError if the engine cannot be given the plan, or lacks something that the plan needs."""
         ...
 
     def close(self) -> None:
-        """Stop what was started, whatever state it is in. May be called twice."""
+        """Stop everything that was started, in any state. May be called twice."""
         ...

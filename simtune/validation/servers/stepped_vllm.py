@@ -1,8 +1,8 @@
-"""vLLM by its own processor time: its engine is stepped in an interpreter of its own, with no server before it.
+"""vLLM by its own processor time: its engine is stepped in an interpreter of its own, without a server in front.
 
-On a machine that others use, a server's wall clock times them too. Here requests come by the engine's own clock, which
-stands still while somebody else runs, and a gauge divides out what neighbours slow down; what a server adds is not in
-it.
+On a shared machine a server's wall clock includes the time of other processes. Here requests arrive by the engine's own
+clock, which stops while other processes run, and a gauge divides out the slowdown by neighbours; the time that a server
+adds is not included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MakeStepped = Callable[[EngineSize, Mapping[str, Any], float | None], StepDriver
 
 
 def engine_arguments(pool: Pool, draft: Model | None = None) -> dict[str, Any]:
-    """What vLLM's EngineArgs are given for a pool, beside its size."""
+    """Return the arguments of vLLM's EngineArgs for a pool, in addition to its size."""
     batching, cache = pool.batching, pool.kv_cache
     arguments: dict[str, Any] = {
         "enable_chunked_prefill": batching.chunked_prefill,
@@ -50,8 +50,10 @@ def engine_arguments(pool: Pool, draft: Model | None = None) -> dict[str, Any]:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises UsageError where the plan has what synchronous instances on one device have not: one, or one that prefills
-    and one that decodes."""
+    """Raise UsageError if the plan has settings that synchronous instances on one device do not support.
+
+    Supported are one instance, or one that prefills and one that decodes.
+    """
     pools, roles = plan.pools, sorted(pool.role for pool in plan.pools)
     wrong = {
         "several instances of a kind": roles not in (["mixed"], ["decode", "prefill"])
@@ -61,7 +63,7 @@ def check_plan(plan: Plan) -> None:
         "no max_model_len (give it one)": any(pool.max_model_len is None for pool in pools),
         "drafts beside pools": len(pools) > 1 and any(pool.speculation is not None for pool in pools),
     }
-    has = [name for name, there in wrong.items() if there]
+    has = [name for name, present in wrong.items() if present]
     if has:
         raise UsageError(f"plan {plan.name}: has {', '.join(has)}, which vLLM by processor time cannot run")
 
@@ -70,8 +72,8 @@ class SteppedVllm:
     """See `simtune.validation.servers.server.Engine`. An engine starts at the first run of a plan."""
 
     def __init__(self, model: Model, make: MakeStepped, draft_models: Mapping[str, Model] | None = None) -> None:
-        """`make` starts an engine of a size with further arguments, by the reference of an earlier gauge where there is
-        one; `draft_models` by the names that plans have."""
+        """`make` starts an engine of a size with further arguments, by the reference of an earlier gauge if there is
+        one; `draft_models` are by the names in plans."""
         self._model, self._make = model, make
         self._draft_models = dict(draft_models or {})
         self._plan: Plan | None = None
@@ -107,15 +109,15 @@ class SteppedVllm:
         assert pool.max_model_len is not None
         seats, budget = pool.batching.max_num_seqs, pool.batching.max_num_batched_tokens
         size = EngineSize(seats, budget, pool.max_model_len, pool.kv_cache.block_size)
-        own = None if pool.speculation is None else pool.speculation.drafter.own_model
-        draft = None if own is None else self._draft_models.get(own)
+        draft_name = None if pool.speculation is None else pool.speculation.drafter.own_model
+        draft = None if draft_name is None else self._draft_models.get(draft_name)
         started = self._make(size, engine_arguments(pool, draft), reference_s)
         started.run(warm_up(budget, pool.max_model_len))
         return started
 
 
 def measured(stream: RequestStream, driven: Driven, facts: Mapping[str, Any], label: str, plan: Plan) -> MeasuredRun:
-    """A session as a measured run."""
+    """Return a session as a measured run."""
     assert stream.arrival_s is not None
     requests = tuple(
         MeasuredRequest(

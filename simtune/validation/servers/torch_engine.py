@@ -1,4 +1,4 @@
-"""The torch engine: a plan's own scheduler runs a decoder of the model's shapes, on a processor or a GPU."""
+"""The torch engine: the scheduler of a plan runs a decoder of the model's shapes, on a processor or a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTALL = "the torch engine needs torch, which is not installed: pip install tor
 
 @dataclass(frozen=True)
 class MeasuredServing:
-    """What an engine did under a load, in the columns of a simulation, and its steps."""
+    """Measurements of an engine under a load, in the columns of a simulation, and its steps."""
 
     result: Result
     steps: list[MeasuredStep]
@@ -33,7 +33,7 @@ class MeasuredServing:
 
 
 def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Executor:
-    """The decoder that a plan asks for, with random weights. Raises UsageError where torch or a layer is missing."""
+    """Return the decoder of a plan, with random weights. Raise UsageError if torch or a layer is missing."""
     try:
         from simtune.validation.servers.cached_decoder import CachedDecoder
     except ModuleNotFoundError as error:
@@ -46,7 +46,8 @@ def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Exe
 
 
 def check(deployment: Deployment) -> None:
-    """Raises UsageError where the plan has what one synchronous instance without a prefix cache has not."""
+    """Raise UsageError if the plan has settings that one synchronous instance without a prefix cache does not
+    support."""
     pool = deployment.pools[0].spec
     wrong = {
         "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
@@ -56,7 +57,7 @@ def check(deployment: Deployment) -> None:
         "preemption: swap": pool.kv_cache.preemption == "swap",
         "async_scheduling (set it to false)": pool.schedules_async,
     }
-    has = [name for name, there in wrong.items() if there]
+    has = [name for name, present in wrong.items() if present]
     if has:
         raise UsageError(f"plan {deployment.plan.name}: the torch engine has no {', '.join(has)}")
 
@@ -69,9 +70,9 @@ def serve(
     clock: EngineClock | None = None,
     slo: Slo | None = None,
 ) -> MeasuredServing:
-    """Serve a stream of requests for real. The scheduler is made as it is for a simulation of the same plan.
+    """Serve a stream of requests for real. The scheduler is made as for a simulation of the same plan.
 
-    `clock` is that of this thread's processor time unless given. Raises UsageError for a plan that `check` refuses.
+    `clock` is that of this thread's processor time unless given. Raise UsageError for a plan that `check` refuses.
     """
     check(deployment)
     (core,) = deployment.pools[0].cores(1, None)
@@ -81,7 +82,7 @@ def serve(
 
 
 class TorchEngine:
-    """The torch engine under whatever plan it is given: see `simtune.validation.servers.server.Engine`."""
+    """The torch engine for any plan: see `simtune.validation.servers.server.Engine`."""
 
     def __init__(
         self,
@@ -92,9 +93,12 @@ class TorchEngine:
         clocks: Mapping[str, Callable[[], EngineClock]] = CLOCKS,
         make: Callable[[Deployment, str], Executor] | None = None,
     ) -> None:
-        """`deployment` names model and hardware; `make` makes what computes the steps of a plan on a device, the
-        decoder unless given. Raises UsageError for a plan that `check` refuses, where torch is not installed, and for
-        processor time of another device than the processor."""
+        """`deployment` contains model and hardware; `make` returns the executor of a plan on a device, by default the
+        decoder.
+
+        Raise UsageError for a plan that `check` refuses, if torch is not installed, and for processor time of another
+        device than the processor.
+        """
         check(deployment)
         check_clock(device, clock)
         if make is None and find_spec("torch") is None:
@@ -105,7 +109,7 @@ class TorchEngine:
         self._executor: Executor | None = None
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
-        """See `Engine.run`. Which tokens prompts are of is no matter to the decoder, and `seed` none either."""
+        """See `Engine.run`. The decoder does not depend on the tokens of prompts, so `seed` has no effect."""
         deployment = redeployed(plan, self._deployment)
         if self._executor is None or plan != self._plan:
             check(deployment)
@@ -130,7 +134,7 @@ class TorchEngine:
         check(redeployed(plan, self._deployment))
 
     def close(self) -> None:
-        """Forget weights, keys and values."""
+        """Release weights, keys and values."""
         self._executor, self._plan = None, None
 
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, in this process: a folder of weights under the scheduler that a plan names.
+"""transformers' continuous batching in this process, with a folder of weights and the scheduler of a plan.
 
 Its manager works in a thread of its own, which sleeps and wakes by the wall clock. Here the same three calls of a step
 (prepare, generate, update) are made one after the other, so that either clock can time them; everything between two
@@ -31,11 +31,11 @@ from simtune.workload.requests import RequestStream
 
 INSTALL = "the transformers engine needs transformers and torch, which are missing: pip install transformers torch"
 SCHEDULERS = {"transformers-fifo": "fifo", "transformers-prefill-first": "prefill_first"}
-"""Its names of the policies that are its own."""
+"""transformers' names of the policies that it has."""
 
 
 def check_plan(deployment: Deployment) -> None:
-    """Raises UsageError where the plan has what one synchronous instance of it has not."""
+    """Raise UsageError if the plan has settings that one synchronous instance does not support."""
     pool = deployment.pools[0].spec
     wrong = {
         "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
@@ -46,13 +46,13 @@ def check_plan(deployment: Deployment) -> None:
             pool.batching.policy not in SCHEDULERS
         ),
     }
-    has = [name for name, there in wrong.items() if there]
+    has = [name for name, present in wrong.items() if present]
     if has:
         raise UsageError(f"plan {deployment.plan.name}: the transformers engine has no {', '.join(has)}")
 
 
 def check_installed() -> None:
-    """Raises UsageError where it is not."""
+    """Raise UsageError if transformers or torch is not installed."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UsageError(INSTALL)
 
@@ -69,8 +69,11 @@ class TransformersEngine:
         clock: Clock = "cpu",
         clocks: Mapping[str, Callable[[], EngineClock]] = CLOCKS,
     ) -> None:
-        """`weights` is the folder that it serves. Raises UsageError for a plan that `check_plan` refuses, a folder
-        without weights, and where transformers is not installed."""
+        """`weights` is the folder of the served model.
+
+        Raise UsageError for a plan that `check_plan` refuses, for a folder without weights, and if transformers is not
+        installed.
+        """
         check_plan(deployment)
         check_clock(device, clock)
         check_installed()
@@ -81,7 +84,7 @@ class TransformersEngine:
         self._model: Any = None
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
-        """See `Engine.run`. Raises EngineError where transformers gives up."""
+        """See `Engine.run`. Raise EngineError if transformers gives up."""
         deployment = redeployed(plan, self._deployment)
         check_plan(deployment)
         if self._model is None:
@@ -107,7 +110,7 @@ class TransformersEngine:
         check_plan(redeployed(plan, self._deployment))
 
     def close(self) -> None:
-        """Forget the weights."""
+        """Release the weights."""
         self._model = None
 
     def _session(self, deployment: Deployment, stream: RequestStream, seed: int) -> Session:
@@ -116,11 +119,12 @@ class TransformersEngine:
 
 
 def load(weights: Path, device: str) -> Any:
-    """The model in a folder, on one thread. Raises UsageError where it cannot be loaded."""
+    """Return the model in a folder, on one thread. Raise UsageError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)  # threads that wait for shared cores only spin
+    # Threads that wait for shared cores only spin.
+    torch.set_num_threads(1)
     try:
         return AutoModelForCausalLM.from_pretrained(weights, dtype="auto", local_files_only=True).to(device).eval()
     except (OSError, ValueError) as error:
@@ -128,7 +132,7 @@ def load(weights: Path, device: str) -> Any:
 
 
 def manager_of(model: Any, deployment: Deployment) -> Any:
-    """With the plan's settings by its own names, not started."""
+    """Return a manager with the plan's settings by transformers' own names, not started."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     pool = deployment.pools[0]
@@ -149,7 +153,7 @@ def manager_of(model: Any, deployment: Deployment) -> Any:
 
 
 class Session:
-    """One stream of requests through one manager, step by step."""
+    """A stream of requests through one manager, step by step."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Session:
         seconds: Callable[[], float] = processor_s,
         stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        """The manager is used up. `seconds` times steps, and `stepped` is called after each."""
+        """The manager is used up by the session. `seconds` times steps, and `stepped` is called after each."""
         self._manager = manager
         self._processor = manager.batch_processor = manager._create_batch_processor()
         self._agenda = Agenda()
@@ -175,7 +179,8 @@ class Session:
         self.queues: list[tuple[float, int, int]] = []
 
     def run(self) -> tuple[TokenTimes, list[int]]:
-        """Times of tokens, and the tick at which each request came. Raises EngineError where transformers gives up."""
+        """Return the times of tokens, and the tick at which each request arrived. Raise EngineError if transformers
+        gives up."""
         self._source.begin()
         try:
             while True:
@@ -209,7 +214,7 @@ class Session:
         self.queues.append((at_s, len(scheduler.active_requests), len(scheduler.waiting_requests)))
 
     def _step(self, slow: float) -> bool:
-        """One step, if there is anything to do."""
+        """Run one step. Return False if there is nothing to do."""
         begin, at_s = self._seconds(), self._clock.now()
         if not self._processor.prepare_next_batch():
             return False
@@ -231,7 +236,7 @@ class Session:
 
 
 def _work(batch: Sequence[Any]) -> StepWork:
-    """What a step computes; where a request is in its text has moved on already."""
+    """Return the work of a step; the position of a request has already advanced by the step."""
     decodes, chunks = [], []
     for scheduled in batch:
         new = scheduled.query_length

@@ -1,4 +1,4 @@
-"""Drives vLLM's engine step by step, in an interpreter that has vLLM; nothing of simtune is imported.
+"""Drive vLLM's engine step by step, in an interpreter that has vLLM; no simtune module is imported.
 
 Run as `python -P vllm_steps.py`. It reads JSON lines from stdin: first the settings, `model` (a folder with
 config.json), `engine` (further arguments of vLLM's EngineArgs), `vocab` and, once it is known, `reference_s` of the
@@ -6,14 +6,14 @@ gauge; then one for every session,
 
     {"clock": "steps" | "cpu" | "wall", "seed": 0, "requests": [[at, prompt tokens, output tokens, prompt, kv], ...]}
 
-where a prompt is a list of token ids, drawn where it is empty, and kv the kv_transfer_params, or null. It writes one
+where a prompt is a list of token ids, drawn if it is empty, and kv is the kv_transfer_params, or null. It writes one
 line to stdout: `steps` [{decodes, context_tokens, draft_tokens, chunks, cpu_s, wall_s}, ...], processor time being
-divided by what the gauge says, `requests` [[sent, first token, finish, [times], kept], ...] by the session's clock,
-with what the engine says of the KV cache that it keeps for another, `drafts` [verifications, draft tokens, accepted
-tokens, delivered tokens], `found`, the prompt tokens that were in the prefix cache, `preemptions`, and `queues` [[time,
-running, waiting], ...], as the scheduler left them at the begin of every step. `steps` as the clock counts the steps
-taken; under `cpu` what it takes to put requests in does not count, for a server does that in another process. The first
-line says what runs.
+divided by the gauge's slowness, `requests` [[sent, first token, finish, [times], kept], ...] by the session's clock,
+with the kv_transfer_params of the cache that the engine keeps for another, `drafts` [verifications, draft tokens,
+accepted tokens, delivered tokens], `found`, the prompt tokens that were in the prefix cache, `preemptions`, and
+`queues` [[time, running, waiting], ...], as the scheduler left them at the begin of every step. `steps` as the clock
+counts the steps taken; under `cpu` the time to add requests does not count, because a server does that in another
+process. The first line contains the facts about the engine.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SteppedEngine:
         return out
 
     def _counted(self, scheduled: Any, output: Any) -> Any:
-        """Counts what is made of drafts, before and after answers are cut at their length."""
+        """Count the results of drafts, before and after outputs are cut at their length."""
         before = {}
         for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
             accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
@@ -98,7 +98,7 @@ class SteppedEngine:
         return out
 
     def _batch(self, tokens_of: dict[str, int]) -> dict[str, Any]:
-        """What a step computes; a request's count of computed tokens has moved on already."""
+        """Return the batch of a step; a request's count of computed tokens has already advanced by the step."""
         decodes = context = drafts = 0
         chunks = []
         for name, tokens in tokens_of.items():
@@ -111,7 +111,7 @@ class SteppedEngine:
         return {"decodes": decodes, "context_tokens": context, "draft_tokens": drafts, "chunks": chunks}
 
     def run(self, session: dict[str, Any]) -> dict[str, Any]:
-        """One session from its first request to its last token."""
+        """Run one session from its first request to its last token."""
         slow = self._gauge()
         clock = _Clock(session["clock"])
         self._drafts, self._hit_tokens, self._preemptions = [0, 0, 0, 0], 0, 0
@@ -128,7 +128,8 @@ class SteppedEngine:
                 at, number = pending.pop()
                 names[self._add(session["requests"][number], session["seed"])] = number
                 noted[number][0] = at if session["clock"] == "cpu" else max(at, clock.now())
-            if self._scheduled is not None:  # what it looks for takes long, and a KV cache that is waited for comes
+            # The gauge is slow: do not run it while the engine only waits for a KV cache.
+            if self._scheduled is not None:
                 slow = self._gauge()
             clock.go_on(slow)
             begin, cpu, wall = clock.now(), time.thread_time(), time.perf_counter()
@@ -159,8 +160,11 @@ class SteppedEngine:
 
 
 def _keep(cores: set[int]) -> None:
-    """On processors vLLM moves this thread, which computes, to the core that it reserves for KV transfers, beside those
-    of other engines. It goes back, and NIXL's threads, which never rest, to cores that it does not use, if there are.
+    """Move this thread back to its cores, and NIXL's threads to unused ones.
+
+    On processors vLLM moves this thread, which computes, to the core that it reserves for KV transfers, beside the
+    threads of other engines. NIXL's threads never rest, so they go to cores that the engine does not use, if there are
+    any.
     """
     unused = set(range(os.cpu_count() or 1)) - cores or cores
     for thread in map(int, os.listdir("/proc/self/task")):
@@ -168,7 +172,7 @@ def _keep(cores: set[int]) -> None:
 
 
 def _note(noted: list[Any], output: Any, now: float) -> None:
-    """A request's tokens have come."""
+    """Record the tokens of a request that have arrived."""
     if output.outputs[0].token_ids:
         noted[1] = now if noted[1] is None else noted[1]
         noted[3].append(now)
@@ -177,7 +181,7 @@ def _note(noted: list[Any], output: Any, now: float) -> None:
 
 
 class _Clock:
-    """Of a session: counts steps, processor time over slowness, or seconds."""
+    """Clock of a session: counts steps, processor time over slowness, or seconds."""
 
     def __init__(self, kind: str) -> None:
         self.steps = 0
@@ -193,7 +197,7 @@ class _Clock:
         return self._at + (self._read() - self._since) / self._slow
 
     def pause(self) -> None:
-        """What follows does not count, by processor time."""
+        """Stop the clock, if it counts processor time."""
         if self._kind == "cpu":
             self._at, self._slow = self.now(), float("inf")
 
@@ -218,21 +222,23 @@ def _gauge() -> Any:
 
 
 def end_with_parent() -> None:
-    """Who asked may be killed at any time; then nobody needs the engine, whatever it is doing."""
+    """Make the kernel end this process when its parent is killed, whatever it is doing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    asked = select.poll()
-    asked.register(0, 0)
-    if any(event & select.POLLHUP for _, event in asked.poll(0)):  # killed before it could be said
+    stdin_poll = select.poll()
+    stdin_poll.register(0, 0)
+    # The parent was killed before prctl took effect.
+    if any(event & select.POLLHUP for _, event in stdin_poll.poll(0)):
         sys.exit(0)
 
 
 def main() -> None:
-    """Sessions from stdin until it ends."""
+    """Run sessions from stdin until it ends."""
     end_with_parent()
     os.environ.update(ENVIRONMENT)
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed is not an answer
+    # Keep stdout for answers: anything else that is printed goes to stderr.
+    os.dup2(2, 1)
     engine = SteppedEngine(json.loads(sys.stdin.readline()))
     out.write(json.dumps(engine.facts) + "\n")
     for line in sys.stdin:
