@@ -401,7 +401,7 @@ def test_a_setting_of_simulate_says_whose_it_is(desk: Any) -> None:
         ("--rate", "fast", "'fast' is not a valid float"),
         ("--requests", "0", "0 is not in the range 1<=x<=1000000000"),
         ("--seed", "-1", "-1 is not in the range 0<=x<=9223372036854775807"),
-        ("--colour", "red", "No such option '--colour'"),
+        ("--colour", "red", "No such option"),  # the rest is click's, and changes with it
     ],
 )
 def test_an_option_with_a_mistake(desk: Any, option: str, value: str, words: str) -> None:

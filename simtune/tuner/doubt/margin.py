@@ -45,14 +45,14 @@ def margin(
     `num_blocks` are the KV blocks of an instance, if they are known: no more requests decode together than they hold.
     """
     basis = StepBasis(model, hardware, pool)
-    drawn = draws(WORLDS, seed)
+    normals = draws(WORLDS, seed)
     longer = np.ones(WORLDS)
     for work in _typical_steps(pool, stream, num_blocks):
         kinds = basis.of([WeightedStep(1.0, work)])
         total = sum(float(kind.seconds.sum()) for kind in kinds.values())
         factor = np.zeros(WORLDS)
         for name, kind in kinds.items():
-            factor += float(kind.seconds.sum()) / total * np.exp(kind.log_sd * drawn[name])
+            factor += float(kind.seconds.sum()) / total * np.exp(kind.log_sd * normals[name])
         longer = np.maximum(longer, factor)
     return float(np.quantile(longer, confidence))
 
