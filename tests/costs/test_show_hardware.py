@@ -99,8 +99,8 @@ def test_the_page_stands_alone_and_is_the_same_each_time(tmp_path: Path, a100: H
     assert not re.search(r"(src|href)=", without_script), "nothing is loaded from elsewhere"
     for key in a100.operators:
         assert key in without_script
-    assert "Nobody measured this device" not in text
-    assert "Nobody measured this device" in render(load_hardware("b200"))
+    assert "This device was not measured" not in text
+    assert "This device was not measured" in render(load_hardware("b200"))
 
 
 def test_what_a_profile_names_is_escaped(a100: Hardware) -> None:
