@@ -293,6 +293,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.runs.schema import SUMMARY_SCHEMA
 
     basis, sure, uncertainty = summary.cost_basis, summary.confidence, summary.uncertainty
+    stated = summary.slo_probability
     print_json(
         {
             "schema": SUMMARY_SCHEMA,
@@ -309,7 +310,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
             "cost_basis": None if basis is None else basis.to_data(),
             **({} if sure is None else {"confidence": sure.to_data()}),
             **({} if uncertainty is None else {"uncertainty": uncertainty.to_data()}),
-            **({} if summary.odds is None else {"odds": summary.odds.to_data()}),
+            **({} if stated is None else {"slo_probability": stated.to_data()}),
             **tuned.result.summary().to_data(),
         }
     )

@@ -8,7 +8,7 @@ from simtune.costs.predict import Z90
 from simtune.report.info import METRIC_NAMES, ms, number, percent
 from simtune.results.summary import CostBasis, SloLimit, Uncertainty
 from simtune.runs.schema import Summary
-from simtune.tuner.doubt.slo_probability import SloOdds
+from simtune.tuner.doubt.slo_probability import SloProbability
 
 
 def certainty(s: Summary) -> str | None:
@@ -19,8 +19,8 @@ def certainty(s: Summary) -> str | None:
         return None
     if s.uncertainty is not None:
         return _drawn(s, s.uncertainty)
-    if s.odds is not None:
-        return " ".join(filter(None, (_stated(s, s.odds), _safer(s, s.odds))))
+    if s.slo_probability is not None:
+        return " ".join(filter(None, (_stated(s, s.slo_probability), _safer(s, s.slo_probability))))
     return None if s.cost_basis is None else _not_drawn(s.cost_basis)
 
 
@@ -50,9 +50,9 @@ def _ends(one: SloLimit, low_s: float | None, high_s: float | None) -> str:
     return f"{one.statistic} {METRIC_NAMES[one.metric]}{of_class} is {low}–{high} ms"
 
 
-def _stated(s: Summary, o: SloOdds) -> str:
+def _stated(s: Summary, o: SloProbability) -> str:
     """State what drawn worlds show without simulating them all: of every limit, and of the rate."""
-    sentence = f"P(SLO holds) is {percent(o.slo_probability)} ({percent(o.low)} to {percent(o.high)})"
+    sentence = f"P(SLO holds) is {percent(o.probability)} ({percent(o.low)} to {percent(o.high)})"
     intervals = [_ends(slo_limit, ends.low_s, ends.high_s) for slo_limit, ends in zip(s.slo, o.limits, strict=True)]
     if o.value is not None and s.objective is not None:
         low, high = ("any number of" if x is None else number(x) for x in o.value)
@@ -65,9 +65,9 @@ def _stated(s: Summary, o: SloOdds) -> str:
     return f"{sentence} over {o.worlds:,} drawn worlds; in {o.level * 100:.0f} % of them {listed}.{lasting}"
 
 
-def _safer(s: Summary, o: SloOdds) -> str | None:
+def _safer(s: Summary, o: SloProbability) -> str | None:
     """State a rate at which the plan is surer; None if it is sure, or the load is given."""
-    if s.objective is None or s.offered_rate_rps is None or o.value is None or o.slo_probability >= o.safe_probability:
+    if s.objective is None or s.offered_rate_rps is None or o.value is None or o.probability >= o.safe_probability:
         return None
     edge = "The highest rate was looked for, so it lies at the edge of the limits"
     if o.safe_rate_rps is None:

@@ -113,7 +113,7 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "P(SLO holds)",
         "of worlds",
-        lambda s: worlds.slo_probability if (worlds := s.uncertainty or s.odds) and s.slo else None,
+        lambda s: s.p_slo[0] if s.p_slo is not None and s.slo else None,
         lambda s: None,
         info.percent,
     ),

@@ -218,10 +218,10 @@ def _certainty(s: Summary) -> list[tuple[str, str, str]]:
     sure = []
     if s.confidence is not None and s.confidence.versus:
         sure.append(("P(no rival is better)", percent(s.confidence.best), f"of {number(s.confidence.worlds)} worlds"))
-    worlds = s.uncertainty or s.odds
-    if worlds is None or not s.slo:
+    if s.p_slo is None or not s.slo:
         return sure
-    return [*sure, ("P(SLO holds)", percent(worlds.slo_probability), f"of {number(worlds.worlds)} worlds")]
+    probability, worlds = s.p_slo
+    return [*sure, ("P(SLO holds)", percent(probability), f"of {number(worlds)} worlds")]
 
 
 def _drafted(s: Summary) -> list[tuple[str, str, str]]:

@@ -60,7 +60,7 @@ from simtune.specs.workload import Workload
 from simtune.tuner.certificate.front_certificate import front_certificate_of
 from simtune.tuner.certificate.search_certificate import Certificate, certificate_of
 from simtune.tuner.doubt.confidence import Confidence
-from simtune.tuner.doubt.slo_probability import odds
+from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
@@ -149,9 +149,11 @@ def of_study(
         files |= other_engines(facts, tuned.deployment.plan)
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
-    slo_odds = None if uncertainty else odds(tuned, chosen, bases)
+    probability = None if uncertainty else slo_probability(tuned, chosen, bases)
     extras = _asked_for(
-        tuned, {"confidence": confidence, "odds": slo_odds, "day": day_of(tuned, jobs=jobs, progress=progress)}, drafts
+        tuned,
+        {"confidence": confidence, "slo_probability": probability, "day": day_of(tuned, jobs=jobs, progress=progress)},
+        drafts,
     )
     if "day" in extras:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))

@@ -43,7 +43,7 @@ def read_run(run: Path) -> Run:
 
 def read_summary(path: Path) -> Summary:
     """Raise UsageError when the file cannot be read, SpecError when it is damaged or of another version."""
-    return read_record(path, Summary, SUMMARY_SCHEMA)
+    return read_record(path, Summary, SUMMARY_SCHEMA, "simtune/summary@1")
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -63,15 +63,15 @@ def read_manifest(path: Path) -> Manifest:
     return read_record(path, Manifest, MANIFEST_SCHEMA)
 
 
-def read_record(path: Path, kind: type[T], schema: str) -> T:
-    """A file that simtune wrote, JSON plain or gzipped. Raises UsageError when it cannot be read, SpecError when it is
-    damaged or of another version."""
+def read_record(path: Path, kind: type[T], schema: str, *earlier: str) -> T:
+    """Read a file that simtune wrote, JSON plain or gzipped; `kind` reads `earlier` versions, too. Raise UsageError if
+    it cannot be read, SpecError if it is damaged or of another version."""
     text = read_packed_text(path)
     data = json_document(text, str(path))
     if not isinstance(data, dict):
         word = schema.removeprefix("simtune/").partition("@")[0]
         raise SpecError(Problem(str(path), f"a {word} was expected, which is a mapping", "", 1, 1))
-    if data.get("schema") != schema:
+    if data.get("schema") not in (schema, *earlier):
         place = yamlfile.parse(text, str(path)).position(["schema"])
         raise SpecError(Problem(str(path), _other_version(data.get("schema"), schema), "schema", *place))
     try:

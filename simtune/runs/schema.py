@@ -17,12 +17,12 @@ from simtune.specs.plan import Plan
 from simtune.specs.study import Study
 from simtune.tuner.certificate.search_certificate import Certificate
 from simtune.tuner.doubt.confidence import Confidence
-from simtune.tuner.doubt.slo_probability import SloOdds
+from simtune.tuner.doubt.slo_probability import SloProbability
 from simtune.tuner.search.day import DayPlan
 from simtune.tuner.search.front_points import FrontPoint
 from simtune.workload.load import LoadFacts
 
-SUMMARY_SCHEMA: Literal["simtune/summary@1"] = "simtune/summary@1"
+SUMMARY_SCHEMA: Literal["simtune/summary@2"] = "simtune/summary@2"
 COURSE = "search.csv"
 MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
 
@@ -240,7 +240,7 @@ class DraftSchedule(Record):
 class Summary(SimulationSummary):
     """`summary.json`: the question, the choice, and the results of its simulation."""
 
-    schema_id: Literal["simtune/summary@1"] = Field(alias="schema")
+    schema_id: Literal["simtune/summary@2"] = Field(alias="schema")
     name: str
     seed: Whole | None
     study: Study | None = Field(description="null where one plan was simulated without a search")
@@ -253,7 +253,7 @@ class Summary(SimulationSummary):
     day: DayPlan | None = Field(None, description="left out where the study has none")
     confidence: Confidence | None = Field(None, description="left out where the choice was not judged in other worlds")
     uncertainty: Uncertainty | None = Field(None, description="null where no worlds were redrawn")
-    odds: SloOdds | None = Field(
+    slo_probability: SloProbability | None = Field(
         None, description="of the chosen plan of a study; left out where worlds were redrawn, or nothing is limited"
     )
     plan: Plan
@@ -285,6 +285,27 @@ class Summary(SimulationSummary):
     @field_serializer("plan", "study")
     def _as_its_own_file(self, spec: Spec | None) -> dict[str, Any] | None:
         return None if spec is None else spec.to_data()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        """Read what version 1 called odds; it is `slo_probability` since version 2."""
+        if not isinstance(data, dict) or data.get("schema") != "simtune/summary@1":
+            return data
+        renamed = {key: value for key, value in data.items() if key != "odds"} | {"schema": SUMMARY_SCHEMA}
+        if isinstance(odds := data.get("odds"), dict):
+            renamed["slo_probability"] = {"probability": odds.get("slo_probability")} | {
+                key: value for key, value in odds.items() if key != "slo_probability"
+            }
+        return renamed
+
+    @property
+    def p_slo(self) -> tuple[float, int] | None:
+        """Probability that the SLO holds, and the number of worlds that it is of; None if no world was drawn."""
+        if self.uncertainty is not None:
+            return self.uncertainty.slo_probability, self.uncertainty.worlds
+        stated = self.slo_probability
+        return None if stated is None else (stated.probability, stated.worlds)
 
 
 # --- the tables -------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def test_simulate_as_json_is_one_document(desk: Any) -> None:
     said = desk.simulate("--json")
     assert (said.code, said.err) == (0, "")
     answer = said.json
-    assert answer["schema"] == "simtune/summary@1"
+    assert answer["schema"] == "simtune/summary@2"
     assert answer["completed"] == answer["requests"] == 200
     assert answer["num_gpus"] == 1
     assert 0 < answer["metrics"]["ttft"]["p50"] < answer["metrics"]["e2el"]["p50"]

@@ -36,23 +36,23 @@ def test_every_search_says_how_sure_its_limits_are(desk: Any) -> None:
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     assert "confidence" not in summary
     assert summary["uncertainty"] is None
-    odds = summary["odds"]
-    assert len(odds["limits"]) == len(summary["slo"])
-    assert odds["low"] <= odds["slo_probability"] <= odds["high"]
-    ends = f"{percent(odds['low'])} to {percent(odds['high'])}"
-    sentence = f"P(SLO holds) is {percent(odds['slo_probability'])} ({ends}) over 200 drawn worlds; in 90 % of them "
+    stated = summary["slo_probability"]
+    assert len(stated["limits"]) == len(summary["slo"])
+    assert stated["low"] <= stated["probability"] <= stated["high"]
+    ends = f"{percent(stated['low'])} to {percent(stated['high'])}"
+    sentence = f"P(SLO holds) is {percent(stated['probability'])} ({ends}) over 200 drawn worlds; in 90 % of them "
     assert sentence in said.out
     assert sentence in (desk.folder / "run" / "report.html").read_text()
     for text in ("p99 TTFT is ", "p99 TPOT is ", "requests/s/GPU are served inside the limits."):
         assert text in said.out
     again = desk.optimize("--jobs", 2, "--json", "--force")
-    assert again.json["odds"] == odds
+    assert again.json["slo_probability"] == stated
 
 
 def test_where_worlds_are_simulated_they_say_it(desk: Any) -> None:
     said = desk.optimize("--worlds", 4, "--json")
     assert said.json["uncertainty"]["worlds"] == 4
-    assert "odds" not in said.json
+    assert "slo_probability" not in said.json
 
 
 def test_the_robust_plan_is_chosen(desk: Any) -> None:

@@ -56,9 +56,9 @@ SURVIVORS = (
     ),
     Survivor(
         "simtune/engine/vllm_scheduler.py",
-        "if new_blocks > taken:",
-        "new_blocks > taken",
-        "new_blocks >= taken",
+        "if new_blocks > blocks_taken:",
+        "new_blocks > blocks_taken",
+        "new_blocks >= blocks_taken",
         "to take no blocks changes nothing, in a prefix cache too",
     ),
     Survivor(
@@ -98,7 +98,7 @@ SURVIVORS = (
     ),
     Survivor(
         "simtune/sim/idle.py",
-        'said = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value',
+        'plain = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value',
         "True",
         "False",
         "no value that is compared with a preset's has a field that may be none; presets leave out such fields",

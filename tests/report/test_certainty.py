@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -39,14 +40,14 @@ def test_worlds_say_how_likely_the_limits_hold_and_where_the_nearest_lies(make_r
 
 def stated(**changes: object) -> dict[str, object]:
     return {
-        "worlds": 200, "simulations": 0, "level": 0.9, "slo_probability": 0.63, "low": 0.61, "high": 0.67,
+        "worlds": 200, "simulations": 0, "level": 0.9, "probability": 0.63, "low": 0.61, "high": 0.67,
         "limits": [{"low_s": 0.25, "high_s": None}, {"low_s": 0.02, "high_s": 0.034}],
         "value": [17.6, 22.2], "safe_probability": 0.9, "safe_rate_rps": 144.32, **changes,
     }  # fmt: skip
 
 
 def test_a_search_says_it_of_all_its_limits_and_what_would_be_safer(make_run: RunMaker) -> None:
-    run = read_run(make_run(odds=stated(), uncertainty=None))
+    run = read_run(make_run(slo_probability=stated(), uncertainty=None))
     assert [one.metric for one in run.summary.slo] == ["ttft", "tpot"]
     said = certainty(run.summary)
     assert said is not None
@@ -62,14 +63,14 @@ def test_a_search_says_it_of_all_its_limits_and_what_would_be_safer(make_run: Ru
     ("changes", "last"),
     [
         ({"safe_rate_rps": None}, "no rate keeps them in 90 % of these worlds."),
-        ({"slo_probability": 0.95}, "are served inside the limits."),
+        ({"probability": 0.95}, "are served inside the limits."),
         ({"value": None, "safe_rate_rps": None}, "and p99 TPOT is 20.0–34.0 ms."),
     ],
 )
 def test_what_is_sure_enough_or_has_no_rate_needs_no_safer_one(
     make_run: RunMaker, changes: dict[str, object], last: str
 ) -> None:
-    said = certainty(read_run(make_run(odds=stated(**changes), uncertainty=None)).summary)
+    said = certainty(read_run(make_run(slo_probability=stated(**changes), uncertainty=None)).summary)
     assert said is not None
     assert said.endswith(last)
 
@@ -90,3 +91,14 @@ def test_without_worlds_that_is_said_with_the_cost_models_own_errors(make_run: R
 @pytest.mark.parametrize("changes", [{"slo": []}, {"cost_basis": None, "uncertainty": None}])
 def test_nothing_is_said_where_nothing_is_known_or_asked(make_run: RunMaker, changes: dict[str, object]) -> None:
     assert certainty(read_run(make_run(**changes)).summary) is None
+
+
+def test_what_version_1_called_odds_is_read(make_run: RunMaker) -> None:
+    run = make_run(slo_probability=stated(), uncertainty=None)
+    new = read_run(run).summary
+    document = json.loads((run / "summary.json").read_text())
+    odds = document.pop("slo_probability")
+    document |= {"schema": "simtune/summary@1", "odds": {"slo_probability": odds.pop("probability"), **odds}}
+    (run / "summary.json").write_text(json.dumps(document))
+    assert read_run(run).summary == new
+    assert new.p_slo == (0.63, 200)

@@ -230,7 +230,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 }
             )
     return {
-        "schema": "simtune/summary@1",
+        "schema": "simtune/summary@2",
         "name": "chat-on-h100",
         "study": _study().to_data(),
         "plan": _plan(best).to_data(),

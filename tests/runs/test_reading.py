@@ -61,7 +61,7 @@ def test_a_folder_that_is_no_run_directory(tmp_path: Path) -> None:
     ("changed", "key", "words"),
     [
         ({"num_gpus": 0}, "num_gpus", "greater than or equal to 1"),
-        ({"schema": "simtune/summary@2"}, "schema", "simtune/summary@1"),
+        ({"schema": "simtune/summary@3"}, "schema", "simtune/summary@2"),
         ({"saturated": "no"}, "saturated", "boolean"),
         ({"plan": {**PLAN, "pools": []}}, "plan.pools", "at least 1"),
         ({"plan": {**PLAN, "rooter": {}}}, "plan.rooter", "unknown key, did you mean router?"),
@@ -90,16 +90,16 @@ def test_a_wrong_value_is_named_with_its_line(
     ("found", "words"),
     [
         (
-            "simtune/summary@2",
-            "is simtune/summary@2, of a newer simtune; this one reads simtune/summary@1: upgrade it, or do the run "
+            "simtune/summary@3",
+            "is simtune/summary@3, of a newer simtune; this one reads simtune/summary@2: upgrade it, or do the run "
             "again with this one",
         ),
         (
             "simtune/summary@0",
-            "is simtune/summary@0, of an older simtune; this one reads simtune/summary@1: do the run",
+            "is simtune/summary@0, of an older simtune; this one reads simtune/summary@2: do the run",
         ),
-        ("simtune/plan@1", "must be simtune/summary@1, found 'simtune/plan@1'"),
-        (None, "must be simtune/summary@1"),
+        ("simtune/plan@1", "must be simtune/summary@2, found 'simtune/plan@1'"),
+        (None, "must be simtune/summary@2"),
     ],
 )
 def test_another_version_is_refused_with_a_remedy(make_run: RunMaker, found: str | None, words: str) -> None:

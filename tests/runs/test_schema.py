@@ -157,5 +157,5 @@ def test_the_json_schema_tells_what_is_uncertain() -> None:
     described = Summary.model_json_schema()
     assert described["properties"]["goodput_rps"]["uncertain"] is True
     assert "uncertain" not in described["properties"]["num_gpus"]
-    assert described["properties"]["schema"]["const"] == "simtune/summary@1"
+    assert described["properties"]["schema"]["const"] == "simtune/summary@2"
     assert described["$defs"]["Plan"]["properties"]["schema"] == {"const": "simtune/plan@1"}

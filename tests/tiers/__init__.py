@@ -21,6 +21,25 @@ LONGEST_QUICK_S = 5.0
 UNIT_S = 0.75
 """CPU-seconds of ten million turns of `s += i * i` on a quiet machine; durations are scaled to it."""
 
+LONG_BESIDES = frozenset(
+    {
+        # The time of processes that are killed is not counted.
+        "tests/kills/test_kills.py::test_a_killed_verb_goes_on",
+        "tests/coverage/test_counting.py::test_what_no_run_is_to_reach_does_not_count",
+        # A fixture of the file takes it, which another test pays for when all are measured.
+        "tests/fuzz/test_fuzz.py::test_what_was_once_wrong_is_answered",
+        "tests/docs/test_site.py::test_every_document_is_a_page",
+        "tests/docs/test_site.py::test_every_setting_is_listed",
+        "tests/docs/test_site.py::test_the_functions_of_the_api_are_described",
+        "tests/tuner/test_classes.py::test_worths_that_prove_nothing_rule_nothing_out",
+        "tests/tuner/test_certificate.py::test_certify_refuses",
+        "tests/tuner/test_margin.py::test_more_confidence_is_a_lower_rate_that_more_worlds_keep",
+        "tests/package/test_wheel.py::test_the_wheel_brings_no_other_top_level_name",
+        "tests/validation/test_closed_loop.py::test_a_folder_is_one_studys",
+    }
+)
+"""Functions of the full tier that take longer than their stored duration."""
+
 STORED = Path(__file__).with_name("durations.json")
 
 
@@ -37,7 +56,11 @@ def stored() -> dict[str, Any]:
 
 def is_full(test: str, marked_quick: bool) -> bool:
     """Return True if a test, named as pytest does, belongs to the full tier alone."""
-    if marked_quick or test in stored()["shortest"]:
+    if marked_quick:
+        return False
+    if test.partition("[")[0] in LONG_BESIDES:
+        return True
+    if test in stored()["shortest"]:
         return False
     return float(stored()["durations"].get(test, 0.0)) >= FULL_S
 

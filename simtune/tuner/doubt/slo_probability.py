@@ -14,8 +14,8 @@ as the world that is stretched by
 w_k the share of kind k in the steps that the metric is made of: those that decode, each as often as it decodes
 requests, for TPOT; those with prompt tokens for TTFT; both for E2EL. Time that is neither kernel nor collective has its
 share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in their latencies;
-this doubt is stated with the probability, and so is that of the interpolation. `benchmarks/tuner/test_odds.py` compares
-the estimate with a simulation of every world.
+this doubt is stated with the probability, and so is that of the interpolation. The estimate is compared with a
+simulation of every world by `benchmarks/tuner/test_slo_probability.py`.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class LimitInterval(Record):
     high_s: NonNegative | None = Field(description="null is unbounded")
 
 
-class SloOdds(Record):
+class SloProbability(Record):
     """Probability that the chosen plan keeps its SLO if operators are off, estimated without simulating every world."""
 
     worlds: Count = Field(description="drawn")
     simulations: int = Field(ge=0, description="done for this alone")
     level: Share = Field(description="share of worlds that the intervals hold")
-    slo_probability: Share
+    probability: Share = Field(description="that all limits hold")
     low: Share = Field(description="simulating all of these worlds would hardly find less")
     high: Share = Field(description="nor more")
     limits: Seq[LimitInterval]
@@ -252,7 +252,9 @@ class Stretched:
         return math.hypot(RANK * float(u.std()), between, self.spread)
 
 
-def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]) -> SloOdds | None:
+def slo_probability(
+    tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBasis]]
+) -> SloProbability | None:
     """Estimate the probability for the chosen plan, given its sweep of rates and the errors of its kinds of operators
     (`simtune.sim.run_basis.pool_bases`).
 
@@ -275,11 +277,11 @@ def odds(tuned: Tuned, sweep: RateSweep, bases: Mapping[str, Mapping[str, KindBa
     plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
     # If short runs do not show the miss that the search saw, the upper end uses the curves without that miss.
     most = replace(plan, curves=simulated_curves) if _unfelt(curves, simulated_curves, limits) else plan
-    return SloOdds(
+    return SloProbability(
         worlds=WORLDS,
         simulations=few.simulations,
         level=LEVEL,
-        slo_probability=plan.kept(),
+        probability=plan.kept(),
         low=plan.kept(longer=1.0),
         high=max(plan.kept(longer=-1.0), most.kept(longer=-1.0)),
         limits=plan.intervals(),

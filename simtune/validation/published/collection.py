@@ -65,7 +65,7 @@ def entries(families: Sequence[Systems]) -> Iterator[Entry]:
 
 
 def _twice(name: str, first: str, second: str) -> SpecError:
-    return SpecError(Problem(f"{second}.yaml", f"{name} stands in {first}.yaml as well; give one another name", name))
+    return SpecError(Problem(f"{second}.yaml", f"{name} is also defined in {first}.yaml; rename one of them", name))
 
 
 def _is_file(name: str) -> bool:

@@ -14,7 +14,7 @@ from simtune.sim.run_basis import pool_bases, timed_steps
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware
 from simtune.specs.workload import Poisson, Slo
-from simtune.tuner.doubt.slo_probability import SloOdds, StretchCurve, _unfelt, odds
+from simtune.tuner.doubt.slo_probability import SloProbability, StretchCurve, _unfelt, slo_probability
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.rate_sweep import sweeps
 from simtune.tuner.trial import Tuned
@@ -25,8 +25,8 @@ WORLDS = 30
 ONE_CUT = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
 
 
-def stated(tuned: Tuned) -> SloOdds | None:
-    return odds(tuned, sweeps(tuned, jobs=1)[0], pool_bases(tuned.deployment, tuned.result))
+def stated(tuned: Tuned) -> SloProbability | None:
+    return slo_probability(tuned, sweeps(tuned, jobs=1)[0], pool_bases(tuned.deployment, tuned.result))
 
 
 def share_of_worlds(tuned: Tuned, rate_rps: float | None = None) -> float:
@@ -116,7 +116,7 @@ def test_at_a_given_load_a_few_worlds_are_simulated() -> None:
     assert (found.value, found.safe_rate_rps) == (None, None)
     sure = stated(optimize(question(workload=load, objective="gpus", slo=Slo(tpot_s={"p99": 1.0}), **ONE_CUT), jobs=1))
     assert sure is not None
-    assert (sure.slo_probability, sure.low, sure.high, sure.simulations) == (1.0, 1.0, 1.0, 2)
+    assert (sure.probability, sure.low, sure.high, sure.simulations) == (1.0, 1.0, 1.0, 2)
 
 
 def test_nothing_is_said_where_nothing_is_limited_or_the_search_was_interrupted(searched: Tuned) -> None:

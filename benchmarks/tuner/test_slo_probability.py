@@ -1,6 +1,6 @@
 """Whether P(SLO holds), as every search states it, is what 200 simulated worlds say, and what it costs.
 
-    python -m pytest benchmarks/tuner/test_odds.py -m benchmark_only -s
+    python -m pytest benchmarks/tuner/test_slo_probability.py -m benchmark_only -s
 
 The studies of examples/ with fewer requests, two of them on a card whose operators are carried over from another one,
 some at a given load, and random small ones. Of each the chosen plan is simulated in the very worlds that were drawn
@@ -24,7 +24,7 @@ from simtune.api import load_question
 from simtune.errors import Infeasible
 from simtune.sim.run_basis import pool_bases
 from simtune.sim.uncertainty import uncertainty
-from simtune.tuner.doubt.slo_probability import WORLDS, SloOdds, odds
+from simtune.tuner.doubt.slo_probability import WORLDS, SloProbability, slo_probability
 from simtune.tuner.question import Question
 from simtune.tuner.search.front import answer
 from simtune.tuner.search.rate_sweep import sweeps
@@ -56,7 +56,7 @@ class Held(NamedTuple):
     """What was stated of a study, beside all worlds simulated."""
 
     study: str
-    stated: SloOdds
+    stated: SloProbability
     worlds: float
     """Share that keep the SLO."""
     safe: float | None
@@ -74,7 +74,7 @@ class Held(NamedTuple):
         o = self.stated
         safe = "" if self.safe is None else f"; at the safe rate {self.safe:.1%}"
         return (
-            f"{self.study:26} stated {o.slo_probability:6.1%} ({o.low:6.1%} to {o.high:6.1%}), "
+            f"{self.study:26} stated {o.probability:6.1%} ({o.low:6.1%} to {o.high:6.1%}), "
             f"worlds {self.worlds:6.1%} {'inside' if self.inside else 'OUTSIDE'}{safe}; ends off by {self.ends:.1%}; "
             f"{o.simulations} simulations, {self.cost:.1%} of the search"
         )
@@ -98,7 +98,7 @@ def held(name: str, question: Question) -> Held | None:
     searched = time.process_time()
     sweep, bases = sweeps(tuned, jobs=1)[0], pool_bases(tuned.deployment, tuned.result)
     swept = time.process_time()
-    stated = odds(tuned, sweep, bases)
+    stated = slo_probability(tuned, sweep, bases)
     said = time.process_time()
     assert stated is not None
     safe = None if stated.safe_rate_rps is None else _worlds(tuned, stated.safe_rate_rps)[0]
@@ -130,7 +130,7 @@ def test_stated_probabilities_are_those_of_all_worlds(record: Recorder) -> None:
             those.append(one)
             print(one, flush=True)
     inside = float(np.mean([one.inside for one in those]))
-    apart = [abs(one.stated.slo_probability - one.worlds) for one in those]
+    apart = [abs(one.stated.probability - one.worlds) for one in those]
     safe = [one.safe for one in those if one.safe is not None]
     print(
         f"{len(those)} studies: {inside:.0%} inside, off by {max(apart):.1%} at most, {np.mean(apart):.1%} on average"
