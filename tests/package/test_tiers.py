@@ -23,7 +23,7 @@ def quick() -> dict[str, float]:
     return {test: seconds for test, seconds in DURATIONS.items() if not tiers.is_full(test, marked_quick=False)}
 
 
-def test_a_test_is_full_from_half_a_second_on() -> None:
+def test_a_test_is_full_from_a_duration_on() -> None:
     full = {test for test in set(DURATIONS) - set(quick()) if test.partition("[")[0] not in tiers.LONG_BESIDES}
     assert len(full) > 300
     assert min(DURATIONS[test] for test in full) >= tiers.FULL_S
@@ -78,7 +78,7 @@ def defined(file: Path) -> set[str]:
 
 
 def test_the_shortest_of_a_file_stays_quick() -> None:
-    durations = {"a::x": 0.4, "a::y": 3.0, "b::x": 0.9, "b::y": 0.6, "c::x": 7.0}
+    durations = {"a::x": 0.2, "a::y": 3.0, "b::x": 0.9, "b::y": 0.6, "c::x": 7.0}
     assert tiers.shortest(durations) == ["b::y"]
 
 
@@ -96,7 +96,7 @@ class Item:
 
 
 def test_tests_of_the_full_tier_are_marked(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    stored = {"durations": {"a.py::long": 2.0, "a.py::kept": 2.0, "a.py::short": 0.3}, "shortest": []}
+    stored = {"durations": {"a.py::long": 2.0, "a.py::kept": 2.0, "a.py::short": 0.2}, "shortest": []}
     monkeypatch.setattr(tiers, "stored", lambda: stored)
     items = [Item("a.py::long"), Item("a.py::kept", "quick"), Item("a.py::short"), Item("a.py::new")]
     for plugin in pytestconfig.pluginmanager.get_plugins():

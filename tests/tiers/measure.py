@@ -24,7 +24,7 @@ from tests.tiers import STORED, UNIT_S, shortest, tests_by_file
 
 ROOT = Path(__file__).resolve().parents[2]
 INTO = "SIMTUNE_DURATIONS_INTO"
-KEPT_S = 0.25
+KEPT_S = 0.15
 """Shorter tests are not stored: half of `FULL_S`, so that the file changes little from one machine to the next."""
 BETWEEN_UNITS = 400
 """Tests of one process between two timings of the loop."""
