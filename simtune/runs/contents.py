@@ -150,11 +150,8 @@ def of_study(
     drafts = None if facts is None else {**facts, "load": _drafted_load(of_chosen)}
     bases = pool_bases(tuned.deployment, tuned.result)
     probability = None if uncertainty else slo_probability(tuned, chosen, bases)
-    extras = _asked_for(
-        tuned,
-        {"confidence": confidence, "slo_probability": probability, "day": day_of(tuned, jobs=jobs, progress=progress)},
-        drafts,
-    )
+    day = day_of(tuned, jobs=jobs, progress=progress)
+    extras = _asked_for(tuned, {"confidence": confidence, "slo_probability": probability, "day": day}, drafts)
     if "day" in extras:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(

@@ -180,7 +180,7 @@ class BestFirst:
 
     def _most_promising(self) -> float | None:
         """Return the best bound of all open plans and classes of plans."""
-        return self._best_of([self._open[0].best if self._open else None, self._classes.best])
+        return _best_of(self.question, [self._open[0].best if self._open else None, self._classes.best])
 
     def _reopen(self) -> None:
         """Open again the plans that were ruled out by a best plan that turned out to be worse."""
@@ -349,10 +349,9 @@ class BestFirst:
         if self.progress is None:
             return
         value = None if self.best is None else self.value(self.best)
-        num_undecided = sum(len(item.plans) for item in self._open if self._could_be_better(item.best))
-        num_undecided += sum(
-            len(g.candidates) for g in self._classes if g.best is not None and self._could_be_better(g.best)
-        )
+        open_plans = [len(item.plans) for item in self._open if self._could_be_better(item.best)]
+        open_groups = [g for g in self._classes if g.best is not None and self._could_be_better(g.best)]
+        num_undecided = sum(open_plans) + sum(len(group.candidates) for group in open_groups)
         self.progress(
             SearchCourse(
                 done=self.total - num_undecided,
@@ -367,25 +366,20 @@ class BestFirst:
 
     def _bound(self, value: float | None) -> float | None:
         """Return the value that no plan exceeds: the best of all bounds, and of the best plan."""
-        return self._best_of([self._most_promising(), value, *(row.best for row in self._looked_at.values())])
-
-    def _best_of(self, known: Iterable[float | None]) -> float | None:
-        sign = self.question.objective.sign
-        return max((best for best in known if best is not None), key=lambda best: sign * best, default=None)
+        return _best_of(self.question, [self._most_promising(), value, *(row.best for row in self._looked_at.values())])
 
     def answer(self, interrupted: bool) -> Tuned:
         """Return the best plan, confirmed on all its cores. Raise Infeasible if no plan meets the SLO."""
         while self.confirmed is None and not self._confirm():
             pass
-        confirmed = self.confirmed
-        if confirmed is None:
+        if (confirmed := self.confirmed) is None:
             self._look_at_nearest()
             raise Infeasible(why_none(self.question, self.rows))
         best = self.best = confirmed.plan
         value = self.value(best)
         for plan in self.plans:
             plan.row.best = plan.reaches
-        bound = self._best_of([value, *(row.best for row in self.rows)])
+        bound = _best_of(self.question, [value, *(row.best for row in self.rows)])
         assert bound is not None
         rows = ranked(self.rows, best.row, self.question, {id(p.row): self.value(p) for p in self._feasible()})
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
@@ -430,3 +424,9 @@ class BestFirst:
             sustained = self.plan_cache.capacity(plan.candidate).rps
             rate = sustained * LOWEST if self.question.searches_rate else None
             self._take(plan, rate, self._simulated(plan, rate))
+
+
+def _best_of(question: Question, bounds: Iterable[float | None]) -> float | None:
+    """Return the best of several bounds on the objective of a question; None if there is none."""
+    sign = question.objective.sign
+    return max((bound for bound in bounds if bound is not None), key=lambda bound: sign * bound, default=None)
