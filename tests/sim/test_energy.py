@@ -140,4 +140,4 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     study.write_text(STUDY.replace("h100-sxm", "b300") + "objective: joules_per_token\n")
     refused = call("optimize", study, "--dry-run")
     assert refused.code == 2
-    assert "b300 names no power" in refused.err
+    assert "hardware profile b300 has none; set device.power" in refused.err
