@@ -21,7 +21,7 @@ class LaneRow(NamedTuple):
 
 def swimlane_name(swimlane: CoreLane, swimlanes: Swimlanes) -> str:
     """Return the name of its instance, as in the Perfetto trace, and of the engine core if the instance has several."""
-    several = sum(lane_of_run.instance == swimlane.instance for lane_of_run in swimlanes.swimlanes) > 1
+    several = sum(core_of_run.instance == swimlane.instance for core_of_run in swimlanes.swimlanes) > 1
     return f"{swimlane.instance}, core {swimlane.core}" if several else swimlane.instance
 
 

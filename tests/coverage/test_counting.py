@@ -72,7 +72,7 @@ def test_workers_forks_and_their_parent_are_counted(tmp_path: Path) -> None:
     of = found["simtune/sim/parallel.py"]
     in_workers, in_parent, in_fork = (
         lines_of("simtune/sim/parallel.py", words)
-        for words in ("signal.signal(", "pool = ProcessPoolExecutor(", "yield from map(")
+        for words in ("signal.signal(", "pool = _Workers(", "yield from map(")
     )
     assert len(in_workers) == len(in_parent) == len(in_fork) == 1
     assert in_workers | in_parent | in_fork <= of.statements_reached < of.statements
