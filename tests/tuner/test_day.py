@@ -74,8 +74,8 @@ def served(asked: Question, candidate: Candidate, instances: int, rate: float, l
     (pool,) = candidate.pools
     scaled = candidate.with_pools([type(pool)(pool.shape, instances, pool.max_num_seqs, pool.max_num_batched_tokens)])
     deployment = asked.deploy(scaled, length)
-    stream = asked.stream(scaled, rate)
-    return Simulation(deployment, stream, asked.study.slo, None, SAMPLED_CORES, asked.draws).run().met
+    stream = asked.stream(scaled)
+    return Simulation(deployment, stream, asked.study.slo, rate, SAMPLED_CORES, asked.draws).run().met
 
 
 def test_each_window_has_the_fewest_replicas_that_serve_it(tuned: Tuned, day: DayPlan) -> None:
