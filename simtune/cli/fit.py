@@ -75,7 +75,7 @@ def fit(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Fit a hardware profile from published tables of operator times.
 
-    A SOURCE is a table or a folder of tables, as CSV (plain or gzipped), Parquet or measurements.jsonl: of
+    A SOURCE is a table or a folder of tables, as CSV, Parquet or measurements.jsonl (plain or gzipped): of
     AIConfigurator, Vidur, LLMServingSim or simtune itself. Of two sources that have an operator the first one given
     provides it. Each fit is tested on rows it did not see; the errors printed are those.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,44 @@ def apart(attend: Attend) -> Attend:
     return one_by_one
 
 
+class Spans(NamedTuple):
+    """Places of the queries of each sequence among all queries of a call, and of its context in a cache."""
+
+    ends: Tensor
+    """int32 (n + 1): queries of sequence i are those from `ends[i]` to `ends[i + 1]`."""
+    starts: Tensor
+    """int32 (n + 1): tokens at which contexts begin; the last is not used."""
+    lengths: Tensor
+    """int32 (n): tokens of contexts, those of the queries included."""
+    most: int
+    """Most queries of a sequence, or more."""
+    longest: int
+    """Tokens of the longest context, or more."""
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Return the attention (queries, heads, d) of sequences of different length, none of them padded.
+
+    Queries are (queries, heads, d), keys and values (tokens, kv_heads, d); the last query of a sequence sees its whole
+    context. This is FlashAttention: on a GPU, in 16 bits.
+    """
+    causal = spans.most > 1
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, spans.ends, spans.starts, spans.most, spans.longest, 0.0, causal, False, seqused_k=spans.lengths
+    )[0]
+    return attended
+
+
+def varlen_evenly(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Attention by `varlen` of one query to contexts of one length each; without a copy if keys and values are stored
+    token by token."""
+    batch, context = len(q), k.shape[2]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=q.device)
+    flat_k, flat_v = (part.transpose(1, 2).flatten(0, 1) for part in (k, v))
+    return varlen(q.squeeze(2), flat_k, flat_v, Spans(ends, ends * context, lengths, 1, context)).unsqueeze(2)
+
+
 def keep(cache: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
     """Write keys and values (m, hk, d) of some tokens into a cache (2, rows, hk, positions, d)."""
     cache[0][rows, :, positions] = k
@@ -130,7 +168,13 @@ _FUSED = {
     for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
     for name, attend in (("sdpa", sdpa), ("sdpa_grouped", sdpa_grouped))
 }
-ATTENTION: dict[str, Attend] = {"sdpa": sdpa, "sdpa_grouped": sdpa_grouped, "matmul": matmul, **_FUSED}
+ATTENTION: dict[str, Attend] = {
+    "sdpa": sdpa,
+    "sdpa_grouped": sdpa_grouped,
+    "matmul": matmul,
+    "varlen": varlen_evenly,
+    **_FUSED,
+}
 CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "prefill_attention": ("sdpa",),
@@ -139,7 +183,7 @@ CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cuda": {
         "prefill_attention": ("sdpa", "sdpa.flash", "sdpa.cudnn"),
-        "decode_attention": ("sdpa.flash", "sdpa_grouped.flash", "sdpa_grouped.cudnn", "matmul"),
+        "decode_attention": ("varlen", "sdpa.flash", "sdpa_grouped.flash", "sdpa_grouped.cudnn", "matmul"),
         "tree_attention": ("sdpa_grouped", "sdpa_grouped.efficient", "matmul"),
     },
 }
@@ -229,6 +273,9 @@ def _decode(task: MeasurementTask, operands: Operands, attend: Attend | None) ->
     q, context_seen = operands.fresh((b, h, 1, d), task.dtype), min(window, context)
     if task.variant == "paged":
         return _paged(q, operands, attend, (b, context_seen, hk, d), task)
+    if attend is varlen_evenly:
+        tokens = operands.rotating((2, b, context_seen, hk, d), task.dtype)
+        return [partial(attend, q, k.transpose(1, 2), v.transpose(1, 2), None) for k, v in tokens]
     return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, context_seen, d), task.dtype)]
 
 

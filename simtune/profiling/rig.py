@@ -120,6 +120,7 @@ class TorchRig:
                 raise UsageError(f"--device {device}: torch {torch.__version__} finds no GPU; give --device cpu")
             if (self._device.index or 0) >= torch.cuda.device_count():
                 raise UsageError(f"--device {device}: torch finds {torch.cuda.device_count()} GPUs, counted from 0")
+            self._device = torch.device("cuda", self._device.index or 0)
             torch.cuda.set_device(self._device)
             self._properties = torch.cuda.get_device_properties(self._device)
         self._operands = Operands(self._device, self._cache_bytes())

@@ -68,7 +68,7 @@ class CostSuite:
         """Check that the time does not depend on previous calls."""
         batch = data.draw(st.sampled_from([self.batch(data), (0, 0)]))
         parts, budget = [], self.max_num_batched_tokens - batch[0]
-        for _ in range(data.draw(st.integers(int(batch[0] == 0), 4))):
+        for _ in range(data.draw(st.integers(int(batch[0] == 0), min(4, self.max_num_seqs - batch[0])))):
             if budget:
                 new = data.draw(st.integers(1, min(budget, self.max_model_len)))
                 parts.append((data.draw(st.integers(0, self.max_model_len - new)), new))

@@ -28,7 +28,7 @@ FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
 CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
 NORMS_BY_SHEET = ("h100-sxm", "h200-sxm", "b200", "gb200")
 """vLLM compiles its norms; what there is of tables is of older ones (benchmarks/costs/test_norms.py)."""
-MEASURED = ("cpu-x86-1thread",)  # by simtune itself: tests/profiling
+MEASURED = ("cpu-x86-1thread", "h100-torch")  # by simtune itself: tests/profiling
 LICENCES = ("Apache-2.0", "MIT")
 
 

@@ -60,7 +60,7 @@ CLOCK_READERS = {
 }
 MEASURERS = {
     *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
-    *(f"simtune.validation.servers.{name}" for name in ("cached_decoder", "gauge")),
+    *(f"simtune.validation.servers.{name}" for name in ("cached_decoder", "decode_graphs", "gauge")),
 }  # torch at the top
 ADAPTER = "simtune.validation.servers.transformers_engine"  # inside functions
 NUMPY_GENERATORS = {"default_rng", "Generator", "Philox", "PCG64", "SeedSequence"}

@@ -9,7 +9,7 @@ row per shape.
 | AIConfigurator | gemm, quantising, moe, all-reduce, nccl; attention, latent, linear layers, encoders; a2a | ms; us |
 | Vidur | mlp.csv, attention.csv, all_reduce.csv, send_recv.csv, cpu_overheads.csv | ms, rounded to 1 us |
 | LLMServingSim | layers.csv; dense.csv, per_sequence.csv, attention.csv, moe.csv, skew.csv | ns; us |
-| simtune | measurements.jsonl | s |
+| simtune | measurements.jsonl, plain or gzipped | s |
 
 Two collections of one operator on one device, by other people, other releases or other engines, differ by up to 7 %
 throughout, and more where kernels differ. They are never mixed: the first source given that has an operator provides
@@ -74,7 +74,8 @@ SOURCES: dict[str, Formats] = {
 """For each source of CSV and Parquet tables: the columns by which a format is recognised, and its reader."""
 
 _CSV = (".csv", ".csv.gz")
-_SUFFIXES = (*_CSV, ".parquet", ".jsonl")
+_JSON_LINES = (".jsonl", ".jsonl.gz")
+_SUFFIXES = (*_CSV, ".parquet", *_JSON_LINES)
 
 
 @dataclass
@@ -184,7 +185,7 @@ def _files(source: Path) -> list[Path]:
 
 def _read_file(path: Path) -> FileContent | None:
     """Return the tables of one file, or None if it is of no known format."""
-    if path.name.endswith(".jsonl"):
+    if path.name.endswith(_JSON_LINES):
         return own.read(path)
     columns = read_parquet(path) if path.name.endswith(".parquet") else read_csv(path)
     readers = {

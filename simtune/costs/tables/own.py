@@ -27,7 +27,7 @@ from simtune.costs.tables.common import FileContent, HostTable, Origin, Table, f
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
-from simtune.specs.input_files import JsonError, json_document, parse_json, read_text
+from simtune.specs.input_files import JsonError, json_document, parse_json, read_packed_text
 
 P = TypeVar("P", bound=Part)
 
@@ -116,7 +116,7 @@ def read(path: Path) -> FileContent:
 
 def read_points(path: Path) -> tuple[MeasurementHeader, list[MeasuredPoint], bool]:
     """Return header, points, and True if the last line was cut short and left out. Raises SpecError as `read` does."""
-    lines = read_text(path).split("\n")
+    lines = read_packed_text(path).split("\n")
     header = _header(path, lines[0])
     points: list[MeasuredPoint] = []
     for line, text in enumerate(lines[1:], start=2):

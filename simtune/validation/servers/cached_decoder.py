@@ -6,7 +6,9 @@ torch has no kernel that reads scattered pages on a processor, and gathering the
 The scheduler counts its blocks all the same; memory that no token has reached is not taken.
 
 On a processor the attention of each sequence is a call of its own, so that short contexts are not padded to the longest
-one; on a GPU, where launches are expensive, decodes share one call, padded to the longest.
+one. On a GPU, where launches are expensive, all sequences share one call in 16 bits, without padding, and steps of
+decodes alone can be replayed as CUDA graphs (`simtune.validation.servers.decode_graphs`); in 32 bits decodes share one,
+padded to the longest.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from simtune.engine import Request
 from simtune.errors import UsageError
@@ -25,9 +28,13 @@ from simtune.profiling.kernels import ATTENTION, Attend
 from simtune.profiling.measurement_plan import products
 from simtune.profiling.operands import DTYPES, Operands
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, SlidingAttention
+from simtune.validation.servers.decode_graphs import DecodeGraphs, Decodes
 from simtune.validation.servers.executed_scheduler import Share
 
 ROPE_BASE = 10_000.0
+
+AttendInCache = Callable[[Tensor, Tensor], Tensor]
+"""Attention of the queries (tokens, heads, d) of a step to a layer's cache, as (tokens, heads x d)."""
 
 
 class DecoderLayer(NamedTuple):
@@ -45,7 +52,7 @@ def greedy(logits: Tensor) -> Tensor:
 class CachedDecoder:
     """An executor of steps: see `simtune.validation.servers.executed_scheduler.Executor`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each option
         self,
         model: Model,
         *,
@@ -55,10 +62,13 @@ class CachedDecoder:
         attention: str = "sdpa",
         sample: Callable[[Tensor], Tensor] = kernels.sample,
         together: bool | None = None,
+        graphs: bool = False,
         seed: int = 0,
     ) -> None:
         """`attention` is the kernel of decodes by its name in `simtune.profiling.kernels`, as in the header of a
-        profile's measurements. Raise UsageError for a model with other layers."""
+        profile's measurements; with `graphs` steps of decodes alone are captured and replayed.
+
+        Raise UsageError for a model with other layers, and for graphs elsewhere than on a GPU in 16 bits."""
         check_layers(model)
         torch.set_grad_enabled(False)
         # Threads that wait for shared cores only spin.
@@ -72,12 +82,28 @@ class CachedDecoder:
         assert isinstance(self._attention, FullAttention)
         self._weights(Operands(self._device, 1 << 20))
         self._positions(max_model_len)
-        shape = (2, seats, self._attention.kv_heads, max_model_len, self._attention.head_dim)
+        self._longest = max_model_len
         dtype = DTYPES[model.kv_dtype or model.dtype]
-        self._cache = [torch.zeros(shape, dtype=dtype, device=self._device) for _ in self._layers]
+        self._varlen = self._device.type == "cuda" and dtype.itemsize == 2
+        self._cache = [self._layer_cache(seats, dtype) for _ in self._layers]
+        if graphs and not self._varlen:
+            raise UsageError(
+                f"{model.name}: the torch engine captures graphs on a GPU in 16 bits; set cuda_graphs: false"
+            )
+        self._graphs = DecodeGraphs(self._decode_logits, seats, self._device) if graphs else None
         self._rows: dict[Request, int] = {}
         self._free = list(range(seats))[::-1]
         self._texts: dict[Request, list[int]] = {}
+
+    def _layer_cache(self, seats: int, dtype: torch.dtype) -> Tensor:
+        """Return a cache (2, rows, kv_heads, positions, head_dim) of one layer."""
+        a = self._attention
+        assert isinstance(a, FullAttention)
+        if not self._varlen:
+            return torch.zeros((2, seats, a.kv_heads, self._longest, a.head_dim), dtype=dtype, device=self._device)
+        # Stored token by token, as `kernels.varlen` reads it; padded rows of a graph write to the row after all seats.
+        shape = (2, seats + 1, self._longest, a.kv_heads, a.head_dim)
+        return torch.zeros(shape, dtype=dtype, device=self._device).transpose(2, 3)
 
     def _weights(self, operands: Operands) -> None:
         model = self._model
@@ -137,7 +163,10 @@ class CachedDecoder:
             ids += self.text(share.request)[share.past : end]
             positions += range(share.past, end)
             spans.append(_Span(self._row(share.request), len(ids) - share.tokens, share.past, share.tokens))
-        logits = self._forward(torch.tensor(ids), torch.tensor(positions), spans, [s.samples for s in shares])
+        if self._graphs is not None and all(span.tokens == 1 for span in spans):
+            logits: Tensor | None = self._graphs.run(ids, positions, [span.row for span in spans])
+        else:
+            logits = self._forward(torch.tensor(ids), torch.tensor(positions), spans, [s.samples for s in shares])
         if logits is not None:
             sampled = iter(self._sample(logits).flatten().tolist())
             for share in shares:
@@ -145,28 +174,66 @@ class CachedDecoder:
                     self.text(share.request).append(next(sampled))
 
     def _forward(self, ids: Tensor, positions: Tensor, spans: list[_Span], samples: list[bool]) -> Tensor | None:
-        a, rows = self._attention, len(ids)
+        rows = torch.tensor([span.row for span in spans for _ in range(span.tokens)], device=self._device)
+        attend = self._attend_varlen(*self._varlen_spans(spans)) if self._varlen else self._attend_in_groups(spans)
+        hidden = self._hidden(ids.to(self._device), positions.to(self._device), rows, attend)
+        last = [span.first + span.tokens - 1 for span, sampled in zip(spans, samples, strict=True) if sampled]
+        return kernels.linear(hidden[last], self._head) if last else None
+
+    def _decode_logits(self, decodes: Decodes) -> Tensor:
+        """Return the logits of a step of decodes alone; every shape depends on their number only."""
+        ends = torch.arange(len(decodes.ids) + 1, dtype=torch.int32, device=self._device)
+        attend = self._attend_varlen(ends, decodes.rows, decodes.positions + 1, 1)
+        return kernels.linear(self._hidden(decodes.ids, decodes.positions, decodes.rows, attend), self._head)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: AttendInCache) -> Tensor:
+        """Return the normed output (tokens, hidden_size) of all layers; `attend` returns the attention of queries to a
+        layer's cache."""
+        a = self._attention
         assert isinstance(a, FullAttention)
         heads, hk, d = a.heads, a.kv_heads, a.head_dim
-        positions = positions.to(self._device)
-        groups = [(group, self._mask(group)) for group in self._groups(spans)]
-        seats = torch.tensor([span.row for span in spans for _ in range(span.tokens)], device=self._device)
-        x = self._head[ids.to(self._device)]
+        x = self._head[ids]
         residual = torch.zeros_like(x)
         cos, sin = self._cos[positions], self._sin[positions]
         for cache, layer in zip(self._cache, self._layers, strict=True):
             qkv, out, gate_up, down = layer.products
-            projected = kernels.linear(kernels.norm(x, residual, layer.norms[0]), qkv).view(rows, heads + 2 * hk, d)
+            normed = kernels.norm(x, residual, layer.norms[0])
+            projected = kernels.linear(normed, qkv).view(len(ids), heads + 2 * hk, d)
             rotated = kernels.rope(projected[:, : heads + hk], cos, sin)
-            kernels.keep(cache, seats, positions, rotated[:, heads:], projected[:, heads + hk :])
-            attended = [self._attend_to(cache, rotated[:, :heads], *group) for group in groups]
-            x = kernels.linear(torch.cat(attended) if len(attended) > 1 else attended[0], out)
+            kernels.keep(cache, rows, positions, rotated[:, heads:], projected[:, heads + hk :])
+            x = kernels.linear(attend(cache, rotated[:, :heads]), out)
             hidden = kernels.linear(kernels.norm(x, residual, layer.norms[1]), gate_up)
             x = kernels.linear(kernels.activation(hidden), down)
-        last = [span.first + span.tokens - 1 for span, sampled in zip(spans, samples, strict=True) if sampled]
-        if not last:
-            return None
-        return kernels.linear(kernels.norm(x, residual, self._norm)[last], self._head)
+        return kernels.norm(x, residual, self._norm)
+
+    def _varlen_spans(self, spans: list[_Span]) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return the arguments of `_attend_varlen` for the spans of a step."""
+        ends = [span.first for span in spans] + [spans[-1].first + spans[-1].tokens]
+        rows, lengths = [span.row for span in spans], [span.past + span.tokens for span in spans]
+        on_device = [torch.tensor(values, device=self._device) for values in (rows, lengths)]
+        most = max(span.tokens for span in spans)
+        return torch.tensor(ends, dtype=torch.int32, device=self._device), *on_device, most
+
+    def _attend_varlen(self, ends: Tensor, rows: Tensor, lengths: Tensor, most: int) -> AttendInCache:
+        """Return attention of all sequences of a step in one call."""
+        starts = F.pad(rows * self._longest, (0, 1)).to(torch.int32)
+        spans = kernels.Spans(ends, starts, lengths.to(torch.int32), most, self._longest)
+
+        def attend(cache: Tensor, q: Tensor) -> Tensor:
+            k, v = (part.transpose(1, 2).flatten(0, 1) for part in cache)
+            return kernels.varlen(q, k, v, spans).reshape(len(q), -1)
+
+        return attend
+
+    def _attend_in_groups(self, spans: list[_Span]) -> AttendInCache:
+        """Return attention of a step with a call for each group of its spans."""
+        groups = [(group, self._mask(group)) for group in self._groups(spans)]
+
+        def attend(cache: Tensor, q: Tensor) -> Tensor:
+            attended = [self._attend_to(cache, q, *group) for group in groups]
+            return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+        return attend
 
     def _groups(self, spans: list[_Span]) -> list[list[_Span]]:
         """Return the spans whose attention is one call: one by one, or neighbours that decode together."""

@@ -42,7 +42,8 @@ def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Exe
         raise UsageError(INSTALL) from None
     pool = deployment.pools[0]
     seats = pool.spec.batching.max_num_seqs
-    return CachedDecoder(deployment.model, seats=seats, max_model_len=pool.max_model_len, device=device, **options)
+    graphs = {"graphs": pool.spec.cuda_graphs and device.startswith("cuda"), **options}
+    return CachedDecoder(deployment.model, seats=seats, max_model_len=pool.max_model_len, device=device, **graphs)
 
 
 def check(deployment: Deployment) -> None:
