@@ -215,25 +215,35 @@ def maximin(x: Array, count: int) -> NDArray[np.intp]:
 
 
 def _most_likely(x: Array, z: Array, near: Hyper | None = None) -> Hyper:
-    from scipy.optimize import minimize
-
-    size = x.shape[1]
-    start = np.array([_LENGTH[0]] * size + [np.log(max(0.05, z.std())), _NOISE[0]])
+    start = np.array([_LENGTH[0]] * x.shape[1] + [np.log(max(0.05, z.std())), _NOISE[0]])
     if near is not None:
         start = np.log([*near.length, near.signal, near.noise])
+    iterations = _MAX_ITERATIONS if near is None else _FEW_ITERATIONS
+    length, signal, noise = _split(np.exp(_optimum(x.tobytes(), z.tobytes(), start.tobytes(), iterations)))
+    return Hyper(_short(length), float(_short(signal)), float(_short(noise)))
+
+
+# The profile of an engine and the comparison that follows fit the same log.
+@lru_cache(maxsize=16)
+def _optimum(points: bytes, residuals: bytes, start: bytes, iterations: int) -> Array:
+    """Return the most likely theta of `negative_log_posterior`, for arrays given as bytes."""
+    from scipy.optimize import minimize
+
+    z, theta = np.frombuffer(residuals), np.frombuffer(start)
+    size = len(theta) - 2
     bounds = [_BOUNDS["length"]] * size + [_BOUNDS["signal"], _BOUNDS["noise"]]
-    squares = pair_squares(x)
+    squares = pair_squares(np.frombuffer(points).reshape(len(z), size))
     optimum = minimize(
         negative_log_posterior,
-        start,
+        theta,
         args=(squares, z),
         jac=True,
         method="L-BFGS-B",
         bounds=bounds,
-        options={"maxiter": _MAX_ITERATIONS if near is None else _FEW_ITERATIONS},
+        options={"maxiter": iterations},
     )
-    length, signal, noise = _split(np.exp(optimum.x))
-    return Hyper(_short(length), float(_short(signal)), float(_short(noise)))
+    likeliest: Array = optimum.x
+    return likeliest
 
 
 def pair_squares(x: Array) -> Array:

@@ -68,7 +68,7 @@ def test_every_verb_of_the_readme_is_run_below() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`profile` needs a GPU or minutes, and has tests of its own. Of the load 60 requests are sent, once, so that it
+    """`profile` is run in tests/profiling, on a pretended device. Of the load 60 requests are sent, once, so that it
     ends soon; at what rates is found with all of its 8,000."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

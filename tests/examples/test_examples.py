@@ -30,10 +30,14 @@ README, COMMANDS, INPUTS, ACCURACY = (
 )
 
 
+FEW = ["search.requests=200", "search.confirm.draws=0"]
+
+
 def optimize(example: str, out: Path, *more: str, requests: int = 400) -> None:
     """Run a study as a user would, watching fewer requests per simulation to stay quick; the quickstart's own load is
-    confirmed on fresh draws, others are not."""
-    more = more if example == "quickstart" and not more else (*more, "--set", "search.confirm.draws=0")
+    confirmed on a fresh draw, others are not."""
+    draws = int(example == "quickstart" and not more)
+    more = (*more, "--set", f"search.confirm.draws={draws}")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "simtune", "optimize", f"examples/{example}/study.yaml",
          "--out", str(out), "--set", f"search.requests={requests}", *more],
@@ -217,12 +221,10 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 
 
 def test_the_python_of_the_page_of_commands_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written, with fewer requests and one process."""
+    """As written, with fewer requests, no confirmation and one process."""
     simulate, optimize = simtune.simulate, simtune.optimize
     monkeypatch.setattr(simtune, "simulate", lambda *a, **n: simulate(*a, **n, requests=200), raising=False)
-    monkeypatch.setattr(
-        simtune, "optimize", lambda *a, **n: optimize(*a, **n, jobs=1, settings=["search.requests=200"]), raising=False
-    )
+    monkeypatch.setattr(simtune, "optimize", lambda *a, **n: optimize(*a, **n, jobs=1, settings=FEW), raising=False)
     monkeypatch.chdir(ROOT)
     (source,) = blocks(COMMANDS, "python")
     names: dict[str, Any] = {}

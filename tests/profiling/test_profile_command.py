@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,17 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from simtune.cli.profile import INSTALL, _table, profile
+from simtune.costs.iteration import StepModel
 from simtune.errors import UsageError
 from simtune.profiling.measurement_journal import FILE
 from simtune.profiling.run import LiveStatus, OperatorProgress
-from simtune.specs.catalog import load_hardware
+from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
+from simtune.specs.pool import Batching, Pool
+from tests.cli.conftest import call as typed
 from tests.profiling.pretended import PretendedRig, model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Rig(PretendedRig):
@@ -181,3 +188,20 @@ def test_the_live_table_says_how_far_each_operator_is() -> None:
     (gemm,), (embedding,) = ([line for line in lines if name in line] for name in ("gemm", "embedding"))
     assert [word for word in gemm.split() if word != "│"] == ["gemm", "1,200", "3,400", "3.1"]
     assert [word for word in embedding.split() if word != "│"] == ["embedding", "0", "12"]
+
+
+def test_the_line_of_the_readme_writes_a_profile_of_every_operator_of_its_model(
+    pretended: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = re.findall(r"^simtune profile .*?(?= +#|$)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = shlex.split(line)[2:]
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(profile, [*words, "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert [rig.models[0].name for rig in pretended] == [words[words.index("--model") + 1]]
+    written = words[words.index("--out") + 1]
+    said = typed("show", written)
+    assert said.code == 0, said.err
+    assert "Pretended P1" in said.out
+    pool = Pool(hardware=written, instances=1, batching=Batching(max_num_seqs=8, max_num_batched_tokens=512))
+    assert StepModel(load_model("llama-3.2-1b"), load_hardware(written), pool).estimated == set()
