@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,13 @@ def steps(seed: int, count: int, noise: float = 0.01) -> list[TimedStep]:
     return found
 
 
-FITTED = EngineSteps(steps(0, 200))
+@cache
+def shared_fit() -> EngineSteps:
+    return EngineSteps(steps(0, 200))
 
 
 class TestEngineSteps(CostSuite):
-    costs = FITTED
+    costs = shared_fit()
 
 
 class TestEngineRounds(CostSuite):
@@ -57,10 +60,10 @@ class TestEngineRounds(CostSuite):
 
 
 def test_steps_that_were_not_fitted_are_near() -> None:
-    errors = [abs(FITTED.seconds(s.batch) / s.seconds - 1) for s in steps(1, 100, 0.0)]
+    errors = [abs(shared_fit().seconds(s.batch) / s.seconds - 1) for s in steps(1, 100, 0.0)]
     assert np.median(errors) < 0.02
     assert np.quantile(errors, 0.9) < 0.06
-    assert 0.005 < FITTED.log_sd < 0.05
+    assert 0.005 < shared_fit().log_sd < 0.05
 
 
 def test_a_term_for_all_queries_against_all_keys_is_found() -> None:
@@ -76,16 +79,16 @@ def test_a_term_for_all_queries_against_all_keys_is_found() -> None:
 
 def test_times_rest_on_what_was_measured() -> None:
     seen = steps(0, 200)[0].batch
-    assert FITTED.basis(seen.num_decodes, seen.context_tokens, seen.chunks) == Basis.MEASURED
-    assert FITTED.basis(3, 1234, ()) == Basis.INTERPOLATED
-    assert FITTED.basis(64, 64 * 5000, ()) == Basis.EXTRAPOLATED
-    assert FITTED.seconds(StepWork(64, 64 * 5000)) > FITTED.seconds(StepWork(16, 16 * 1500))
+    assert shared_fit().basis(seen.num_decodes, seen.context_tokens, seen.chunks) == Basis.MEASURED
+    assert shared_fit().basis(3, 1234, ()) == Basis.INTERPOLATED
+    assert shared_fit().basis(64, 64 * 5000, ()) == Basis.EXTRAPOLATED
+    assert shared_fit().seconds(StepWork(64, 64 * 5000)) > shared_fit().seconds(StepWork(16, 16 * 1500))
 
 
 def test_equal_steps_count_by_their_median() -> None:
     noisy = [s._replace(seconds=s.seconds * f) for s in steps(0, 200) for f in (1.0, 1.01, 9.0)]
     work = StepWork(4, 4000)
-    assert EngineSteps(noisy).seconds(work) == pytest.approx(FITTED.seconds(work), rel=0.03)
+    assert EngineSteps(noisy).seconds(work) == pytest.approx(shared_fit().seconds(work), rel=0.03)
 
 
 def test_what_some_steps_take_longer_for_no_reason_is_in_the_sum() -> None:
@@ -122,7 +125,7 @@ def test_steps_that_verify_drafts_are_steps_of_more_tokens(tmp_path: Path) -> No
 
 
 def test_a_log_without_drafts_says_nothing_of_them() -> None:
-    assert not isinstance(FITTED, RoundCosts)
+    assert not isinstance(shared_fit(), RoundCosts)
 
 
 def test_a_log_of_one_step_is_refused() -> None:

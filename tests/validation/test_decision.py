@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from simtune.errors import UsageError
 from simtune.specs.plan import Plan
@@ -78,6 +77,8 @@ def test_no_plan_is_there_twice() -> None:
 
 
 def test_tau_is_that_of_scipy() -> None:
+    from scipy import stats  # slow to import
+
     generator = np.random.default_rng(0)
     for _ in range(20):
         x, y = generator.integers(0, 6, (2, 9)).astype(float)
