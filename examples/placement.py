@@ -6,11 +6,12 @@ Each answer stands beside what is simpler, with the bound that nothing exceeds.
 
 import random
 
+from programs.drafts import every_node, select
+from programs.placement import greedy_experts, grouped_experts, partition, place_experts
+from programs.slices import cheapest_types
+
 from simtune import Fleet, InstanceRate, Nodes, allocate
 from simtune.specs.trees import weight
-from simtune.tuner.drafting.programme import every_node, select
-from simtune.tuner.space.placement import greedy_experts, grouped_experts, partition, place_experts
-from simtune.tuner.space.slices import cheapest_types
 
 
 def instances() -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.costs.filling import filled
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
 from simtune.costs.device_transfer import transfer
-from simtune.costs.filling import filled
 from simtune.costs.hardware_profile import build, usable
 from simtune.costs.tables import read_tables
 from simtune.specs import yamlfile

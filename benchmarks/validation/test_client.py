@@ -32,7 +32,7 @@ SERVE = """
 import os, sys
 if os.cpu_count() > 1 and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {1})
-from simtune.testing.fake_server import FakeServer
+from tests.fake_server import FakeServer
 with FakeServer(first_token_s=0.5, token_s=float(sys.argv[1])) as server:
     print(server.url, flush=True)
     sys.stdin.read()

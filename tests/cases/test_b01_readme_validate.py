@@ -11,10 +11,10 @@ import pytest
 
 from simtune.api import deploy_plan, load_specs, set_up
 from simtune.specs.base import LONGEST_S
-from simtune.testing.fake_server import FakeServer
 from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, knee_rps, loads
 from simtune.workload.requests import RequestStream
 from tests.cli.conftest import call
+from tests.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

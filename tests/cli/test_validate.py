@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simtune.testing.fake_server import FakeServer
+from tests.fake_server import FakeServer
 from tests.validation.test_guard import PRETENDS
 from tests.validation.test_vllm_steps import PRETENDED
 

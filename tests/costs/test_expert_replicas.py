@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.programs.placement import greedy_experts, least_load
 from simtune.costs.expert_replicas import busiest_share, spread
 from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.memory import weights_bytes
 from simtune.costs.operators.moe import rank_load, visit_probabilities
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.pool import Parallelism, Pool
-from simtune.tuner.space.placement import greedy_experts, least_load
 
 QWEN = load_model("qwen3-30b-a3b")
 

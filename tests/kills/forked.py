@@ -25,7 +25,7 @@ NEEDED = (
     "simtune.cli.reproduce", "simtune.cli.sweep", "simtune.cli.validate", "simtune.profiling.run",
     "simtune.report.measured_page", "simtune.report.page", "simtune.report.published_page",
     "simtune.report.sweep_page", "simtune.report.validation_page", "simtune.runs.contents",
-    "simtune.runs.sweep_files", "simtune.runs.timeline", "simtune.testing.fake_server",
+    "simtune.runs.sweep_files", "simtune.runs.timeline", "tests.fake_server",
     "simtune.tuner.certificate.search_certificate", "simtune.tuner.search.search_journal",
     "simtune.validation.client.load_client", "simtune.validation.judge.prediction", "simtune.validation.loads",
     "simtune.validation.published", "simtune.validation.session",

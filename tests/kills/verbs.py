@@ -122,7 +122,7 @@ def _looped(out: Path) -> Left:
 
 
 def _validate(out: Path) -> None:
-    from simtune.testing.fake_server import FakeServer
+    from tests.fake_server import FakeServer
 
     port = int(Path("port").read_text()) if Path("port").exists() else 0
     with FakeServer(first_token_s=0.005, token_s=0.02, port=port) as server:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 
-from simtune.tuner.space.placement import least_load
+from examples.programs.placement import least_load
 
 
 def experts(load: Sequence[float], gpus: int, slots: int) -> float:

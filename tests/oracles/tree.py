@@ -43,7 +43,7 @@ def greedy_within(ranks: Ranks, num_nodes: int, widths: Sequence[int]) -> list[N
     """`greedy` where `widths` limits the nodes of each depth.
 
     The subtrees below a depth are scaled copies, and no case is known where this is not
-    optimal then, but where weights depend on more than depth and rank it is not (`simtune.tuner.drafting.programme`).
+    optimal then, but where weights depend on more than depth and rank it is not (`examples.programs.drafts`).
     """
     room = list(widths)
     chosen: list[Node] = []

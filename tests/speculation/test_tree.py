@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.programs import drafts
 from simtune.errors import Infeasible
 from simtune.specs.trees import Node, Ranks, depth_of, dynamic, weight, width_of
-from simtune.tuner.drafting import programme, tree
+from simtune.tuner.drafting import tree
 from tests.oracles import tree as exact
 
 EXACT = 1e-9
@@ -29,7 +30,7 @@ def oracle(oracle_dir: Path) -> Any:
 
 def every_tree(ranks: Ranks, size: int, widths: Sequence[int] | None = None) -> Iterator[tuple[Node, ...]]:
     """All trees of up to `size` nodes in which every node stands with its parent and the siblings before it."""
-    nodes = sorted(programme.every_node(ranks))
+    nodes = sorted(drafts.every_node(ranks))
 
     def grow(start: int, chosen: list[Node]) -> Iterator[tuple[Node, ...]]:
         yield tuple(chosen)
@@ -210,24 +211,24 @@ def total(chosen: list[list[Node]], requests: Sequence[Ranks]) -> float:
 def test_one_budget_for_a_batch(oracle: Any) -> None:
     case = oracle["batch_instance"]
     requests = case["trees"]
-    nodes = [programme.every_node(ranks) for ranks in requests]
+    nodes = [drafts.every_node(ranks) for ranks in requests]
     for row in case["rows"]:
         merged = exact.share_budget(requests, row["N"])
         assert merged is not None
         assert total(merged, requests) == pytest.approx(row["greedy"], abs=EXACT)
         assert [len(n) for n in merged] == row["nodes_per_request"]
-        assert total(programme.select(nodes, row["N"]), requests) == pytest.approx(row["best"], abs=SOLVER)
+        assert total(drafts.select(nodes, row["N"]), requests) == pytest.approx(row["best"], abs=SOLVER)
         promised = exact.share_budget(requests, row["N"], [0.5] * 3)
         if row["min_half_best"] is None:
             assert promised is None
             with pytest.raises(Infeasible, match="no trees of 3 draft tokens"):
-                programme.select(nodes, row["N"], minima=[0.5] * 3)
+                drafts.select(nodes, row["N"], minima=[0.5] * 3)
         else:
             assert promised is not None
             assert total(promised, requests) == pytest.approx(row["min_half_greedy"], abs=EXACT)
-            solved = programme.select(nodes, row["N"], minima=[0.5] * 3)
+            solved = drafts.select(nodes, row["N"], minima=[0.5] * 3)
             assert total(solved, requests) == pytest.approx(row["min_half_best"], abs=SOLVER)
-        narrow = programme.select(nodes, row["N"], widths=[2, 1])
+        narrow = drafts.select(nodes, row["N"], widths=[2, 1])
         assert total(narrow, requests) == pytest.approx(row["width_2_1_best"], abs=SOLVER)
 
 
@@ -237,19 +238,19 @@ def test_merging_greedy_orders_is_the_integer_programme(oracle: Any) -> None:
     refused = 0
     for case in range(10):
         requests = [some_ranks(rng, 2, 3) for _ in range(3)]
-        nodes = [programme.every_node(ranks) for ranks in requests]
+        nodes = [drafts.every_node(ranks) for ranks in requests]
         size = (5, 8, 11)[case % 3]
         merged = exact.share_budget(requests, size)
         assert merged is not None
-        assert total(merged, requests) == pytest.approx(total(programme.select(nodes, size), requests), abs=SOLVER)
+        assert total(merged, requests) == pytest.approx(total(drafts.select(nodes, size), requests), abs=SOLVER)
         minima = rng.choice([0.0, 0.3, 0.6, 1.0], 3).tolist()
         promised = exact.share_budget(requests, size, minima)
         if promised is None:
             refused += 1
             with pytest.raises(Infeasible):
-                programme.select(nodes, size, minima=minima)
+                drafts.select(nodes, size, minima=minima)
         else:
-            solved = programme.select(nodes, size, minima=minima)
+            solved = drafts.select(nodes, size, minima=minima)
             assert total(promised, requests) == pytest.approx(total(solved, requests), abs=SOLVER)
             assert all(
                 tree.expected_accepted(n, ranks) >= least - EXACT
@@ -286,7 +287,7 @@ def test_widths_are_no_matter_where_weights_are_ranks(oracle: Any) -> None:
 def test_widths_matter_where_weights_know_the_context(oracle: Any) -> None:
     case = oracle["width_quota_counterexample"]
     weights = {tuple(json.loads(f"[{key.strip('(,)')}]")): w for key, w in case["weights"].items()}
-    (nodes,) = programme.select([weights], case["budget"], widths=[case["quota_depth1"], 2], in_rank_order=False)
+    (nodes,) = drafts.select([weights], case["budget"], widths=[case["quota_depth1"], 2], in_rank_order=False)
     assert sum(weights[n] for n in nodes) == pytest.approx(case["optimum"], abs=SOLVER)
     heaviest = max((n for n in weights if len(n) == 1), key=weights.__getitem__)
     greedy = weights[heaviest] + weights[(*heaviest, 1)]
@@ -296,10 +297,10 @@ def test_widths_matter_where_weights_know_the_context(oracle: Any) -> None:
 def test_unequal_costs_make_it_a_knapsack(oracle: Any) -> None:
     case = oracle["heterogeneous_cost"]
     requests, costs = case["trees"], case["cost"]
-    nodes = [programme.every_node(ranks) for ranks in requests]
+    nodes = [drafts.every_node(ranks) for ranks in requests]
     lost = 0
     for row in case["rows"]:
-        solved = total(programme.select(nodes, row["N"], costs=costs), requests)
+        solved = total(drafts.select(nodes, row["N"], costs=costs), requests)
         assert solved == pytest.approx(row["ilp"], abs=SOLVER)
         by_ratio = sorted(
             (-w / cost, i, k, w)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import simtune
+from examples.programs.slices import Slices, cheapest_types
 from simtune.errors import Infeasible, SimtuneError, UsageError
 from simtune.tuner.space import integer_programs
 from simtune.tuner.space.allocation import Fleet, InstanceRate, Nodes, allocate
-from simtune.tuner.space.slices import Slices, cheapest_types
 from tests.oracles import allocation as brute
 
 EXACT = 1e-5

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from simtune.errors import Infeasible, UsageError
-from simtune.tuner.space.placement import (
+from examples.programs.placement import (
     ExpertPlacement,
     greedy_experts,
     grouped_experts,
@@ -20,6 +19,7 @@ from simtune.tuner.space.placement import (
     partition,
     place_experts,
 )
+from simtune.errors import Infeasible, UsageError
 from tests.oracles import placement as brute
 
 EXACT = 1e-5

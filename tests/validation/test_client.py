@@ -16,7 +16,6 @@ import pytest
 
 from simtune.errors import EngineError, UsageError
 from simtune.specs.workload import Arrivals, ClosedLoop, FixedInterval, FixedLength, SharedPrefix, Workload
-from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import real_clock
 from simtune.validation.client.http_exchange import Piece, ServerAddress, ask, read_response
 from simtune.validation.client.load_client import Patience, Traffic, send, served_model
@@ -25,6 +24,7 @@ from simtune.validation.client.prompts import Prompts
 from simtune.validation.client.real_clock import StampedSocket, now, pause
 from simtune.validation.client.streaming import Answer
 from simtune.workload.requests import RequestStream, build_stream
+from tests.fake_server import FakeServer
 
 FAST = FixedInterval(rate_rps=200.0)
 

@@ -13,11 +13,11 @@ from simtune.errors import EngineError, UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, Pool
-from simtune.testing.fake_server import FakeServer
 from simtune.validation.client.real_clock import pause
 from simtune.validation.loads import Load
 from simtune.validation.servers import process_guard
 from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
+from tests.fake_server import FakeServer
 from tests.validation.test_client import stream
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernel and /proc of Linux")
@@ -112,7 +112,7 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 at = sys.argv.index
 open({said!r}, "w").write(json.dumps([sys.argv[1:], open(sys.argv[at("--config") + 1]).read()]))
-from simtune.testing.fake_server import FakeServer
+from tests.fake_server import FakeServer
 if "--breaks" in sys.argv:
     sys.exit("no such kernel image")
 with FakeServer(api_key=os.environ["VLLM_API_KEY"], port=int(sys.argv[at("--port") + 1])):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from simtune.testing.fake_server import FakeServer
 from simtune.validation.client import relay
 from simtune.validation.client.http_exchange import Exchange, ServerAddress
 from simtune.validation.client.load_client import Patience, Traffic, send
@@ -15,6 +14,7 @@ from simtune.validation.client.prompts import Prompts
 from simtune.validation.client.relay import Relay
 from simtune.validation.client.streaming import Answer
 from simtune.workload.requests import RequestStream
+from tests.fake_server import FakeServer
 from tests.validation.test_client import stream
 
 PATIENCE = Patience(silence_s=30.0, metrics_every_s=0.02)
