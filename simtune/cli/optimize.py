@@ -124,7 +124,7 @@ def optimize(  # noqa: PLR0913 - one for each option
         note_cut(question.workload, question.trace, question.requests)
         journal = _journal(question, out / JOURNAL, resume, quiet)
         try:
-            with progress("plans", quiet) as update, journal:
+            with progress("plans", quiet) as update:
                 tuned = search(
                     question,
                     jobs=workers,

@@ -90,7 +90,7 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
     from itertools import groupby, islice
 
     from simtune.runs.files import lock
-    from simtune.runs.row_journal import RowJournal
+    from simtune.specs.row_journal import RowJournal
     from simtune.validation.published import Finding
     from simtune.validation.published import reproduce as run
 

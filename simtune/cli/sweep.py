@@ -65,8 +65,8 @@ def sweep(  # noqa: PLR0913 - one for each option
     from simtune.runs.files import hold
     from simtune.runs.grid_sweep import Base, Point, axis, points
     from simtune.runs.grid_sweep import sweep as run
-    from simtune.runs.row_journal import RowJournal
     from simtune.runs.sweep_files import write_sweep
+    from simtune.specs.row_journal import RowJournal
 
     if parquet and out is None:
         raise UsageError("--parquet needs a folder: --out runs/NAME")

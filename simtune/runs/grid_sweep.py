@@ -15,9 +15,9 @@ from simtune.api import load_specs, set_up
 from simtune.errors import Infeasible, Problem, SpecError, UsageError
 from simtune.results.summary import Metric
 from simtune.runs.price import price
-from simtune.runs.row_journal import RowJournal
 from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.input_files import shortened
+from simtune.specs.row_journal import RowJournal
 
 SPECS = ("model", "hardware", "workload", "plan")
 NUMBERS = ("rate", "requests", "seed")

@@ -10,13 +10,13 @@ import pytest
 
 from simtune.errors import SimtuneError
 from simtune.runs.files import claim, hold, write
-from simtune.runs.row_journal import RowJournal
+from simtune.specs.row_journal import RowJournal
 
 FULL = """
 import resource, sys
 from pathlib import Path
 from simtune.errors import SimtuneError
-from simtune.runs.row_journal import RowJournal
+from simtune.specs.row_journal import RowJournal
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 journal = RowJournal(Path(sys.argv[1]))

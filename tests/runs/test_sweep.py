@@ -15,8 +15,8 @@ from simtune.errors import Problem, UsageError
 from simtune.report.sources import read_all
 from simtune.runs import grid_sweep as sweeps
 from simtune.runs.grid_sweep import Axis, Base, Point, axis, points, sweep
-from simtune.runs.row_journal import RowJournal
 from simtune.runs.sweep_files import read_sweep, write_sweep
+from simtune.specs.row_journal import RowJournal
 
 BASE = Base(model="llama-3.1-8b", hardware="h100-sxm", workload="chat", requests="30")
 

@@ -56,10 +56,10 @@ def a_finding(seed: int = 0) -> SimulationFinding:
 
 def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
     path, kept = tmp_path / "run" / "journal.jsonl", [a_finding(seed) for seed in range(3)]
-    with SearchJournal.begin(path, "inputs", SimulationFinding) as journal:
-        assert not path.exists()
-        for i, finding in enumerate(kept):
-            journal.keep(f"key{i}", finding)
+    journal = SearchJournal.begin(path, "inputs", SimulationFinding)
+    assert not path.exists()
+    for i, finding in enumerate(kept):
+        journal.keep(f"key{i}", finding)
     later = SearchJournal(path, "inputs", SimulationFinding)
     assert [later.look(f"key{i}") for i in range(3)] == kept
     assert later.look("key3") is None
@@ -72,23 +72,23 @@ def test_what_is_kept_is_there_in_another_process(tmp_path: Path) -> None:
 
 def test_a_line_that_is_not_whole_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     path, finding = tmp_path / "journal.jsonl", a_finding()
-    with SearchJournal.begin(path, "inputs", SimulationFinding) as journal:
-        for key in ("one", "two", "three"):
-            journal.keep(key, finding)
+    journal = SearchJournal.begin(path, "inputs", SimulationFinding)
+    for key in ("one", "two", "three"):
+        journal.keep(key, finding)
     whole = path.read_bytes()
     for cut in (1, 40, 700):
         path.write_bytes(whole[:-cut])
-        with SearchJournal(path, "inputs", SimulationFinding) as journal:
-            assert [journal.look(key) is not None for key in ("one", "two", "three")] == [True, True, cut == 1]
-            journal.keep("four", finding)
+        journal = SearchJournal(path, "inputs", SimulationFinding)
+        assert [journal.look(key) is not None for key in ("one", "two", "three")] == [True, True, cut == 1]
+        journal.keep("four", finding)
         assert SearchJournal(path, "inputs", SimulationFinding).look("four") == finding
     path.write_bytes(whole.replace(b'"preemptions": 0', b'"preemptions": 1', 1))
     assert SearchJournal(path, "inputs", SimulationFinding).look("one") is None, "a result that was changed is none"
 
 
 def test_results_of_other_inputs_are_not_taken(tmp_path: Path) -> None:
-    with SearchJournal.begin(tmp_path / "journal.jsonl", "inputs", SimulationFinding) as journal:
-        journal.keep("key", a_finding())
+    journal = SearchJournal.begin(tmp_path / "journal.jsonl", "inputs", SimulationFinding)
+    journal.keep("key", a_finding())
     with pytest.raises(UsageError, match=r"holds results of another study.*--force"):
         SearchJournal(tmp_path / "journal.jsonl", "others", SimulationFinding)
     assert len(SearchJournal.begin(tmp_path / "journal.jsonl", "others", SimulationFinding)) == 0

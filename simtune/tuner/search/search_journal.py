@@ -1,15 +1,13 @@
 """The file of finished simulations, journal.jsonl: a search that was killed can be resumed.
 
-Every result is a line of its own, with a checksum, on the disk before the search continues. The key of a result is the
-plan and the rate that were simulated; every line names the inputs. Only simulations that were running are lost. A line
-that was cut short is ignored. Several processes may append to one file.
+Every result is a row (`simtune.specs.row_journal`), on the disk before the search continues. The key of a result is the
+plan and the rate that were simulated; every row names the inputs. Only simulations that were running are lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +15,11 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from simtune.errors import SimtuneError, UsageError
+from simtune.errors import UsageError
 from simtune.specs.plan import Plan
+from simtune.specs.row_journal import RowJournal
 
-SCHEMA = "simtune/journal@1"
+SCHEMA = "simtune/journal@2"
 
 R = TypeVar("R")
 
@@ -42,10 +41,7 @@ def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0)
     """
     at = None if rate_rps is None else float(rate_rps).hex()
     fresh = [draw, requests] if draw else []
-    return _digest(json.dumps([plan.to_data(), at, *fresh], sort_keys=True))
-
-
-def _digest(text: str) -> str:
+    text = json.dumps([plan.to_data(), at, *fresh], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -56,15 +52,18 @@ class SearchJournal(Generic[R]):
     """
 
     def __init__(self, path: Path, inputs: str, kind: type[R]) -> None:
-        """Open the file, which must be of the same `inputs`.
-
-        Raise UsageError if it is of other inputs, and SimtuneError if it cannot be read or written.
-        """
+        """Open the file, which must be of the same `inputs`. Raise UsageError if it is of other inputs, or cannot be
+        read."""
         self.path, self.inputs, self.kind = path, inputs, kind
         self._adapter: TypeAdapter[R] = TypeAdapter(kind)
-        self._known: dict[str, Any] = {}
-        self._file: int | None = None
-        self._read()
+        self._file = RowJournal(path, resume="give --resume")
+        rows = self._file.read()
+        if any((row.get("schema"), row.get("inputs")) != (SCHEMA, inputs) for row in rows.values()):
+            raise UsageError(
+                f"{path}: holds results of another study, or of other inputs or another release; give --force "
+                "instead of --resume to begin anew"
+            )
+        self._stored: dict[str, Any] = {key: row["result"] for key, row in rows.items()}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return type(self), (self.path, self.inputs, self.kind)
@@ -84,62 +83,16 @@ class SearchJournal(Generic[R]):
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._stored)
 
     def look(self, key: str) -> R | None:
         """Return the stored result of a simulation; None if there is none."""
-        data = self._known.get(key)
+        data = self._stored.get(key)
         return None if data is None else self._adapter.validate_json(json.dumps(data))
 
     def keep(self, key: str, result: R) -> None:
         """Store the result durably, on the disk. Raise SimtuneError if it cannot be written."""
         data = self._adapter.dump_python(result, mode="json", by_alias=True, exclude_unset=True)
-        self._known[key] = data
-        self._append({"inputs": self.inputs, "key": key, "found": data, "schema": SCHEMA})
-
-    def _read(self) -> None:
-        try:
-            text = self.path.read_bytes() if self.path.exists() else b""
-        except OSError as error:
-            raise SimtuneError(f"{self.path}: cannot be read ({error.strerror})") from None
-        lines = [line for line in map(_whole, text.split(b"\n")) if line is not None]
-        if any((line.get("schema"), line.get("inputs")) != (SCHEMA, self.inputs) for line in lines):
-            raise UsageError(
-                f"{self.path}: holds results of another study, or of other inputs or another release; give --force "
-                "instead of --resume to begin anew"
-            )
-        self._known = {line["key"]: line["found"] for line in lines}
-
-    def _append(self, content: dict[str, Any]) -> None:
-        body = json.dumps(content, allow_nan=False, sort_keys=True)
-        # Start on a new line: an earlier line may have been cut short, and would make this one unreadable.
-        line = f"\n{_digest(body)} {body}\n".encode()
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            # One write, so that lines of several processes do not mix.
-            written = os.write(self._file, line)
-            os.fsync(self._file)
-        except OSError as error:
-            raise SimtuneError(f"{self.path}: cannot be written ({error.strerror})") from None
-        if written < len(line):
-            raise SimtuneError(f"{self.path}: cannot be written (no space left); make room and give --resume")
-
-
-def _whole(line: bytes) -> dict[str, Any] | None:
-    """Return the content of a line; None if the line is incomplete."""
-    checksum, _, body = line.partition(b" ")
-    if not body or _digest(body.decode(errors="replace")).encode() != checksum:
-        return None
-    content: dict[str, Any] = json.loads(body)
-    return content
+        self._stored[key] = data
+        self._file.add(key, {"inputs": self.inputs, "result": data, "schema": SCHEMA})

@@ -1,4 +1,8 @@
-"""Finished rows, in a file of JSON lines that grows while work goes on: a kill loses only the row under way."""
+"""Finished rows, in a file of JSON lines that grows while work goes on: a kill loses only the row being written.
+
+Several processes may append to one file. Sweeps, findings of published systems and simulations of a search are kept so;
+the points of `simtune profile` are a table that others read, without checksums (`simtune.costs.tables.own`).
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,14 @@ class RowJournal:
     """A file of lines `{"key": ..., "row": ..., "sha256": ...}`, the hash of key and row. A line that is not as it was
     written is as if it had not been."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        # True once the file is known to end with a complete line.
-        self._whole = False
+    def __init__(self, file: Path, resume: str = "give the same command again") -> None:
+        """`resume` is what continues with the rows, in messages."""
+        self.file, self._resume = file, resume
 
     def read(self) -> dict[str, Any]:
         """Rows by their key. Raises UsageError if the file cannot be read."""
         rows: dict[str, Any] = {}
-        for line in self._bytes().split(b"\n"):
+        for line in (read_bytes(self.file) if self.file.exists() else b"").split(b"\n"):
             try:
                 entry = parse_json(line.decode())
                 key, row = entry["key"], entry["row"]
@@ -43,13 +46,14 @@ class RowJournal:
         """Write a row immediately. Raises SimtuneError if there is no room, UsageError if no file can be made; earlier
         rows stay.
         """
-        line = (json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False) + "\n").encode()
+        text = json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False)
+        # It begins on a new line, since an earlier one may have been cut short; in one write, so that lines of several
+        # processes do not mix.
+        line = f"\n{text}\n".encode()
         try:
-            if not self._whole:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self._end()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("ab", buffering=0) as file:
-                self._whole = file.write(line) == len(line)
+                written = file.write(line)
                 os.fsync(file.fileno())
         except OSError as error:
             if error.errno in _FULL:
@@ -57,21 +61,13 @@ class RowJournal:
             raise UsageError(
                 f"{self.file}: cannot be written ({error.strerror}); name a file you may write to"
             ) from None
-        if not self._whole:
+        if written != len(line):
             raise self._full("no space left")
 
-    def _end(self) -> None:
-        """Remove a last line that was cut short: the next line would be joined to it."""
-        content = self._bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(self.file, content.rfind(b"\n") + 1)
-
-    def _bytes(self) -> bytes:
-        return read_bytes(self.file) if self.file.exists() else b""
-
     def _full(self, why: str | None) -> SimtuneError:
-        remedy = "make room and give the same command again"
-        return SimtuneError(f"{self.file}: cannot be written ({why}); what it holds is kept: {remedy}")
+        return SimtuneError(
+            f"{self.file}: cannot be written ({why}); what it holds is kept: make room and {self._resume}"
+        )
 
 
 def _hash(key: object, row: object) -> str:
