@@ -245,6 +245,7 @@ def _deployed(
     hardware_of_pool = device if pool.share is None else share_of(device, pool.share.processors, pool.share.bandwidth)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
+    devices = pool.devices
     memory = check(pool, model, hardware_of_pool, drafts)
     if costs is None and pool.costs is not None:
         costs = plan_parts.OwnCosts(read_costs(Path(pool.costs)))
@@ -257,7 +258,15 @@ def _deployed(
         pool = _as_run(pool, model, hardware_of_pool, max_model_len, drafts, factors)
     compiled = compiled_costs(pool, model, hardware_of_pool, max_model_len, drafts, factors) if costs is None else costs
     deployed = DeployedPool(
-        pool, hardware_of_pool, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, device
+        pool,
+        hardware_of_pool,
+        memory,
+        compiled,
+        max_model_len,
+        kv_block_bytes(model, pool),
+        drafts,
+        device,
+        idle_devices=devices - pool.devices,
     )
     if pool.role == "prefill":
         _check_ways(plan, model, deployed)
