@@ -104,12 +104,12 @@ def _target_replicas(pool: DeployedPool, model: Model) -> str | None:
     if not pool.idle_devices:
         return None
     assert pool.spec.speculation is not None
-    used, tp = pool.spec.speculation.scheme.shape.replicas, pool.spec.parallelism.tp
+    num_used, tp = pool.spec.speculation.scheme.shape.replicas, pool.spec.parallelism.tp
     idle = pool.idle_devices // tp
     return (
-        f"{used} of {used + idle} replicas keep up with the drafter, and more would only make verdicts later; the "
-        f"other {plural(pool.idle_devices, 'GPU')} are idle, but are paid for and draw power; set scheme.replicas "
-        f"to {used}"
+        f"{num_used} of {num_used + idle} replicas give the most tokens per second, and more would only make verdicts "
+        f"later; the other {plural(pool.idle_devices, 'GPU')} are idle, but are paid for and draw power; set "
+        f"scheme.replicas to {num_used}"
     )
 
 

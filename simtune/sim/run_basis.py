@@ -78,6 +78,11 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
     width = max(1, round(float(verified.sum() / max(1, decodes.sum()))))
     attends = model.decode(np.maximum(decodes, 1), np.maximum(context, 1.0), width)
     columns["decode_attention"] = np.where(decodes > 0, attends, 0.0)
+    if model.sharing is not None:
+        alone = np.bincount(at, new, len(steps)) == 0
+        verifying = np.maximum(verified, 1.0)
+        saved = model.sharing.saved_s(verifying, np.clip(decodes, 1.0, verifying))
+        columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
         seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
         columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)

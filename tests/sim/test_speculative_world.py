@@ -465,7 +465,7 @@ def test_replicas_beyond_a_verification_idle_at_their_watts() -> None:
     assert more - less == pytest.approx(3 * watts.idle_w * results[1].summary().duration_s)
     assert [result.num_gpus for result in results] == [5, 8]
     (note,) = idle_settings(many)
-    assert note.startswith("pools.0.speculation: 4 of 7 replicas keep up with the drafter")
+    assert note.startswith("pools.0.speculation: 4 of 7 replicas give the most tokens per second")
     assert "the other 3 GPUs are idle" in note
     assert [*idle_settings(few)] == []
 
