@@ -125,8 +125,8 @@ def _groups(block: dict[str, Any]) -> list[_Group]:
         return []
     if not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise _Unread("compressed-tensors without config_groups")
-    named = [(_listed(group, "targets"), _of_group(group)) for group in groups.values()]
-    return [_Group([] if "Linear" in targets else targets, format_) for targets, format_ in named]
+    by_targets = [(_listed(group, "targets"), _of_group(group)) for group in groups.values()]
+    return [_Group([] if "Linear" in targets else targets, format_) for targets, format_ in by_targets]
 
 
 _EXPERT = re.compile(r"\bexperts\.\d+")
