@@ -238,9 +238,9 @@ def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str
         pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
     ]
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
-    by_name = {profile.name: profile for profile in hardware}
+    by_pool = {pool.name: profile for pool, profile in zip(pools, hardware, strict=True)}
     try:
-        return deploy(plan, specs.model, by_name, own_costs, drafting=load_drafting(plan))
+        return deploy(plan, specs.model, by_pool, own_costs, drafting=load_drafting(plan))
     except Infeasible as error:
         if specs.plan is not None or specs.plan_settings:
             # A plan of the user's own that cannot be is wrong input, not an answer.
@@ -259,10 +259,9 @@ def deploy_plan(plan: str | Plan) -> Deployment:
         pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
     ]
     plan = plan.model_copy(update={"pools": tuple(pools)})
+    by_pool = {pool.name: profile for pool, profile in zip(pools, hardware, strict=True)}
     try:
-        return deploy(
-            plan, load_model(plan.model), {profile.name: profile for profile in hardware}, drafting=load_drafting(plan)
-        )
+        return deploy(plan, load_model(plan.model), by_pool, drafting=load_drafting(plan))
     except Infeasible as error:
         raise UsageError(f"plan {plan.name}: {error}") from None
 

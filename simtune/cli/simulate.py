@@ -263,7 +263,7 @@ class _Targets:
 
         if self.out is not None:
             deployment, seed = experiment.deployment, experiment.seed
-            inputs = (deployment.model, deployment.hardware, experiment.workload, deployment.plan)
+            inputs = (deployment.model, *deployment.profiles.values(), experiment.workload, deployment.plan)
             name, load, trace = deployment.plan.name, experiment.workload, experiment.trace
             contents = of_simulation(deployment, result, name, seed, drawn, load, trace, self.leave_out)
             write_run(self.out, contents, inputs, experiment.trace, seed)

@@ -466,8 +466,8 @@ def _manifest(experiment: Experiment, asked: _Asked) -> Manifest:
     from simtune.runs.manifest import manifest
 
     d = experiment.deployment
-    profiles = {pool.hardware.name: pool.hardware for pool in d.pools}.values()
-    return manifest(command_line(), (d.model, *profiles, experiment.workload, d.plan), experiment.trace, asked.seed)
+    inputs = (d.model, *d.profiles.values(), experiment.workload, d.plan)
+    return manifest(command_line(), inputs, experiment.trace, asked.seed)
 
 
 def _decide(given: _Given, count: int, choice: EngineChoice, asked: _Asked, out: Path, as_json: bool) -> int:

@@ -216,6 +216,9 @@ class StepBasis:
         parts = {
             kind: float(seconds[0]) for kind, seconds in model.linear(np.array([tokens]), bool(work.chunks)).items()
         }
+        if model.sharing is not None and not work.chunks:
+            decodes = float(work.num_decodes)
+            parts["moe"] -= float(model.sharing.saved_s(np.array([tokens * 1.0]), np.array([decodes]))[0])
         parts |= {kind: float(seconds[0]) for kind, seconds in model.head(np.array([samples])).items()}
         parts["decode_attention"] = float(model.decode(work.num_decodes, mean, step.width)[0])
         if work.chunks:

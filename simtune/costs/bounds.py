@@ -119,6 +119,8 @@ class CostBounds:
         """
         groups = self._tables.groups
         least = np.minimum(self._tables.pure.least(groups), self._tables.mixed.least(groups))
+        if self._tables.shared is not None:
+            least[1:] -= self._tables.shared.most(np.arange(1.0, len(least)))
         # the largest non-decreasing table below the charged one: a larger step that is cheaper bounds the smaller ones
         table = np.minimum.accumulate(least[:0:-1])[::-1]
         steepest = float((table / np.arange(1, len(table) + 1)).min())

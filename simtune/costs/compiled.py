@@ -32,6 +32,7 @@ from simtune.arrays import Array, Ints
 from simtune.costs.iteration import StepModel, padded_tokens
 from simtune.costs.knots import KNOTS_PER_OCTAVE, bends, knots, rising, sizes, whole_ticks
 from simtune.costs.protocol import UNBOUNDED
+from simtune.costs.shared_experts import SharedExperts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.specs import room
 from simtune.specs.hardware import Hardware
@@ -207,6 +208,8 @@ class StepTables:
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
     groups: int
     """Ranks with data-parallel attention that share experts."""
+    shared: SharedExperts | None = None
+    """Time that verifications save; None if tokens of a sequence visit no experts in common."""
 
     @property
     def model(self) -> StepModel:
@@ -256,9 +259,7 @@ def compile_tables(
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
-    imbalance = [
-        [0, *whole_ticks(scales[chunked] * step_model.imbalance_s(decodes, chunked))] for chunked in (False, True)
-    ]
+    imbalance = [[0, *whole_ticks(scales[kind] * step_model.imbalance_s(decodes, kind))] for kind in (False, True)]
     return StepTables(
         models=models,
         max_num_seqs=seqs,
@@ -272,6 +273,7 @@ def compile_tables(
         chunk=to_ticks(scales[True] * overhead_s),
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
+        shared=SharedExperts.of(step_model, scales[False], width),
     )
 
 

@@ -11,7 +11,7 @@ Only real tokens activate experts: rows that pad a step to the size of a CUDA gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +59,17 @@ def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Re
     return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 
 
+def independent_tokens(tokens: Array, sequences: Array, visited: float, reuse: float) -> Array:
+    """Return the number of independent tokens that wake as many experts as neighbouring tokens of `sequences`
+    sequences, each of which visits the share `visited` of the experts; see `simtune.costs.shared_experts`."""
+    if visited >= 1:
+        return tokens
+    per_neighbour = np.log1p(-(1 - reuse) * visited) / np.log1p(-visited)
+    alone = np.minimum(tokens, sequences)
+    independent: Array = alone + (tokens - alone) * per_neighbour
+    return independent
+
+
 def _placed(spec: MoeFeedForward, replicas: int | None, ep: int) -> float | None:
     """Return the rows of the busiest rank over the mean if experts are placed by their load; None if they are not."""
     if replicas is None:
@@ -89,6 +100,19 @@ class Experts:
             yield from self._gathering()
         elif self._groups > 1 and self._locality < 1:
             yield from self._exchanges()
+
+    def shared_s(self, tokens: Array, sequences: Array) -> Array:
+        """Seconds by which `tokens` tokens of `sequences` sequences take less than those of different sequences.
+
+        The kernel takes as long as for the tokens that wake as many experts, or as its rows take to be multiplied.
+        """
+        spec, most = self._spec, self._kernel.operator.base.flops_per_s
+        few = independent_tokens(tokens, sequences, spec.experts_per_token / spec.experts, spec.neighbour_reuse)
+        rows = self._groups * tokens * spec.experts_per_token / self._ep
+        width = spec.intermediate_size if self._whole else spec.intermediate_size / self._ranks
+        computed = 6 * rows * self._hidden * width / most
+        saved: Array = np.maximum(0.0, self._kernel_s(tokens) - np.maximum(self._kernel_s(few), computed))
+        return saved
 
     def _kernel_s(self, tokens: Array) -> Array:
         spec, ep = self._spec, self._ep
@@ -185,3 +209,14 @@ class Experts:
     def _all_to_all_s(self, exchange: Predictor, row_bytes: float, tokens: Array) -> Array:
         copies = min(self._spec.experts_per_token, self._ep)
         return exchange.seconds(devices=self._ep, bytes=tokens / self._tp * copies * row_bytes)
+
+
+class SharingLayers(NamedTuple):
+    """Layers in which tokens of a sequence share experts: the number of equal ones, and their experts."""
+
+    layers: Sequence[tuple[float, Experts]]
+
+    def saved_s(self, tokens: Array, sequences: Array) -> Array:
+        """Seconds by which routed experts take less if the tokens of a step are those of `sequences` sequences."""
+        saved: Array = np.sum([number * experts.shared_s(tokens, sequences) for number, experts in self.layers], axis=0)
+        return saved

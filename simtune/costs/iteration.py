@@ -157,6 +157,8 @@ class StepModel:
         self._apart = FeedForwardDevices.of(full_model, hardware, pool, self._profile)
         calls = StepCalls(model, hardware, pool, self._profile, layers, self._attention)
         self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
+        self.sharing = calls.sharing(self._factor("moe"))
+        """Layers in which tokens of a sequence share experts, which `linear` does not know; None if there are none."""
         windows = {equal.attention.window for equal in layers}
         self.windows = {window for window in windows if window is not None}
         """Sliding windows in tokens."""

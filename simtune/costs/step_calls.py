@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.experts import Experts
+from simtune.costs.experts import Experts, SharingLayers
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
 from simtune.costs.predict import Predictor, Profile
@@ -204,6 +204,16 @@ class StepCalls:
             if isinstance(layers.feed_forward, MoeFeedForward)
             for kind, seconds in Experts(self._model, layers.feed_forward, self._profile, self._pool).parts()
         ]
+
+    def sharing(self, factor: float) -> SharingLayers | None:
+        """Return the layers in which tokens of a sequence share experts; None if there are none, or communication hides
+        behind them."""
+        layers = [
+            (factor * layers.number, Experts(self._model, layers.feed_forward, self._profile, self._pool))
+            for layers in self._layers
+            if isinstance(layers.feed_forward, MoeFeedForward) and layers.feed_forward.neighbour_reuse
+        ]
+        return SharingLayers(layers) if layers and self._pool.overlap is None else None
 
     def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[StepCall]:
         hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1

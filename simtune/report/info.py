@@ -82,12 +82,17 @@ def _listed(words: Sequence[str]) -> str:
 
 def devices(s: Summary) -> str:
     """The kinds of GPU of its pools."""
-    return _listed([profile.device for profile in profiles(s)])
+    return _listed([*dict.fromkeys(profile.device for profile in profiles(s))])
 
 
 def profiles(s: Summary) -> tuple[HardwareFacts, ...]:
     """Profiles of all kinds of GPU of the pools."""
     return (s.hardware, *s.other_hardware)
+
+
+def profile_name(hardware: HardwareFacts) -> str:
+    """Name of a profile, with the engine of its pools if pools run under several."""
+    return hardware.name if hardware.under is None else f"{hardware.name} under {hardware.under}"
 
 
 def chosen_name(run: Run) -> str:
@@ -271,12 +276,15 @@ def e2el_parts(s: Summary) -> list[tuple[str, str, float]]:
 
 
 def pool_rows(s: Summary) -> list[tuple[str, ...]]:
-    """name, role, hardware, instances, GPUs of each, policy, max_num_seqs, token budget of every pool."""
+    """name, role, hardware, instances, GPUs of each, policy, max_num_seqs, token budget of every pool; the hardware
+    with the engine if there are several.
+    """
+    several = len({p.engine for p in s.plan.pools}) > 1
     return [
         (
             p.name,
             p.role,
-            p.hardware,
+            f"{p.hardware} under {p.engine or 'no engine'}" if several else p.hardware,
             number(p.instances),
             number(p.devices),
             p.batching.policy,

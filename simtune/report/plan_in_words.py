@@ -8,6 +8,7 @@ from simtune.errors import plural
 from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
+from simtune.specs.hardware import Hardware
 from simtune.specs.pool import Pool
 
 POLICIES = {
@@ -38,6 +39,8 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
     yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
+    if pool.engine is not None:
+        yield f"engine {pool.engine}: {_kernels(deployed.hardware)}"
     yield from _beside_engine(pool)
     yield from _parallelism(deployed)
     yield from _memory(deployed)
@@ -51,6 +54,13 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
     yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
     if pool.speculation is not None:
         yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"
+
+
+def _kernels(hardware: Hardware) -> str:
+    """Profile of the kernels, and the number of operators that are another engine's."""
+    borrowed = [operator for operator in hardware.operators.values() if operator.other_engine is not None]
+    another = f", but {plural(len(borrowed), 'operator')} of another engine" if borrowed else ""
+    return f"kernels of profile {hardware.name}{another}"
 
 
 def _beside_engine(pool: Pool) -> Iterator[str]:

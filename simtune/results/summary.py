@@ -185,10 +185,24 @@ class OperatorBasis(Record):
     basis: BasisShares
 
 
-class CostBasis(BasisShares):
-    """Basis of the simulated steps' time in kernels and collectives: steps of the run, weighted by their time."""
+class BasisByOperator(BasisShares):
+    """Shares of the time of all operators, and those of each."""
 
     operators: Seq[OperatorBasis] = Field(description="the longest first")
+
+
+class PoolBasis(BasisByOperator):
+    """Basis of the step time of one pool."""
+
+    pool: str
+    profile: str = Field(description="hardware profile and engine")
+    share: Share = Field(description="of the step time of all pools")
+
+
+class CostBasis(BasisByOperator):
+    """Basis of the simulated steps' time in kernels and collectives: steps of the run, weighted by their time."""
+
+    pools: Seq[PoolBasis] = Field((), description="written only if pools run under several engines")
 
 
 class Uncertainty(Record):

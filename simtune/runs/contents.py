@@ -51,8 +51,8 @@ from simtune.runs.tables import columns, to_csv
 from simtune.runs.timeline import sampled, trace_file
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
-from simtune.sim.run_basis import pool_bases, summed
-from simtune.specs.hardware import Hardware
+from simtune.sim.pools import DeployedPool
+from simtune.sim.run_basis import basis_of, pool_bases
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
@@ -250,7 +250,7 @@ def _common(
             num_blocks=memory.num_blocks,
         ),
         "breakdown": step_times(deployment, result),
-        "cost_basis": summed(bases.values()),
+        "cost_basis": basis_of(deployment, bases),
         "timeline": sampled(result),
         "pool_timelines": tuple(
             PoolTimeline(pool=pool.spec.name, **dict(sampled(result, pool.spec.name))) for pool in pools
@@ -262,24 +262,28 @@ def _common(
 
 
 def _hardware_facts(deployment: Deployment) -> dict[str, Any]:
-    """Return the facts of the hardware of the first pool, and of every other kind of GPU among the pools if there is
-    one.
+    """Return the facts of the hardware of the first pool, and of every other profile among the pools if there is one.
+    Under several engines one profile has other kernels in each, and counts as several.
     """
-    first, *more = {pool.hardware.name: pool.hardware for pool in deployment.pools}.values()
-    facts: dict[str, Any] = {"hardware": _hardware(first, deployment.estimated)}
+    labels = deployment.profile_labels
+    first, *more = {labels[pool.spec.name]: pool for pool in deployment.pools}.values()
+    facts: dict[str, Any] = {"hardware": _hardware(deployment, first)}
     if more:
-        facts["other_hardware"] = tuple(_hardware(hardware, deployment.estimated) for hardware in more)
+        facts["other_hardware"] = tuple(_hardware(deployment, pool) for pool in more)
     return facts
 
 
-def _hardware(hardware: Hardware, estimated: Sequence[str]) -> HardwareFacts:
+def _hardware(deployment: Deployment, pool: DeployedPool) -> HardwareFacts:
+    hardware = pool.hardware
+    under = {"under": pool.spec.engine or "no engine"} if deployment.several_engines else {}
     held_out = [(key, o, o.hold_out[0] if o.hold_out else None) for key, o in hardware.operators.items()]
     return HardwareFacts(
         name=hardware.name,
+        **under,
         engine=hardware.engine,
         device=hardware.device.name,
         validated="; ".join(map(str, hardware.validations)) if hardware.validations else None,
-        estimated=tuple(estimated),
+        estimated=tuple(deployment.estimated),
         corrected=words(hardware.calibration) if hardware.calibration else None,
         operators=tuple(
             OperatorQuality(

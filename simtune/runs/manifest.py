@@ -27,7 +27,20 @@ def manifest(command: Sequence[str], inputs: Sequence[Spec], trace: Trace | None
         packages={name: metadata.version(name) for name in PACKAGES},
         command=tuple(command),
         seed=seed,
-        inputs={f"{spec.KIND}:{spec.name}": hashlib.sha256(spec.to_yaml().encode()).hexdigest() for spec in inputs},
+        inputs=_hashes(inputs),
         trace=TraceFile(file=Path(trace.file).name, sha256=trace.sha256) if trace else None,
         written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+
+
+def _hashes(inputs: Sequence[Spec]) -> dict[str, str]:
+    """Return the hash of each input by kind and name; other contents of one name are numbered."""
+    hashes: dict[str, str] = {}
+    for spec in inputs:
+        name, value = f"{spec.KIND}:{spec.name}", hashlib.sha256(spec.to_yaml().encode()).hexdigest()
+        key, number = name, 1
+        while hashes.get(key, value) != value:
+            number += 1
+            key = f"{name} ({number})"
+        hashes[key] = value
+    return hashes

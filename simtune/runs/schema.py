@@ -44,7 +44,8 @@ class HardwareFacts(Record):
     """The part of the hardware profile that a reader needs to judge the numbers."""
 
     name: str
-    engine: str
+    under: str | None = Field(None, description="engine of its pools; written only if pools run under several")
+    engine: str = Field(description="engine whose kernels were measured")
     device: str
     operators: Seq[OperatorQuality]
     estimated: Seq[str] = Field(description="operators without a table, estimated from the data sheet")

@@ -48,8 +48,20 @@ class Deployment:
 
     @property
     def profiles(self) -> dict[str, Hardware]:
-        """Hardware profile of every device, by the name that pools use; whole devices, before any share is taken."""
-        return {pool.spec.hardware: pool.whole or pool.hardware for pool in self.pools}
+        """Hardware profile of every pool by the pool's name; whole devices, before any share is taken."""
+        return {pool.spec.name: pool.whole or pool.hardware for pool in self.pools}
+
+    @property
+    def several_engines(self) -> bool:
+        """True if the pools run under several engines: one profile then has other kernels in each."""
+        return len({pool.spec.engine for pool in self.pools}) > 1
+
+    @property
+    def profile_labels(self) -> dict[str, str]:
+        """Name of every pool's hardware profile by the pool's name, with the engine if there are several."""
+        return {
+            pool.spec.name: _under(pool.spec) if self.several_engines else pool.hardware.name for pool in self.pools
+        }
 
     @property
     def memory(self) -> Memory:
@@ -173,7 +185,7 @@ def deploy(
 ) -> Deployment:
     """Check that the plan is possible and compile its costs, unless compiled ones are given.
 
-    `hardware` is that of all pools, or a mapping by the name that pools use. `factors` multiply the times of operator
+    `hardware` is that of all pools, or of each pool by its name. `factors` multiply the times of operator
     kinds (`simtune.costs.iteration.KINDS`), for a world in which they are off. `drafting` holds the loaded parts of the
     speculation of all pools, or of each pool by its name. `costs` are those of all pools, or of each pool by its name;
     missing ones are compiled. One cost model for all pools serves pools that speculate only if it comes from outside.
@@ -189,6 +201,10 @@ def deploy(
             _deployed(pool, plan, model, hardware, _costs_of(pool, costs), factors, drafting) for pool in plan.pools
         ]
     return Deployment(plan, model, tuple(pools))
+
+
+def _under(pool: Pool) -> str:
+    return f"{pool.hardware} under {pool.engine or 'no engine'}"
 
 
 def _costs_of(pool: Pool, costs: StepCosts | Mapping[str, StepCosts] | None) -> StepCosts | None:
@@ -225,10 +241,11 @@ def _deployed(
     factors: Mapping[str, float] | None,
     drafting: Drafting | Mapping[str, Drafting] | None,
 ) -> DeployedPool:
-    device = hardware if isinstance(hardware, Hardware) else hardware[pool.hardware]
+    device = hardware if isinstance(hardware, Hardware) else hardware[pool.name]
     hardware_of_pool = device if pool.share is None else share_of(device, pool.share.processors, pool.share.bandwidth)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
+    devices = pool.devices
     memory = check(pool, model, hardware_of_pool, drafts)
     if costs is None and pool.costs is not None:
         costs = plan_parts.OwnCosts(read_costs(Path(pool.costs)))
@@ -241,7 +258,15 @@ def _deployed(
         pool = _as_run(pool, model, hardware_of_pool, max_model_len, drafts, factors)
     compiled = compiled_costs(pool, model, hardware_of_pool, max_model_len, drafts, factors) if costs is None else costs
     deployed = DeployedPool(
-        pool, hardware_of_pool, memory, compiled, max_model_len, kv_block_bytes(model, pool), drafts, device
+        pool,
+        hardware_of_pool,
+        memory,
+        compiled,
+        max_model_len,
+        kv_block_bytes(model, pool),
+        drafts,
+        device,
+        idle_devices=devices - pool.devices,
     )
     if pool.role == "prefill":
         _check_ways(plan, model, deployed)

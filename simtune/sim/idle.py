@@ -11,6 +11,7 @@ from typing import Any
 
 from simtune.costs.iteration import StepModel
 from simtune.costs.step_calls import fused_bytes
+from simtune.errors import plural
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.catalog import load_engine, names
@@ -99,6 +100,19 @@ def _expert_replicas(pool: DeployedPool, model: Model) -> str | None:
     return f"routing of {model.name} has no skew, so every expert has the same load; leave it out, or set routing_skew"
 
 
+def _target_replicas(pool: DeployedPool, model: Model) -> str | None:
+    if not pool.idle_devices:
+        return None
+    assert pool.spec.speculation is not None
+    num_used, tp = pool.spec.speculation.scheme.shape.replicas, pool.spec.parallelism.tp
+    idle = pool.idle_devices // tp
+    return (
+        f"{num_used} of {num_used + idle} replicas give the most tokens per second, and more would only make verdicts "
+        f"later; the other {plural(pool.idle_devices, 'GPU')} are idle, but are paid for and draw power; set "
+        f"scheme.replicas to {num_used}"
+    )
+
+
 IDLE: dict[str, Why] = {
     "fused": _fused,
     "expert_exchange": _expert_exchange,
@@ -106,5 +120,6 @@ IDLE: dict[str, Why] = {
     "exposed_host": _exposed_host,
     "overlap": _overlap,
     "parallelism.expert_replicas": _expert_replicas,
+    "speculation": _target_replicas,
 }
 """Checks by key of a pool: each returns why the key has no effect, or None if it has one or is not given."""

@@ -37,6 +37,8 @@ class DeployedPool:
     """Loaded parts of the pool's speculation; None if it does not speculate."""
     whole: Hardware | None = None
     """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
+    idle_devices: int = 0
+    """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
     @property
     def num_cores(self) -> int:

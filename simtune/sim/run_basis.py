@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,14 @@ from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
 from simtune.results.outcome import SampledStep
 from simtune.results.result import Result
-from simtune.results.summary import BasisShares, CostBasis, OperatorBasis
+from simtune.results.summary import BasisByOperator, BasisShares, CostBasis, OperatorBasis, PoolBasis
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import OwnCosts
 
 STEPS = 48
 """Steps of each pool that are examined, evenly spaced in its busy time."""
+
+UNMEASURED = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.OTHER_ENGINE, Basis.DATA_SHEET)
 
 WORTH_A_NOTE = 0.1
 """Share of the step time not backed by measurements of such shapes above which a note is shown."""
@@ -75,6 +78,11 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
     width = max(1, round(float(verified.sum() / max(1, decodes.sum()))))
     attends = model.decode(np.maximum(decodes, 1), np.maximum(context, 1.0), width)
     columns["decode_attention"] = np.where(decodes > 0, attends, 0.0)
+    if model.sharing is not None:
+        alone = np.bincount(at, new, len(steps)) == 0
+        verifying = np.maximum(verified, 1.0)
+        saved = model.sharing.saved_s(verifying, np.clip(decodes, 1.0, verifying))
+        columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
         seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
         columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
@@ -84,12 +92,13 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
 def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:
     """Yield the name of the hardware and every operator shape that the steps of a run need; pools whose costs come from
     outside are left out."""
+    labels = deployment.profile_labels
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if steps and not isinstance(pool.costs, OwnCosts):
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             for call in model.calls(_weighted(step) for step in evenly(steps, STEPS)):
-                yield pool.hardware.name, call
+                yield labels[pool.spec.name], call
 
 
 def _stated(costs: TellingCosts, steps: Sequence[SampledStep]) -> KindBasis:
@@ -131,10 +140,38 @@ def _weighted(step: SampledStep) -> WeightedStep:
 def cost_basis(deployment: Deployment, result: Result) -> CostBasis | None:
     """Return the shares of the time of the run's kernels and collectives by basis; None if all costs come from
     outside."""
-    return summed(pool_bases(deployment, result).values())
+    return basis_of(deployment, pool_bases(deployment, result))
 
 
-def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
+def basis_of(deployment: Deployment, bases: Mapping[str, Mapping[str, KindBasis]]) -> CostBasis | None:
+    """Return the sum of the bases of the pools, and each of them if the pools run under several engines; None if no
+    time was spent.
+    """
+    basis = summed(bases.values())
+    if basis is None:
+        return None
+    fields = _fields(basis)
+    if deployment.several_engines:
+        fields["pools"] = tuple(_pool_shares(deployment, bases))
+    return CostBasis(**fields)
+
+
+def _pool_shares(deployment: Deployment, bases: Mapping[str, Mapping[str, KindBasis]]) -> Iterator[PoolBasis]:
+    """Yield the basis of each pool that spent time, with the profile and the engine that it rests on."""
+    seconds = {pool: float(sum(basis.seconds.sum() for basis in kinds.values())) for pool, kinds in bases.items()}
+    for pool in deployment.pools:
+        name = pool.spec.name
+        basis = summed([bases.get(name, {})])
+        if basis is not None:
+            share = _short(seconds[name] / sum(seconds.values()))
+            yield PoolBasis(pool=name, profile=deployment.profile_labels[name], share=share, **_fields(basis))
+
+
+def _fields(basis: BasisByOperator) -> dict[str, Any]:
+    return {name: getattr(basis, name) for name in basis.model_fields_set}
+
+
+def summed(pools: Iterable[Mapping[str, KindBasis]]) -> BasisByOperator | None:
     """Add the bases of several pools up; None if no time was spent."""
     kinds: dict[str, list[KindBasis]] = {}
     for of_pool in pools:
@@ -144,7 +181,7 @@ def summed(pools: Iterable[Mapping[str, KindBasis]]) -> CostBasis | None:
     total = float(sum(of_kind.sum() for of_kind in seconds.values()))
     if total <= 0:
         return None
-    return CostBasis(
+    return BasisByOperator(
         **_shares(np.sum(list(seconds.values()), axis=0) / total),
         operators=tuple(
             OperatorBasis(
@@ -170,16 +207,25 @@ def _short(value: float) -> float:
 
 
 def note(basis: CostBasis) -> str | None:
-    """Return a note if much of the step time was not measured, else None."""
-    unmeasured = (Basis.EXTRAPOLATED, Basis.CARRIED_OVER, Basis.OTHER_ENGINE, Basis.DATA_SHEET)
-    if sum(getattr(basis, b.name.lower()) for b in unmeasured) <= WORTH_A_NOTE:
+    """Return a note if much of the step time was not measured, else None; it names each pool if `basis` does."""
+    if _unmeasured(basis) <= WORTH_A_NOTE:
         return None
+    text = f"{_unmeasured(basis):.0%} of the step time rests on no measurement of such shapes: {_parts(basis)}"
+    pools = [f"pool {pool.pool} ({pool.profile}): {_parts(pool) or 'all measured'}" for pool in basis.pools]
+    return "; ".join([text, *pools])
+
+
+def _unmeasured(basis: BasisShares) -> float:
+    return float(sum(getattr(basis, kind.name.lower()) for kind in UNMEASURED))
+
+
+def _parts(basis: BasisByOperator) -> str:
+    """Return the shares of each unmeasured basis in words, each with the kinds that it concerns most."""
     parts = []
-    for b in unmeasured:
-        name = b.name.lower()
+    for kind in UNMEASURED:
+        name = kind.name.lower()
         if (share := getattr(basis, name)) < 0.005:
             continue
         most = [o.operator for o in basis.operators if o.share * getattr(o.basis, name) >= 0.01]
-        parts.append(f"{share:.0%} {b.words}" + (f" ({', '.join(most)})" if most else ""))
-    unmeasured_share = sum(getattr(basis, b.name.lower()) for b in unmeasured)
-    return f"{unmeasured_share:.0%} of the step time rests on no measurement of such shapes: {', '.join(parts)}"
+        parts.append(f"{share:.0%} {kind.words}" + (f" ({', '.join(most)})" if most else ""))
+    return ", ".join(parts)

@@ -245,6 +245,11 @@ class MoeFeedForward(Part):
     routing_skew: Annotated[NonNegative, Field(le=10)] = Field(
         0.0, description="Zipf exponent of how often experts are chosen; 0: all equally often"
     )
+    neighbour_reuse: Annotated[NonNegative, Field(le=1)] = Field(
+        0.0,
+        description="probability that a token keeps the experts of the token before it in its sequence, not choosing "
+        "anew; drafts that are verified together then wake fewer",
+    )
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

@@ -447,7 +447,9 @@ class Dsi(BesideScheme):
     PEARL, which is DSI with one replica. Rounds are counted by verdict, so windows thrown away before theirs are not
     among the wasted tokens; times between tokens (ITL) are counted by tick, ticks without a verdict included.
 
-    Replicas that make no tick shorter would only make verdicts later: they are idle, and their price counts.
+    Replicas that make no tick shorter would only make verdicts later, so that a verdict comes after as many ticks as a
+    verification lasts, rounded up. They are idle; their price and the power they draw while idle count. How many are
+    used is found for one sequence of half the longest length, and holds for every batch.
     """
 
     kind: Literal["dsi"] = "dsi"

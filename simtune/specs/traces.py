@@ -322,6 +322,7 @@ def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Ta
     rows = _with_dotted(rows, asked)
     names = _named_columns(list(rows[0]), asked, problems, lines[0])
     names |= _optional(rows)
+    _refuse_turns(rows, lines, names, problems)
     complete = []
     for i, row in enumerate(rows):
         absent = [name for name in names.values() if name not in row]
@@ -339,6 +340,21 @@ def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Ta
     table = _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
     cached = [] if "hash_ids" in names else [first_value(row, _CACHED) for row in rows]
     return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+
+
+def _refuse_turns(
+    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], names: Mapping[str, str], problems: _Problems
+) -> None:
+    """Report the first row that is a later turn of a session, without a time of its own, and stop."""
+    clock = names.get("arrival")
+    turn = next((i for i, row in enumerate(rows) if "delay" in row and clock is not None and clock not in row), None)
+    if turn is not None:
+        problems.stop(
+            "a turn of a session, sent this long after the answer before it: a trace holds requests at times of their "
+            f"own; give every turn a {clock}, or state a workload with sessions, or with a graph of nodes with delay_s",
+            lines[turn],
+            "delay",
+        )
 
 
 def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -238,7 +238,7 @@ class Question:
         known."""
         plan, drafting = self.plan(candidate, max_model_len), self.drafting(candidate)
         pools = zip(plan.pools, candidate.pools, strict=True)
-        hardware = {pool.hardware: self.profiles[choice.shape.gpu] for pool, choice in pools}
+        hardware = {pool.name: self.profiles[choice.shape.gpu] for pool, choice in pools}
         return deploy(plan, self.model, hardware, costs, drafting=drafting)
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:

@@ -9,8 +9,15 @@ import pytest
 from simtune.api import load_specs, set_up
 from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of, for_engine, load_kernels
 from simtune.costs.predict import Basis, Profile, typical_log_sd
+from simtune.report import info
 from simtune.report.hardware_page import facts
-from simtune.sim.run_basis import cost_basis, note
+from simtune.report.plan_in_words import explain
+from simtune.results.result import Result
+from simtune.runs.contents import of_simulation
+from simtune.runs.manifest import manifest
+from simtune.sim.deployment import Deployment
+from simtune.sim.run_basis import asked_calls, cost_basis, note
+from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware
 from tests.costs.made_up import hardware
 
@@ -66,3 +73,71 @@ def test_a_simulation_says_how_much_of_its_time_is_another_engines(tmp_path: Pat
     kind = {operator.operator: operator for operator in basis.operators}["gemm"]
     assert kind.log_sd > OTHER_ENGINE_LOG_SD["gemm"]
     assert kind.log_sd > typical_log_sd(load_hardware("b300").operators["gemm.bf16"])
+
+
+PAIR = """\
+schema: simtune/plan@1
+name: pair
+model: llama-3.1-8b
+link: {}
+pools:
+  - {name: p, role: prefill, hardware: b300, engine: vllm-0.24, instances: 1}
+  - {name: d, role: decode, hardware: b300, engine: sglang-0.5, instances: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Result]:
+    plan = tmp_path_factory.mktemp("pair") / "plan.yaml"
+    plan.write_text(PAIR)
+    experiment = set_up(load_specs(None, None, "chat", str(plan)), requests=20)
+    return experiment.deployment, experiment.run()
+
+
+def test_pools_of_one_profile_under_two_engines_have_kernels_of_their_own(pair: tuple[Deployment, Result]) -> None:
+    """Of two pools with one name of a profile both once had the kernels of the last, and their intervals."""
+    deployment, _ = pair
+    borrowed = [pool.hardware.operators["gemm.bf16"].other_engine for pool in deployment.pools]
+    assert borrowed[0] is None
+    assert (borrowed[1] or "").startswith("VLLM")
+    anew = Blueprint.of(deployment).deploy()
+    assert [pool.hardware for pool in anew.pools] == [pool.hardware for pool in deployment.pools]
+
+
+def test_the_basis_of_a_run_names_profile_and_engine_of_each_pool(pair: tuple[Deployment, Result]) -> None:
+    basis = cost_basis(*pair)
+    assert basis is not None
+    prefill, decode = basis.pools
+    assert (prefill.pool, prefill.profile) == ("p", "b300 under vllm-0.24")
+    assert (decode.pool, decode.profile) == ("d", "b300 under sglang-0.5")
+    assert prefill.other_engine < 0.05 < 0.8 < decode.other_engine
+    assert prefill.share + decode.share == pytest.approx(1, abs=1e-5)
+    words = note(basis) or ""
+    assert "; pool p (b300 under vllm-0.24): " in words
+    assert "kernels of another engine (" in words.split("; pool d (b300 under sglang-0.5): ")[1]
+    assert {profile for profile, _ in asked_calls(*pair)} == {prefill.profile, decode.profile}
+
+
+def test_summary_report_and_manifest_name_profile_and_engine_of_each_pool(pair: tuple[Deployment, Result]) -> None:
+    deployment, result = pair
+    summary = of_simulation(deployment, result, "pair", 0, leave_out=("requests", "trace", "swimlanes")).run.summary
+    names = ["b300 under vllm-0.24", "b300 under sglang-0.5"]
+    assert [info.profile_name(hardware) for hardware in info.profiles(summary)] == names
+    assert [row[2] for row in info.pool_rows(summary)] == names
+    assert info.devices(summary).count("B300") == 1
+    origins = [{o.key: o.provenance for o in hardware.operators} for hardware in info.profiles(summary)]
+    assert [origin["gemm.bf16"] for origin in origins] == ["transferred", "other-engine"]
+    inputs = manifest(("simulate",), tuple(deployment.profiles.values()), None, 0).inputs
+    assert sorted(inputs) == ["hardware:b300", "hardware:b300 (2)"]
+    words = dict(explain(deployment))
+    assert "engine sglang-0.5: kernels of profile b300, but 46 operators of another engine" in words["pool d"]
+
+
+def test_pools_under_one_engine_are_not_told_apart(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PAIR.replace("sglang-0.5", "vllm-0.24"))
+    experiment = set_up(load_specs(None, None, "chat", str(plan)), requests=20)
+    assert set(experiment.deployment.profile_labels.values()) == {"b300"}
+    basis = cost_basis(experiment.deployment, experiment.run())
+    assert basis is not None
+    assert "pools" not in basis.to_data()

@@ -94,7 +94,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
 
     def tokens_for(length: int) -> int:
         batching = one.pool.batching.model_copy(update={"max_num_seqs": 1})
-        memory = kv_capacity(one.model, one.hardware["h100-sxm"], one.pool.model_copy(update={"batching": batching}))
+        memory = kv_capacity(one.model, one.hardware[one.pool.name], one.pool.model_copy(update={"batching": batching}))
         return memory.num_blocks * memory.block_size if length else 0
 
     assert found.value <= tokens_for(round(found.value))

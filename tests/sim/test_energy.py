@@ -75,14 +75,14 @@ def test_a_run_has_the_energy_of_its_instances() -> None:
     pool: dict[str, Any] = {"name": "p", "hardware": "h100-sxm", "instances": 2, "parallelism": {"tp": 2}}
     pool["batching"] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
     plan = Plan.model_validate({"name": "plan", "model": MODEL.name, "pools": [pool]})
-    result = deploy(plan, MODEL, {"h100-sxm": HARDWARE}).simulate(build_stream(LOAD, None, requests=60, seed=1))
+    result = deploy(plan, MODEL, HARDWARE).simulate(build_stream(LOAD, None, requests=60, seed=1))
     summary, watts = result.summary(), HARDWARE.device.power
     assert watts is not None
     drawn = sum(2 * (watts.idle_w + (watts.tdp_w - watts.idle_w) * one.busy) for one in summary.instances)
     assert summary.energy_j == pytest.approx(drawn * summary.duration_s)
     assert summary.power_w == pytest.approx(drawn)
     assert summary.joules_per_token == pytest.approx(summary.energy_j / result.stream.output_tokens.sum())
-    silent = deploy(plan, MODEL, {"h100-sxm": unpowered()}).simulate(build_stream(LOAD, None, requests=60, seed=1))
+    silent = deploy(plan, MODEL, unpowered()).simulate(build_stream(LOAD, None, requests=60, seed=1))
     assert silent.summary().energy_j is None
     assert "energy_j" not in silent.summary().to_data()
 

@@ -66,7 +66,7 @@ def test_a_smaller_share_is_never_faster_and_never_slower_than_its_smallest_part
 def test_other_worlds_are_of_the_same_shares() -> None:
     """They are deployed anew on what the first was deployed on: a share of a share would be slower."""
     deployment = deploy(Plan.from_text(text_of(*SHARED)), MODEL, HARDWARE)
-    assert deployment.profiles == {HARDWARE.name: HARDWARE}
+    assert [*deployment.profiles.values()] == [HARDWARE, HARDWARE]
     anew = Blueprint.of(deployment).deploy()
     for one, other in zip(deployment.pools, anew.pools, strict=True):
         assert one.costs.decode(1, 1000) == other.costs.decode(1, 1000)

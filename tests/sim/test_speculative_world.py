@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import LinearCosts
-from simtune.costs.drafting import RoundModel, draft_memory
+from simtune.costs.drafting import CompiledRounds, RoundModel, draft_memory
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms, Request, Tally, VllmFcfs
 from simtune.errors import Infeasible
@@ -20,6 +21,7 @@ from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.drafting import AcceptanceSampler, Drafting, SharedBudget, drafting_terms, uniform
+from simtune.sim.idle import idle_settings
 from simtune.sim.world import World
 from simtune.specs import trees
 from simtune.specs.acceptance import Acceptance, BetaMixture, Condition, PerPosition, PerRank, Rates, Revealed
@@ -438,6 +440,34 @@ def test_nothing_is_verified_while_a_verdict_is_on_its_way(look_ahead: int, repl
         assert far.tolist() == drawn.accepted(request, 0, 2060)[2000:].tolist()
         after = drawn.tokens_after(request, 10, 50, max(1, look_ahead - 1), 1000)[:50]
         assert after.tolist() == (1000 + np.cumsum(1 + drawn.accepted(request, 10, 50))).tolist()
+
+
+def test_replicas_beyond_a_verification_idle_at_their_watts() -> None:
+    """A verdict comes after as many ticks as a verification lasts, however many replicas there are."""
+    stream = stream_of([0.0], [10], [400])
+    rates = PerPosition(conditional=(0.85,))
+    few, many = (deployed(Dsi(tokens=1, replicas=n), rates, *DRAFTERS["model"]) for n in (4, 7))
+    used, model = many.pools[0].spec.speculation, load_model("llama-3.2-1b")
+    assert used is not None
+    one, all_used = (
+        CompiledRounds(MODEL, HARDWARE, many.pools[0].spec, 2048, used.drafter, Dsi(tokens=1, replicas=n).shape, model)
+        for n in (1, used.scheme.shape.replicas)
+    )
+    verification, tick = (rounds.round(1, 1, 1, 1024) for rounds in (one, all_used))
+    assert used.scheme.shape.replicas == math.ceil(verification / tick - 0.01) == 4
+    results = [deployment.simulate(stream) for deployment in (few, many)]
+    assert (results[0].finish_s == results[1].finish_s).all()
+    less, more = (result.summary().energy_j for result in results)
+    watts = HARDWARE.device.power
+    assert less is not None
+    assert more is not None
+    assert watts is not None
+    assert more - less == pytest.approx(3 * watts.idle_w * results[1].summary().duration_s)
+    assert [result.num_gpus for result in results] == [5, 8]
+    (note,) = idle_settings(many)
+    assert note.startswith("pools.0.speculation: 4 of 7 replicas give the most tokens per second")
+    assert "the other 3 GPUs are idle" in note
+    assert [*idle_settings(few)] == []
 
 
 def test_one_replica_is_pearl() -> None:

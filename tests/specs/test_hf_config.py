@@ -436,7 +436,7 @@ def test_modules_that_are_left_out_stay_in_sixteen_bits(left_out: list[str], dty
                     "b": {"weights": {"num_bits": 4, "type": "int"}},
                 },
             },
-            "groups in different formats (int4, int8_wo) are not modelled",
+            "formats of parts of model.layers.0.self_attn.q_proj differ (int4, int8_wo): not modelled",
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": []}}}, "a group without weights: {"),
         (compressed({"num_bits": 4, "type": "int"}, EIGHT), "weights of 4 bits (int) and activations of 8 bits"),
@@ -464,6 +464,53 @@ def test_a_group_may_be_about_experts_alone() -> None:
     assert [model.dtype_of(module) for module in ("attention", "dense", "experts")] == ["bf16", "bf16", "int4"]
     group["targets"] = ["re:.*layers\\.1\\.mlp\\.experts.*"]
     assert "experts is quantised in some layers" in refusal({**LATENT, "quantization_config": block})[0]
+
+
+FOUR = {"num_bits": 4, "type": "float", "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    "targets", [["Linear"], ["re:.*self_attn.*", "re:.*mlp\\.(gate|up|down)_proj", "re:.*shared_experts.*"]]
+)
+def test_groups_of_different_formats_are_of_their_modules(targets: list[str]) -> None:
+    """Experts in four bits, all else in eight: a group that names its modules outranks one of all products."""
+    eight = {"targets": targets, "weights": {"num_bits": 8, "type": "float"}, "input_activations": EIGHT}
+    four = {"targets": ["re:.*mlp\\.experts.*"], "weights": FOUR}
+    block = {"quant_method": "compressed-tensors", "config_groups": {"a": eight, "b": four}, "ignore": ["lm_head"]}
+    model = read({**LATENT, "quantization_config": block})
+    assert [model.dtype_of(module) for module in ("attention", "dense", "experts", "head")] == [
+        *("fp8", "fp8", "nvfp4", "bf16")
+    ]
+    block["ignore"] = ["lm_head", "re:.*self_attn.*"]
+    assert read({**LATENT, "quantization_config": block}).dtype_of("attention") == "bf16"
+    four["targets"] = ["re:.*layers\\.1\\.mlp\\.experts.*"]
+    if targets == ["Linear"]:
+        assert (
+            "formats of experts differ between layers (fp8, nvfp4)"
+            in refusal({**LATENT, "quantization_config": block})[0]
+        )
+
+
+def test_modelopt_states_mixed_formats_module_by_module() -> None:
+    """As in hf_quant_config.json: every expert of every layer is named; what is not named stays in sixteen bits."""
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{name}_proj"
+        for i in range(1, 4)
+        for e in range(8)
+        for name in ("up", "down")
+    ]
+    layers: dict[str, Any] = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}
+    layers |= {f"model.layers.{i}.mlp.shared_experts.up_proj": {"quant_algo": "FP8"} for i in range(1, 4)}
+    layers |= {"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}}
+    block = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    model = read({**LATENT, "quantization_config": {**block, "kv_cache_quant_algo": "FP8"}})
+    assert [model.dtype_of(module) for module in ("attention", "dense", "experts")] == ["bf16", "fp8", "nvfp4"]
+    assert model.kv_dtype == "fp8"
+    layers["model.layers.0.mlp.down_proj"] = "FP8"
+    assert (
+        "quantized_layers: model.layers.0.mlp.down_proj must be a mapping"
+        in refusal({**LATENT, "quantization_config": block})[0]
+    )
 
 
 def test_a_linear_layer_has_names_of_its_own() -> None:

@@ -71,7 +71,9 @@ class TargetPasses:
         """Return a whole pass without chunks."""
         pure = self.tables.pure
         line = self.attention(num_decodes, verify_tokens, False).plus(pure.head[verify_tokens])
-        line = line.plus(pure.linear[verify_tokens])
+        shared = self.tables.shared
+        saved = shared.ticks(num_decodes, verify_tokens) if shared is not None else 0
+        line = line.plus(pure.linear[verify_tokens] - saved)
         return line.or_larger(TickLine.flat(self.launch[False])) if self.launch[False] else line
 
     def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:

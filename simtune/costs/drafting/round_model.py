@@ -58,6 +58,7 @@ class RoundModel:
         self._heads = cache(self._heads_s)
         self._rows = cache(self._rows_s)
         self._attention = cache(self._attention_s)
+        self._shared = cache(self._shared_s)
 
     def __call__(
         self, batch: int, context: int, verify_tokens: int, draft_depth: int = 0, draft_width: int = 1
@@ -116,12 +117,18 @@ class RoundModel:
 
     def _step_s(self, model: StepModel, batch: int, context: int, tokens: int, samples: int) -> float:
         gpu = self._rows(model, batch * tokens, batch * samples) + self._attention(model, batch, context, tokens)
+        if model.sharing is not None and tokens > 1:
+            gpu -= self._shared(model, batch * tokens, batch)
         return max(gpu, model.launch_s[False])
 
     def _rows_s(self, model: StepModel, tokens: int, samples: int) -> float:
         """Seconds of the calls that depend only on the numbers of tokens."""
         parts = [*model.linear(np.array([tokens])).values(), *model.head(np.array([samples])).values()]
         return float(sum(part[0] for part in parts))
+
+    def _shared_s(self, model: StepModel, tokens: int, sequences: int) -> float:
+        assert model.sharing is not None
+        return float(model.sharing.saved_s(np.array([float(tokens)]), np.array([float(sequences)]))[0])
 
     def _attention_s(self, model: StepModel, batch: int, context: int, width: int) -> float:
         return float(model.decode(batch, np.array([context]), width)[0])

@@ -1,9 +1,9 @@
 """Number formats that a checkpoint's quantisation block gives to each module.
 
-A block names a format, and modules that are left in the dtype of activations: by their name, the beginning or a part of
-it, a glob or a regular expression. Whether attention, dense feed-forward blocks and experts are quantised is decided by
-the names that their layers have in checkpoints. The head and embeddings are never quantised, whatever the block
-contains.
+A block names a format, or several, each with the modules that are kept in it, and modules that are left in the dtype of
+activations: by their name, the beginning or a part of it, a glob or a regular expression. The formats of attention,
+dense feed-forward blocks and experts are decided by the names that their layers have in checkpoints. The head and
+embeddings are never quantised, whatever the block contains.
 """
 
 from __future__ import annotations
@@ -63,29 +63,74 @@ class _Unread(Exception):
     """Why a block cannot be read."""
 
 
+class _Group(NamedTuple):
+    """Modules that a checkpoint keeps in one format."""
+
+    targets: Sequence[str]
+    """Patterns of their names; empty if the group has all products that no other group names."""
+    format: str
+
+
 class _Chosen(NamedTuple):
-    """Modules that a quantisation block covers."""
+    """Formats of modules under a quantisation block."""
 
     left_out: Sequence[str]
-    targets: Sequence[str]
-    """Patterns of the only modules that are quantised; empty if all products are."""
+    groups: Sequence[_Group]
 
     @classmethod
-    def of(cls, block: dict[str, Any]) -> _Chosen:
+    def of(cls, block: dict[str, Any], format_: str) -> _Chosen:
+        """Read the modules of a block; `format_` is that of products without one of their own."""
         keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
         left_out = [pattern for key in keys for pattern in _listed(block, key)]
-        groups = block.get("config_groups")
-        groups = groups.values() if isinstance(groups, dict) else ()
-        targets = [target for group in groups for target in _listed(group, "targets")]
-        return cls(left_out, [] if "Linear" in targets else targets)
+        return cls(left_out, _groups(block) or [_Group((), format_)])
 
-    def leaves_out(self, names: Sequence[str]) -> bool:
-        """True if products with any of these names are not quantised."""
+    def format_of(self, names: Sequence[str], dtype: str) -> str:
+        """Return the format of products with any of these names; `dtype` if they are left out, or in no group.
 
-        def named_in(patterns: Sequence[str]) -> bool:
-            return any(_matches(pattern, name) for pattern in patterns for name in names)
+        A group that names them outranks one of all products, as in compressed-tensors. Raises _Unread if groups of
+        different formats name them.
+        """
+        if _named_in(self.left_out, names):
+            return dtype
+        formats = {group.format for group in self.groups if _named_in(group.targets, names)}
+        formats = formats or {group.format for group in self.groups if not group.targets}
+        if len(formats) > 1:
+            raise _Unread(f"formats of parts of {names[0]} differ ({', '.join(sorted(formats))}): not modelled")
+        return formats.pop() if formats else dtype
 
-        return named_in(self.left_out) or (bool(self.targets) and not named_in(self.targets))
+    @property
+    def patterns(self) -> list[str]:
+        """All patterns of names."""
+        return [*self.left_out, *(target for group in self.groups for target in group.targets)]
+
+
+def _named_in(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(_matches(pattern, name) for pattern in patterns for name in names)
+
+
+def _groups(block: dict[str, Any]) -> list[_Group]:
+    """Return the groups that a block states, by pattern (compressed-tensors) or module by module (modelopt)."""
+    layers = block.get("quantized_layers")
+    if isinstance(layers, dict):
+        targets: dict[str, dict[str, None]] = {}
+        for name, layer in layers.items():
+            if not isinstance(layer, dict):
+                raise _Unread(f"quantized_layers: {name} must be a mapping with quant_algo")
+            format_ = _modelopt(layer)
+            if format_ is not None:
+                targets.setdefault(format_, {})[_EXPERT.sub("experts.0", str(name))] = None
+        return [_Group(list(of_format), format_) for format_, of_format in targets.items()]
+    groups = block.get("config_groups")
+    if not isinstance(groups, dict):
+        return []
+    if not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise _Unread("compressed-tensors without config_groups")
+    by_targets = [(_listed(group, "targets"), _of_group(group)) for group in groups.values()]
+    return [_Group([] if "Linear" in targets else targets, format_) for targets, format_ in by_targets]
+
+
+_EXPERT = re.compile(r"\bexperts\.\d+")
+"""Number of an expert: all experts of a layer are kept alike."""
 
 
 def _listed(block: dict[str, Any], key: str) -> list[str]:
@@ -141,53 +186,53 @@ def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: La
     method = str(block.get("quant_method") or block.get("quant_algo") or "").lower()
     if method not in _METHODS:
         raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
-    format_ = _METHODS[method](block) or dtype
+    format_ = dtype if isinstance(block.get("quantized_layers"), dict) else _METHODS[method](block) or dtype
     # Checkpoints have only experts in mxfp4.
     if method == "mxfp4":
         return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(attention))
-    by_kind = _by_kind(format_, dtype, _Chosen.of(block), attention, feed_forward)
+    by_kind = _by_kind(dtype, _Chosen.of(block, format_), attention, feed_forward)
     if _fp8_cache(block):
         by_kind.of_model["kv_dtype"] = "fp8"
     return by_kind
 
 
-def _by_kind(format_: str, dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> Formats:
-    """Settings by what is left out. Raises _Unread if that differs between feed-forward blocks of different layers, or
+def _by_kind(dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> Formats:
+    """Settings by the formats of modules. Raises _Unread if those of feed-forward blocks of different layers differ, or
     a name is not known."""
     names = _names(attention, feed_forward)
-    _refuse_unknown([*chosen.left_out, *chosen.targets], names, len(attention))
-    projections = [(dtype if chosen.leaves_out(layer) else format_) if layer else None for layer in names["attention"]]
+    _refuse_unknown(chosen.patterns, names, len(attention))
+    projections = [chosen.format_of(layer, dtype) if layer else None for layer in names["attention"]]
     of = {
-        kind: dtype if _is_out(kind, layers, chosen) else format_
+        kind: _format_of_kind(kind, layers, chosen, dtype)
         for kind, layers in names.items()
         if kind != "attention" and any(layers)
     }
     # The model gets the format of most layers; other layers state their own.
     if any(projections):
         of["attention"] = max(filter(None, projections), key=projections.count)
-    settings = _settings(of, format_)
-    return Formats(settings, [None if p == of.get("attention") else p for p in projections])
+    return Formats(_settings(of), [None if p == of.get("attention") else p for p in projections])
 
 
-def _settings(of: dict[str, str], format_: str) -> dict[str, str]:
+def _settings(of: dict[str, str]) -> dict[str, str]:
     """Return the settings of a model spec by the formats of kinds. Raises _Unread if the spec has one setting for two
     kinds whose formats differ.
     """
     dense = {of[kind] for kind in ("dense", "shared") if kind in of}
     if len(dense) == 2:
         raise _Unread("shared experts and dense feed-forward blocks are kept in different formats: not modelled")
-    beside = of.get("attention", format_)
-    weight = dense.pop() if dense else of.get("experts", beside)
-    differing = {"attention_dtype": beside, "expert_dtype": of.get("experts", weight)}
+    weight = dense.pop() if dense else of.get("experts") or of["attention"]
+    differing = {"attention_dtype": of.get("attention", weight), "expert_dtype": of.get("experts", weight)}
     return {"weight_dtype": weight, **{key: value for key, value in differing.items() if value != weight}}
 
 
-def _is_out(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen) -> bool:
-    """True if the products of a kind are left out in all layers that have them. Raises _Unread if layers differ."""
-    out = {chosen.leaves_out(names) for names in layers if names}
-    if len(out) == 2:
+def _format_of_kind(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen, dtype: str) -> str:
+    """Return the format of the products of a kind, by the names in each layer. Raises _Unread if layers differ."""
+    formats = {chosen.format_of(names, dtype) for names in layers if names}
+    if len(formats) == 2 and dtype in formats:
         raise _Unread(f"{kind} is quantised in some layers and not in others: not modelled")
-    return out == {True}
+    if len(formats) > 1:
+        raise _Unread(f"formats of {kind} differ between layers ({', '.join(sorted(formats))}): not modelled")
+    return formats.pop()
 
 
 def _names(attention: Layers, feed_forward: Layers) -> dict[str, list[list[str]]]:
@@ -306,13 +351,10 @@ def _bitsandbytes(block: dict[str, Any]) -> str:
 
 
 def _compressed(block: dict[str, Any]) -> str:
-    groups = block.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+    groups = _groups(block)
+    if not groups:
         raise _Unread("compressed-tensors without config_groups")
-    formats = {_of_group(group) for group in groups.values()}
-    if len(formats) > 1:
-        raise _Unread(f"groups in different formats ({', '.join(sorted(formats))}) are not modelled")
-    return formats.pop()
+    return groups[0].format
 
 
 def _of_group(group: dict[str, Any]) -> str:

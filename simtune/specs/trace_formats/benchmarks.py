@@ -69,8 +69,12 @@ class VllmBench:
         """Return the keys of the lists that exist, by field. Stops if one is missing or of another length."""
         for key in ("input_lens", "output_lens"):
             if not isinstance(look_up(run, key), list):
-                message = "the requests are missing, only totals are here; run vllm bench serve with --save-detailed"
-                problems.stop(message, line, key)
+                command = (
+                    "sglang.bench_serving with --output-details"
+                    if "sharegpt_output_len" in run or str(run.get("backend")).startswith("sglang")
+                    else "vllm bench serve with --save-detailed"
+                )
+                problems.stop(f"the requests are missing, only totals are here; run {command}", line, key)
         columns = {"prompt": "input_lens", "output": "output_lens", "arrival": "start_times"}
         present = {field: key for field, key in columns.items() if isinstance(run.get(key), list)}
         for key in present.values():

@@ -37,6 +37,7 @@ _TOTALS = (
     "it holds totals and no requests; run vllm bench serve --save-result --save-detailed, whose file simtune workload "
     "reads"
 )
+_LENGTHS = "it holds totals and no requests; state a workload with its prompt, output and arrivals"
 
 
 def _keys(*names: str) -> Callable[[Any], bool]:
@@ -47,6 +48,8 @@ _OBJECTS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_keys("n_prompt", "n_gen", "avg_ts"), "llama-bench's results", _STEPS),
     (_keys("avg_latency", "latencies", "percentiles"), "vllm bench latency's results", _STEPS),
     (_keys("elapsed_time", "num_requests", "tokens_per_second"), "vllm bench throughput's results", _TOTALS),
+    (_keys("load_summary", "successes"), "inference-perf's results", _LENGTHS),
+    (_keys("request_info", "performance", "world_info"), "trtllm-bench's report", _LENGTHS),
     (_keys("architectures", "hidden_size"), "a model's config.json", "give it as --model"),
     (_keys("quantization", "producer"), "a checkpoint's hf_quant_config.json", "leave it beside its config.json"),
     (_keys("traceEvents"), "a timeline of a profiler", _STEPS),

@@ -169,8 +169,10 @@ class Side:
 
     @cached_property
     def hardware(self) -> dict[str, Hardware]:
-        """Hardware of every pool, by the name that the plan has for it."""
-        return {pool.hardware: load_kernels(pool.hardware, pool.engine) for pool in self.plan.pools}
+        """Hardware of every pool, by the name of the pool."""
+        names = {(pool.hardware, pool.engine): None for pool in self.plan.pools}
+        profiles = {name: load_kernels(*name) for name in names}
+        return {pool.name: profiles[pool.hardware, pool.engine] for pool in self.plan.pools}
 
     @property
     def pool(self) -> Pool:
@@ -259,7 +261,7 @@ class Side:
     def step(self, measure: StepSeconds) -> SideResult:
         """Seconds of one step over the tokens that it delivers."""
         spec = OneStep.model_validate(self._side.get("step", {}), strict=False)
-        model = StepModel(self.model, self.hardware[self.pool.hardware], self.pool)
+        model = StepModel(self.model, self.hardware[self.pool.name], self.pool)
         most = spec.decodes if isinstance(spec.decodes, int) else self._capacity(spec.context)
         decodes = most if measure.within_s is None else self._most_within(model, spec, most, measure.within_s)
         work = _work(spec, decodes)
@@ -312,7 +314,7 @@ class Side:
         return SideResult(value or memory.num_blocks * memory.block_size, parts, in_words(measure))
 
     def _memory(self, pool: Pool) -> Memory:
-        return kv_capacity(self.model, self.hardware[self.pool.hardware], pool)
+        return kv_capacity(self.model, self.hardware[self.pool.name], pool)
 
     def _longest(self, pool: Pool) -> int:
         """The longest context of one sequence; with chunked_prefill false, prefilled in one step."""

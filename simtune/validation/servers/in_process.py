@@ -72,7 +72,10 @@ def redeployed(plan: Plan, deployment: Deployment) -> Deployment:
     use them."""
     if plan == deployment.plan:
         return deployment
-    return deploy(plan, deployment.model, deployment.profiles, deployment.costs)
+    profiles = deployment.profiles
+    by_name = {pool.spec.hardware: profiles[pool.spec.name] for pool in deployment.pools}
+    hardware = {pool.name: by_name[pool.hardware] for pool in plan.pools}
+    return deploy(plan, deployment.model, hardware, deployment.costs)
 
 
 def check_clock(device: str, clock: Clock) -> None:
