@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
 from simtune.errors import plural
-from simtune.results.summary import Metric, SloLimit
+from simtune.results.summary import SLO_METRIC_NAMES, Metric, SloLimit
 from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
 from simtune.sim.run_basis import note
 from simtune.specs.base import Spec
@@ -60,20 +60,21 @@ def gib(num_bytes: float) -> str:
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
 """Parts that add up to E2EL."""
 METRIC_NAMES: dict[Metric, str] = {
-    "ttft": "TTFT",
-    "tpot": "TPOT",
+    "ttft": SLO_METRIC_NAMES["ttft"],
+    "tpot": SLO_METRIC_NAMES["tpot"],
     "itl": "ITL",
-    "e2el": "E2EL",
-    "family": "Family",
+    "e2el": SLO_METRIC_NAMES["e2el"],
+    "family": SLO_METRIC_NAMES["family"],
     **PARTS,
 }
 
 
-def limit(slo: SloLimit) -> str:
-    """Return `p99 TTFT ≤ 1,000 ms`, with the class if a limit belongs to one; it is not broken across lines."""
-    metric = METRIC_NAMES[slo.metric]
-    text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
-    return text if slo.request_class is None else f"{text} for {slo.request_class}"
+def limit(slo: SloLimit, *, reached: bool = False) -> str:
+    """Return the sentence of a limit, with the value that the run reached if wanted; its bound is not broken across
+    lines.
+    """
+    text = slo.sentence(f"{ms(slo.value_s)} ms" if reached else "")
+    return text.replace(slo.bound, slo.bound.replace(" ", NO_BREAK), 1)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -117,7 +118,7 @@ def headline(run: Run) -> str:
         )
         return f"{plan} cannot keep up with {offered}{finished}."
     if s.slo and not all(x.met for x in s.slo):
-        missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
+        missed = _listed([limit(x, reached=True) for x in s.slo if not x.met])
         rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
         return f"{plan} misses {missed}{rate}."
     rate_rps = _served_rps(s)

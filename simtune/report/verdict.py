@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, number, percent
+from simtune.report.info import PARTS, limit, number, percent
 from simtune.report.neighbours import NO_EFFECT, neighbours
 from simtune.runs.schema import CandidateRow, Run, StepTime, Summary
 
@@ -73,9 +73,9 @@ def _binding(s: Summary) -> str:
         return "no latency limit binds, for none is set" if not s.slo else "no limit is reached, for nothing finished"
     share, nearest = max(reached, key=lambda pair: pair[0])
     if share > 1:
-        return f"{METRIC_NAMES[nearest.metric]} misses its limit ({ms(nearest.value_s)} ms, {limit(nearest)})"
+        return f"a limit is missed: {limit(nearest, reached=True)}"
     if share >= 0.9:
-        return f"the {METRIC_NAMES[nearest.metric]} limit binds ({ms(nearest.value_s)} ms, {limit(nearest)})"
+        return f"a limit binds: {limit(nearest, reached=True)}"
     return f"no limit binds: the nearest, {limit(nearest)}, is {percent(share)} used"
 
 

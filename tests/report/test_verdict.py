@@ -44,8 +44,8 @@ def test_the_bottleneck_is_said_in_one_sentence(make_run: RunMaker, optimized: A
 @pytest.mark.parametrize(
     ("value_s", "words"),
     [
-        (0.0399, "the TPOT limit binds (39.9 ms, p99 TPOT ≤ 40 ms)"),
-        (0.05, "TPOT misses its limit (50.0 ms, p99 TPOT ≤ 40 ms)"),
+        (0.0399, "a limit binds: p99 TPOT ≤ 40 ms (it reaches 39.9 ms)"),
+        (0.05, "a limit is missed: p99 TPOT ≤ 40 ms (it reaches 50.0 ms)"),
         (0.02, "no limit binds: the nearest, p99 TPOT ≤ 40 ms, is 50.0 % used"),
     ],
 )
