@@ -45,7 +45,7 @@ class PoolWords:
 
     role: str
     servers: str
-    instances: int
+    gpus: int
     settings: Mapping[str, str]
 
     @property
@@ -62,9 +62,9 @@ class PlanWords:
     router: str = ""
 
     @property
-    def servers(self) -> int:
-        """Number of servers of all pools."""
-        return sum(pool.instances for pool in self.pools)
+    def gpus(self) -> int:
+        """Number of GPUs of all pools."""
+        return sum(pool.gpus for pool in self.pools)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return what the words say under a key: one text if all pools share it, else a text for each pool."""
@@ -129,7 +129,7 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
     kind = "" if role == MIXED else f"{role} "
     servers = f"{plural(instances, f'{kind}server')} of {plural(devices, f'{gpu} GPU'.strip())}"
     settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
-    return PoolWords(role, servers + (f" ({', '.join(ways)})" if ways else ""), instances, settings)
+    return PoolWords(role, servers + (f" ({', '.join(ways)})" if ways else ""), instances * devices, settings)
 
 
 @lru_cache(maxsize=4096)
@@ -165,9 +165,14 @@ def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
 
 
 def of_plan(plan: Plan) -> PlanWords:
-    """Return the words of a plan: those of its code name, or what its pools contain."""
-    several = len({pool.hardware for pool in plan.pools}) > 1
-    return of_name(plan.name) or PlanWords(tuple(_of_pool(pool, several) for pool in plan.pools))
+    """Return the words of a plan: those of its code name, or what its pools contain.
+
+    A code name does not count GPUs that drafters have for themselves; the pools do.
+    """
+    words, several = of_name(plan.name), len({pool.hardware for pool in plan.pools}) > 1
+    if words is not None and words.gpus == plan.num_devices:
+        return words
+    return PlanWords(tuple(_of_pool(pool, several) for pool in plan.pools))
 
 
 def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:

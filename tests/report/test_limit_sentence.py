@@ -28,4 +28,4 @@ def test_report_uses_the_sentence_of_a_limit(make_run: Callable[..., Path]) -> N
     words = "p99 TTFT ≤ 1,000 ms (it reaches 1,340 ms)"
     assert missed.sentence("1,340 ms") == words
     assert words in info.headline(run).replace(info.NO_BREAK, " ")
-    assert f"a limit is missed: {words}" in (verdict.bottleneck(run.summary) or "").replace(info.NO_BREAK, " ")
+    assert f"A limit is missed: {words}" in (verdict.bottleneck(run.summary) or "").replace(info.NO_BREAK, " ")

@@ -98,8 +98,9 @@ def test_a_plan_file_has_the_words_of_its_pools() -> None:
     plan = Plan(name="mine", model="llama-3.1-8b", pools=tuple(pools), link=KvLink())
     words = "2 prefill servers of 2 GPUs, 1 decode server of 4 GPUs, 256 seats, 8,192 tokens a step"
     assert of_plan(plan).words() == words
-    assert of_plan(plan).servers == 3
+    assert of_plan(plan).gpus == plan.num_devices == 8
     assert of_plan(plan.model_copy(update={"name": PREFILL_DECODE})).words() == in_words(PREFILL_DECODE)
+    assert of_plan(plan.model_copy(update={"name": "tp1-pp1-x2-s64-t8192"})).words() == words, "GPUs that it leaves out"
 
 
 def test_a_list_says_only_what_differs() -> None:
