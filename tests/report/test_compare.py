@@ -51,6 +51,23 @@ def test_only_what_differs_is_listed(make_run: RunMaker, optimized: Any) -> None
     assert [key for key, _ in compare.plan_differences([runs[0], busier])] == ["offered, requests/s"]
 
 
+def test_runs_under_different_loads_are_warned_of_with_the_keys_that_differ(make_run: RunMaker, optimized: Any) -> None:
+    summary = optimized[0]
+    runs = pair(make_run, summary)
+    assert compare.load_warning(runs) is None, "only the plans differ"
+    assert "not under the same load" not in compare.render(Compared(tuple(runs)))
+    slo = [{**summary["slo"][0], "limit_s": 0.5}, *summary["slo"][1:]]
+    other = NamedRun("other", read_run(make_run(offered_rate_rps=3.0, requests=77, slo=slo, seed=0)))
+    warning = compare.load_warning([runs[0], other])
+    assert warning is not None
+    keys = warning.partition(": ")[2].partition(". ")[0].replace(info.NO_BREAK, " ")
+    assert [key.partition(" (")[0] for key in keys.split("; ")] == ["offered, requests/s", "requests", "limits"]
+    assert "requests (2,000 beside 77)" in keys
+    assert "p99 TTFT ≤ 500 ms" in keys
+    page = compare.render(Compared((runs[0], other)))
+    assert f'<p class="notice loud">{warning}</p>' in page
+
+
 def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimized: Any) -> None:
     summary, _ = optimized
     ttft = {**summary["metrics"]["ttft"], "p99": summary["metrics"]["ttft"]["p99"] * 0.9, "ci95": {"p99": [0.2, 0.4]}}
