@@ -234,10 +234,10 @@ def load_warning(runs: Sequence[NamedRun]) -> str | None:
     A key that some run does not contain is left out.
     """
     differing = _differing([_load(entry.run.summary) for entry in runs])
-    known = [(key, values) for key, values in differing if info.ABSENT not in values]
-    if not known:
+    contained = [(key, values) for key, values in differing if info.ABSENT not in values]
+    if not contained:
         return None
-    keys = "; ".join(f"{key} ({' beside '.join(dict.fromkeys(values))})" for key, values in known)
+    keys = "; ".join(f"{key} ({' beside '.join(dict.fromkeys(values))})" for key, values in contained)
     return (
         f"The runs are not under the same load: {keys}. Differences of latency, goodput and price come from the load "
         "as well as from the plan."
