@@ -118,33 +118,34 @@ def in_one_line(s: Summary) -> str | None:
 
 def _probability(s: Summary) -> list[str]:
     if not s.slo:
-        return []
+        return [] if s.cost_basis is None else [_steps(s.cost_basis)]
     if s.uncertainty is not None:
         parts = [f"P(SLO holds) {percent(s.uncertainty.slo_probability)}", _nearest_limit(s, s.uncertainty), _worth(s)]
         stated, level, worlds = [part for part in parts if part], s.uncertainty.level, s.uncertainty.worlds
     elif s.slo_probability is not None:
         o = s.slo_probability
-        stated = [f"P(SLO holds) {percent(o.probability)} ({percent(o.low)} to {percent(o.high)})"]
+        ends = f" ({percent(o.low)} to {percent(o.high)})" if o.low < o.high else ""
+        stated = [f"P(SLO holds) {percent(o.probability)}{ends}"]
         if o.value is not None and s.objective is not None:
             low, high = ("any number of" if x is None else number(x) for x in o.value)
             stated.append(f"{low}–{high} {s.objective.unit}")
         level, worlds = o.level, o.worlds
     else:
-        return [] if s.cost_basis is None else [_not_drawn_in_short(s.cost_basis)]
+        return [] if s.cost_basis is None else ["P(SLO holds) is not known", _steps(s.cost_basis)]
     if len(stated) > 1:
         stated[-1] += f" in {level * 100:.0f} % of {worlds:,} worlds"
     return stated
 
 
-def _not_drawn_in_short(basis: CostBasis) -> str:
+def _steps(basis: CostBasis) -> str:
+    """State how far off the times of steps may be."""
     low, high = _step_error(basis)
-    return (
-        f"P(SLO holds) is not known; steps may take {percent(-low)} less to {percent(high)} more time (90 % of cases)"
-    )
+    return f"steps may take {percent(-low)} less to {percent(high)} more time (90 % of cases)"
 
 
 def _gap(s: Summary) -> list[str]:
     """State how much better another plan of the space could be."""
     if s.objective is None or s.objective.gap is None:
         return []
-    return [f"another plan is at most {percent(s.objective.gap)} better" if s.objective.gap else "no plan is better"]
+    better = f"another plan is at most {percent(s.objective.gap)} better" if s.objective.gap else "no plan is better"
+    return [f"{better} under this cost model"]

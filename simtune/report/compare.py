@@ -22,6 +22,8 @@ from simtune.runs.schema import Run, Summary
 from simtune.validation.published import headline as published
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
+SHORT = 40
+"""Most characters of a value that a warning contains."""
 DECISIVE = 5e-4
 """Smaller relative differences are called none."""
 
@@ -228,6 +230,13 @@ def _load(s: Summary) -> dict[str, str]:
     }
 
 
+def _short(values: Sequence[str]) -> str:
+    """Return two different values in brackets; nothing if there are more, or long ones, which a table has."""
+    different = [*dict.fromkeys(values)]
+    short = len(different) == 2 and all(len(value) <= SHORT for value in different)
+    return f" ({' beside '.join(different)})" if short else ""
+
+
 def load_warning(runs: Sequence[NamedRun]) -> str | None:
     """Return a warning that names the keys of the load that differ between runs; None if none differs.
 
@@ -237,7 +246,7 @@ def load_warning(runs: Sequence[NamedRun]) -> str | None:
     contained = [(key, values) for key, values in differing if info.ABSENT not in values]
     if not contained:
         return None
-    keys = "; ".join(f"{key} ({' beside '.join(dict.fromkeys(values))})" for key, values in contained)
+    keys = "; ".join(key + _short(values) for key, values in contained)
     return (
         f"The runs are not under the same load: {keys}. Differences of latency, goodput and price come from the load "
         "as well as from the plan."

@@ -33,9 +33,8 @@ def first_figure(run: Run) -> FirstFigure | None:
     for cdf in info.cdfs(run):
         alone = cdf._replace(curves=cdf.curves[:1])
         figure = figures.cdf_figure(alone, {chosen: 0}, {chosen: "this plan"})
-        return FirstFigure(
-            figure, f"{cdf.title}: share of requests at or below it. A diamond marks where a limit is met."
-        )
+        marked = " A limit is met where the curve passes above its diamond." if cdf.limits else ""
+        return FirstFigure(figure, f"{cdf.title}: share of requests at or below it.{marked}")
     if s.timeline and s.timeline.t_s:
         return FirstFigure(figures.timeline_figure(s.timeline), "Requests running and waiting over the simulated time.")
     return None

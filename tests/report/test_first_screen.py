@@ -39,7 +39,7 @@ def test_first_screen_has_the_answer_and_leaves_tiles_below(make_run: Any) -> No
     assert [a["id"] for tag, a in reader.tags if "plotly-graph-div" in (a.get("class") or "")] == ["first"]
     assert "What limits it." in reader.words
     assert "How sure it is." in reader.words
-    assert "another plan is at most 2.0 % better." in reader.words
+    assert "another plan is at most 2.0 % better under this cost model." in reader.words
     assert ("div", {"class": "tiles"}) not in reader.tags
     assert ("a", {"href": "#warnings"}) in reader.tags
 
@@ -84,11 +84,11 @@ def test_certainty_in_one_line_has_probability_interval_and_gap(make_run: Any) -
     stated = read_run(make_run(slo_probability=STATED, objective={**goal, "bound": 19.4, "gap": 0.067})).summary
     assert certainty.in_one_line(stated) == (
         "P(SLO holds) 65.0 % (61.5 % to 69.0 %); 17.0–21.3 requests/s/GPU in 90 % of 200 worlds; "
-        "another plan is at most 6.7 % better"
+        "another plan is at most 6.7 % better under this cost model"
     )
     assert certainty.in_one_line(read_run(make_run(objective=None, slo=[])).summary) is None
     best = read_run(make_run(slo=[], objective={**goal, "bound": 18.2, "gap": 0.0})).summary
-    assert certainty.in_one_line(best) == "no plan is better"
+    assert certainty.in_one_line(best) == "no plan is better under this cost model"
 
 
 def test_certainty_in_one_line_of_drawn_worlds(make_run: Any, optimized: Any) -> None:
@@ -107,3 +107,13 @@ def test_reasons_of_other_plans_name_plans_in_words(make_run: Any, optimized: An
     page = own_part(render(read_run(make_run(candidates=candidates))))
     assert page.count("the chosen plan reached 4 requests/s") >= 2, "among the runners-up, and among all"
     assert f"{chosen['candidate']} reached 4 requests/s" not in page
+
+
+def test_certainty_in_one_line_without_worlds_is_the_error_of_steps(make_run: Any) -> None:
+    measured = {"measured": 1.0, "interpolated": 0.0, "extrapolated": 0.0, "carried_over": 0.0, "data_sheet": 0.0}
+    operators = [{"operator": "gemm", "share": 1.0, "log_sd": 0.1, "basis": measured}]
+    basis = {**measured, "operators": operators}
+    steps = "steps may take 15.2 % less to 17.9 % more time (90 % of cases)"
+    line = certainty.in_one_line(read_run(make_run(cost_basis=basis, objective=None)).summary)
+    assert line == f"P(SLO holds) is not known; {steps}"
+    assert certainty.in_one_line(read_run(make_run(cost_basis=basis, objective=None, slo=[])).summary) == steps
