@@ -135,7 +135,7 @@ PICTURES = (
     ),
     Picture(
         "report",
-        "section:has(#pareto), section:has(#sweep)",
+        "section:has(#pareto)",
         "none",
         _searched,
         lambda: inputs_of(load_question(str(STUDY), ())),

@@ -115,8 +115,10 @@ def _print(audit: Audit, holds: bool) -> None:
     if not holds:
         click.echo("the certificate does not hold", err=True)
         return
+    from simtune.specs.plan_words import in_words
+
     incumbent = certificate.incumbent
     click.echo(
-        f"{incumbent.plan}: {incumbent.value:.4g} {certificate.unit}. No plan of this space is more than "
+        f"{in_words(incumbent.plan)}: {incumbent.value:.4g} {certificate.unit}. No plan of this space is more than "
         f"{certificate.gap:.1%} better under this cost model"
     )

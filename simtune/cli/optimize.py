@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from simtune.cli.output import (
     note_cut,
     note_estimates,
     number,
+    plan_cells,
     print_basis,
     print_json,
     print_table,
@@ -263,15 +264,15 @@ def _check_drafts(question: Question) -> None:
 
 def _course(now: SearchCourse) -> str:
     """Return the state of a search in a line: the best plan, and how much better another could be."""
+    from simtune.specs.plan_words import in_words
+
     if now.best is None or now.value is None:
         return f"no plan yet, {now.simulations} simulations"
+    plan = in_words(now.best.candidate.name)
     if now.bound is None:
-        return f"{now.best.candidate.name}: {now.value:.4g}, {now.simulations} simulations"
+        return f"{plan}: {now.value:.4g}, {now.simulations} simulations"
     gap = abs(now.bound - now.value) / now.value
-    return (
-        f"{now.best.candidate.name}: {now.value:.4g}, bound {now.bound:.4g} (gap {gap:.1%}), "
-        f"{now.simulations} simulations"
-    )
+    return f"{plan}: {now.value:.4g}, bound {now.bound:.4g} (gap {gap:.1%}), {now.simulations} simulations"
 
 
 def _print_size(question: Question, as_json: bool) -> None:
@@ -323,8 +324,12 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.report.certainty import certainty
 
     study, sure, statement = tuned.question.study, summary.confidence, certainty(summary)
-    rows = [_cells(row) for row in [tuned.chosen, *tuned.runners_up(4)]]
+    best = [tuned.chosen, *tuned.runners_up(4)]
+    plans, alike = plan_cells([row.candidate.name for row in best])
+    rows = [_cells(row, plans, tuned.chosen.candidate.name) for row in best]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
+    for line in alike:
+        click.echo(line)
     counts = Counter(row.status for row in tuned.rows)
     click.echo(
         f"{len(tuned.rows)} candidates: 1 chosen, {counts['feasible']} met the SLO at a lower value, "
@@ -379,9 +384,10 @@ FRONT_COLUMNS = (
 
 
 def _print_front(ladder: Ladder) -> None:
+    plans, alike = plan_cells([point.candidate for point in ladder.points])
     rows = [
         (
-            point.candidate,
+            plans[point.candidate],
             str(point.num_gpus),
             number(point.rate_rps),
             number(point.output_tokens_per_s_per_user),
@@ -392,18 +398,22 @@ def _print_front(ladder: Ladder) -> None:
         for point in ladder.points
     ]
     print_table(f"front, simulated at {ladder.settled} loads", FRONT_COLUMNS, rows)
+    for line in alike:
+        click.echo(line)
 
 
-def _cells(row: Trial) -> tuple[str, ...]:
-    """Return the cells of a candidate, in the order of COLUMNS."""
+def _cells(row: Trial, plans: Mapping[str, str], chosen: str) -> tuple[str, ...]:
+    """Return the cells of a candidate, in the order of COLUMNS; `plans` are the cells of plans by code name."""
+    from simtune.specs.plan_words import sentence_in_words
+
     num_gpus = row.candidate.num_gpus
     return (
-        row.candidate.name,
+        plans[row.candidate.name],
         str(num_gpus),
         number(row.rate_rps),
         number(row.rate_rps / num_gpus if row.rate_rps else None),
         milliseconds(row.statistic("ttft", "p99")),
         milliseconds(row.statistic("tpot", "p99")),
         number(row.summary.output_tokens_per_s_per_gpu if row.summary else None),
-        row.reason,
+        sentence_in_words(row.reason, row.candidate.name, chosen),
     )

@@ -97,6 +97,18 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def plan_cells(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the cells of plans by code name, and the lines to print below their table.
+
+    A cell is what only some of the plans have, in words, above the code name.
+    """
+    from simtune.specs.plan_words import differing, shared
+
+    words, common = differing(names), shared(names)
+    cells = {name: name if text == name else f"{text}\n{name}" for name, text in words.items()}
+    return cells, [f"all of them: {common}"] * bool(common)
+
+
 def split_settings(settings: Sequence[str], allowed: Sequence[str]) -> dict[str, list[str]]:
     """Return the settings by spec name: `workload.arrivals.rate_rps=8` without its first word. Raises
     click.BadParameter for another first word.

@@ -71,7 +71,7 @@ def _sweeps(folders: Sequence[Path], out: Path | None, as_json: bool) -> None:
 
 
 def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
-    from simtune.report.compare import document, numbers, plan_differences, render
+    from simtune.report.compare import document, load_warning, numbers, plan_differences, render
     from simtune.report.side_by_side import errors, gains
 
     if as_json:
@@ -93,6 +93,9 @@ def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
             if columns:
                 cells = [(row.what, *(cell for cell, _ in row.cells)) for row in table]
                 print_table(title, ("of", *(entry.name for entry in columns)), cells)
+    warning = load_warning(compared.runs)
+    if warning is not None:
+        click.echo(f"warning: {warning}", err=True)
     if out is not None:
         _write(out, render(compared), words_apart=as_json)
 

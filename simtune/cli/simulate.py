@@ -187,7 +187,7 @@ def simulate(  # noqa: PLR0913 - one for each option
         _print_json(experiment.deployment.plan, result.summary(), basis, uncertainty)
     else:
         _print(
-            experiment.deployment.plan.name,
+            experiment.deployment.plan,
             result.summary(),
             uncertainty,
             price(experiment.deployment, result.summary()),
@@ -285,7 +285,7 @@ def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
     if as_json:
         _print_json(deployment.plan, summary, basis, None)
     else:
-        _print(deployment.plan.name, summary, None, price(deployment, summary))
+        _print(deployment.plan, summary, None, price(deployment, summary))
         print_basis(basis)
     return 3 if result.saturated else 0
 
@@ -320,10 +320,10 @@ def _print_json(plan: Plan, summary: SimulationSummary, basis: CostBasis | None,
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
-def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, price: Price | None) -> None:
+def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, price: Price | None) -> None:
     # Latencies of a growing queue show only how long the simulation was.
     if not summary.saturated:
-        _print_latencies(name, summary, drawn)
+        _print_latencies(plan, summary, drawn)
     for key in (
         "requests",
         "refused",
@@ -362,7 +362,9 @@ def _print(name: str, summary: SimulationSummary, drawn: Uncertainty | None, pri
         )
 
 
-def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
+def _print_latencies(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None) -> None:
+    from simtune.specs.plan_words import of_plan
+
     rows = []
     for metric, latencies in summary.metrics.items():
         if drawn is None:
@@ -372,7 +374,7 @@ def _print_latencies(name: str, summary: SimulationSummary, drawn: Uncertainty |
         cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
         rows.append((metric.upper(), *cells))
     meaning = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
-    print_table(f"{name}: latencies in ms ({meaning})", ("metric", *STATISTICS), rows)
+    print_table(f"{plan.name}: {of_plan(plan).words()}; latencies in ms ({meaning})", ("metric", *STATISTICS), rows)
 
 
 def _noise(latencies: Distribution, statistic: str) -> str:

@@ -91,13 +91,61 @@ def _worth(s: Summary) -> str | None:
     return f"{low}–{high} {s.objective.unit} are served inside the limits"
 
 
-def _not_drawn(basis: CostBasis) -> str:
-    """State the error of steps in 90 % of cases, to first order: kinds of operator err independently, each by one
-    factor.
+def _step_error(basis: CostBasis) -> tuple[float, float]:
+    """Return the relative error of steps in 90 % of cases, to first order: kinds of operator err independently, each by
+    one factor.
     """
     log_sd = math.hypot(*(kind.share * kind.log_sd for kind in basis.operators))
-    low, high = (math.expm1(sign * Z90 * log_sd) for sign in (-1, 1))
+    return math.expm1(-Z90 * log_sd), math.expm1(Z90 * log_sd)
+
+
+def _not_drawn(basis: CostBasis) -> str:
+    low, high = _step_error(basis)
     return (
         "No worlds were drawn, so P(SLO holds) is not known; by the cost model's own errors steps may take "
         f"{percent(-low)} less to {percent(high)} more time (90 % of cases)."
     )
+
+
+# --- in one line ------------------------------------------------------------------------------------------
+
+
+def in_one_line(s: Summary) -> str | None:
+    """Return probability, interval and gap in one line; None if a run has none of them."""
+    parts = [*_probability(s), *_gap(s)]
+    return "; ".join(parts) if parts else None
+
+
+def _probability(s: Summary) -> list[str]:
+    if not s.slo:
+        return [] if s.cost_basis is None else [_steps(s.cost_basis)]
+    if s.uncertainty is not None:
+        parts = [f"P(SLO holds) {percent(s.uncertainty.slo_probability)}", _nearest_limit(s, s.uncertainty), _worth(s)]
+        stated, level, worlds = [part for part in parts if part], s.uncertainty.level, s.uncertainty.worlds
+    elif s.slo_probability is not None:
+        o = s.slo_probability
+        ends = f" ({percent(o.low)} to {percent(o.high)})" if o.low < o.high else ""
+        stated = [f"P(SLO holds) {percent(o.probability)}{ends}"]
+        if o.value is not None and s.objective is not None:
+            low, high = ("any number of" if x is None else number(x) for x in o.value)
+            stated.append(f"{low}–{high} {s.objective.unit}")
+        level, worlds = o.level, o.worlds
+    else:
+        return [] if s.cost_basis is None else ["P(SLO holds) is not known", _steps(s.cost_basis)]
+    if len(stated) > 1:
+        stated[-1] += f" in {level * 100:.0f} % of {worlds:,} worlds"
+    return stated
+
+
+def _steps(basis: CostBasis) -> str:
+    """State how far off the times of steps may be."""
+    low, high = _step_error(basis)
+    return f"steps may take {percent(-low)} less to {percent(high)} more time (90 % of cases)"
+
+
+def _gap(s: Summary) -> list[str]:
+    """State how much better another plan of the space could be."""
+    if s.objective is None or s.objective.gap is None:
+        return []
+    better = f"another plan is at most {percent(s.objective.gap)} better" if s.objective.gap else "no plan is better"
+    return [f"{better} under this cost model"]

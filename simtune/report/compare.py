@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from simtune.runs.schema import Run, Summary
 from simtune.validation.published import headline as published
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el")
+SHORT = 40
+"""Most characters of a value that a warning contains."""
 DECISIVE = 5e-4
 """Smaller relative differences are called none."""
 
@@ -202,12 +204,53 @@ def plan_differences(runs: Sequence[NamedRun]) -> list[tuple[str, tuple[str, ...
     for entry in runs:
         s = entry.run.summary
         table = {"model": s.model, "hardware": s.hardware.device, "engine": s.hardware.engine}
-        table |= {"load": s.load_source or info.ABSENT, "offered, requests/s": info.number(s.offered_rate_rps)}
-        table |= {"seed": str(s.seed)}
-        tables.append(table | dict(info.settings(s.plan)))
+        tables.append(table | _load(s) | dict(info.settings(s.plan)))
+    return _differing(tables)
+
+
+def _differing(tables: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return (key, value in each table) for every key whose values differ."""
     keys = dict.fromkeys(key for table in tables for key in table if key != "name")
     rows = [(key, tuple(table.get(key, info.ABSENT) for table in tables)) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1]
+
+
+def _load(s: Summary) -> dict[str, str]:
+    """Return what tells the load of a run from another one, and the limits that it was judged by."""
+    load = s.load
+    return {
+        "load": s.load_source or info.ABSENT,
+        "offered, requests/s": info.number(s.offered_rate_rps),
+        "users": info.number(None if load is None else load.users),
+        "requests": info.number(s.requests),
+        "prompt tokens, mean": info.number(None if load is None else load.prompt_tokens.mean),
+        "output tokens, mean": info.number(None if load is None else load.output_tokens.mean),
+        "limits": ", ".join(map(info.limit, s.slo)) or "none",
+        "seed": str(s.seed),
+    }
+
+
+def _short(values: Sequence[str]) -> str:
+    """Return two different values in brackets; nothing if there are more, or long ones, which a table has."""
+    different = [*dict.fromkeys(values)]
+    short = len(different) == 2 and all(len(value) <= SHORT for value in different)
+    return f" ({' beside '.join(different)})" if short else ""
+
+
+def load_warning(runs: Sequence[NamedRun]) -> str | None:
+    """Return a warning that names the keys of the load that differ between runs; None if none differs.
+
+    A key that some run does not contain is left out.
+    """
+    differing = _differing([_load(entry.run.summary) for entry in runs])
+    contained = [(key, values) for key, values in differing if info.ABSENT not in values]
+    if not contained:
+        return None
+    keys = "; ".join(key + _short(values) for key, values in contained)
+    return (
+        f"The runs are not under the same load: {keys}. Differences of latency, goodput and price come from the load "
+        "as well as from the plan."
+    )
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -337,6 +380,7 @@ def render(compared: Compared) -> str:
         numbers=(rows := numbers(runs)),
         likely=any(cell.lower for row in rows for cell in row.cells),
         plan_differences=plan_differences(runs),
+        load_warning=load_warning(runs),
         figures={name: Markup(html) for name, html in pictures.items()},
         captions=CAPTIONS,
         version=__version__,

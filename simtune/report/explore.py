@@ -7,6 +7,7 @@ from typing import Any
 
 from simtune.report import info
 from simtune.runs.schema import Run
+from simtune.specs.plan_words import differing, shared
 
 
 def points(run: Run) -> list[dict[str, Any]]:
@@ -60,6 +61,7 @@ def details(run: Run) -> dict[str, dict[str, Any]]:
     quantiles = {r.candidate: (r.ttft_quantiles_s, r.tpot_quantiles_s) for r in s.runners_up or ()}
     if s.quantiles is not None and not s.saturated:
         quantiles[info.chosen_name(run)] = (s.quantiles.ttft_s, s.quantiles.tpot_s)
+    chosen = info.chosen_row(run)
     by_candidate = {}
     for c in run.candidates:
         if c.candidate not in names:
@@ -69,7 +71,7 @@ def details(run: Run) -> dict[str, dict[str, Any]]:
         by_candidate[c.candidate] = {
             "settings": settings,
             "status": c.status.replace("_", " "),
-            "why": c.reason,
+            "why": info.reason_in_words(c, chosen),
             "launch": s.launch if c.status == "chosen" else c.launch,
             "mean": {m: _in_ms(getattr(c, f"{m}_mean_s")) for m in ("ttft", "tpot")},
             "quantiles": {"ttft": ttft, "tpot": tpot},
@@ -81,7 +83,16 @@ def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
+def common(run: Run) -> str:
+    """Return in words what all plans of the ranking have."""
+    return shared([point["name"] for point in points(run)])
+
+
 def document(run: Run) -> str:
-    """Return points, limits and details as JSON that cannot end the script element that contains it."""
-    data = {"points": points(run), "limits": limits(run), "details": details(run)}
+    """Return points, limits, details, and the plans in words as JSON that cannot end the script element that contains
+    it.
+    """
+    simulated = points(run)
+    words = differing(list(dict.fromkeys(point["name"] for point in simulated)))
+    data = {"points": simulated, "limits": limits(run), "details": details(run), "words": words}
     return json.dumps(data, sort_keys=True, allow_nan=False).replace("<", "\\u003c")

@@ -24,9 +24,10 @@ from simtune.report.info import (
     number,
     percent,
 )
-from simtune.report.labels import brief, escape
+from simtune.report.labels import briefs, escape, plan_labels
 from simtune.results.summary import InstanceUse
 from simtune.runs.schema import Summary, Timeline
+from simtune.specs.plan_words import in_words, sentence_in_words
 from simtune.workload.load import LengthFacts, LoadFacts
 
 Figure = dict[str, Any]
@@ -150,6 +151,7 @@ MANY = 500
 def front_figure(s: Summary) -> Figure:
     """Figure of the simulated points of a front: offered tokens/s/GPU against tokens/s/user, one line for each plan."""
     names = list(dict.fromkeys(point.candidate for point in s.front))
+    labels = plan_labels(names)
     data = []
     for i, name in enumerate(names):
         points = [point for point in s.front if point.candidate == name]
@@ -157,11 +159,11 @@ def front_figure(s: Summary) -> Figure:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": brief(name),
+                "name": labels[name],
                 "x": [point.output_tokens_per_s_per_user for point in points],
                 "y": [point.output_tokens_per_s_per_gpu for point in points],
                 "marker": {"size": 10, "color": series_colour(i)},
-                "hovertext": [f"{escape(name)}<br>{point.rate_rps:.4g} requests/s" for point in points],
+                "hovertext": [f"{plan_hover(name)}<br>{point.rate_rps:.4g} requests/s" for point in points],
                 "hoverinfo": "text",
             }
         )
@@ -237,21 +239,32 @@ def _points(
     }
 
 
+def plan_hover(name: str) -> str:
+    """Return what is shown of a plan under the pointer, escaped: its words, and its code name below."""
+    words = in_words(name)
+    return f"<b>{escape(words)}</b>" + ("" if words == name else f"<br>{escape(name)}")
+
+
 def _hover(p: ParetoPoint) -> str:
     c = p.candidate
     lines = [
-        f"<b>{escape(c.candidate)}</b>",
+        plan_hover(c.candidate),
         f"{number(p.x)} tokens/s per user, {number(p.y)} per GPU",
         f"goodput {number(c.goodput_rps)} requests/s on {plural(c.num_gpus, 'GPU')}",
         f"p99 TTFT {ms(c.ttft_p99_s)} ms, p99 TPOT {ms(c.tpot_p99_s)} ms",
     ]
     if c.reason:
-        lines.append(escape(c.reason))
+        lines.append(escape(sentence_in_words(c.reason, c.candidate)))
     return "<br>".join(lines)
 
 
-def sweep_figure(curves: Sequence[GoodputCurve], series: Mapping[str, int]) -> Figure:
-    """Goodput against offered rate, each knee circled; the dashed line is goodput = rate."""
+def sweep_figure(
+    curves: Sequence[GoodputCurve], series: Mapping[str, int], labels: Mapping[str, str] | None = None
+) -> Figure:
+    """Goodput against offered rate, each knee circled; the dashed line is goodput = rate. `labels` are for the legend,
+    escaped.
+    """
+    labels = labels or briefs([curve.candidate for curve in curves])
     top = max(max(c.goodput_rps) for c in curves) * 1.1
     knees = [(series[c.candidate], c.rate_rps[c.knee], c.goodput_rps[c.knee]) for c in curves if c.knee is not None]
     diagonal = {
@@ -266,7 +279,7 @@ def sweep_figure(curves: Sequence[GoodputCurve], series: Mapping[str, int]) -> F
     return {
         "data": [
             diagonal,
-            *(_goodput_line(c, series[c.candidate]) for c in curves),
+            *(_goodput_line(c, labels[c.candidate], series[c.candidate]) for c in curves),
             *([_knees(knees)] if knees else []),
         ],
         "layout": layout(
@@ -277,10 +290,10 @@ def sweep_figure(curves: Sequence[GoodputCurve], series: Mapping[str, int]) -> F
     }
 
 
-def _goodput_line(curve: GoodputCurve, number_in_series: int) -> Figure:
+def _goodput_line(curve: GoodputCurve, label: str, number_in_series: int) -> Figure:
     """Saturated points are crosses."""
     hover = [
-        f"<b>{escape(curve.candidate)}</b><br>goodput {number(goodput)} of {number(rate)} requests/s offered"
+        f"{plan_hover(curve.candidate)}<br>goodput {number(goodput)} of {number(rate)} requests/s offered"
         f"<br>SLO attainment {percent(attainment)}{'<br>saturated' if saturated else ''}"
         for rate, goodput, attainment, saturated in zip(
             curve.rate_rps, curve.goodput_rps, curve.attainment, curve.saturated, strict=True
@@ -289,7 +302,7 @@ def _goodput_line(curve: GoodputCurve, number_in_series: int) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": brief(curve.candidate),
+        "name": label,
         "x": list(curve.rate_rps),
         "y": list(curve.goodput_rps),
         "line": _line(number_in_series),
@@ -320,13 +333,16 @@ def _knees(knees: Sequence[tuple[int, float, float]]) -> Figure:
     }
 
 
-def cdf_figure(info: Cdf, series: Mapping[str, int]) -> Figure:
-    """Share of requests at or below a latency; limits are vertical lines, marked at their level."""
+def cdf_figure(info: Cdf, series: Mapping[str, int], labels: Mapping[str, str] | None = None) -> Figure:
+    """Share of requests at or below a latency; limits are vertical lines, marked at their level. `labels` are for the
+    legend, escaped.
+    """
+    labels = labels or briefs([name for name, _ in info.curves])
     data: list[Figure] = [
         {
             "type": "scatter",
             "mode": "lines",
-            "name": brief(name),
+            "name": labels[name],
             "x": list(values),
             "y": [100 * i / (len(values) - 1) for i in range(len(values))],
             "line": _line(series[name]),
@@ -539,12 +555,13 @@ def lengths_figure(lengths: LengthFacts, what: str, series: int = 0) -> Figure:
 
 def over_time(curves: Sequence[tuple[str, Sequence[float], Sequence[float], int]], what: str) -> Figure:
     """(name, seconds, values, number in the series) of several runs over the same axis."""
+    labels = briefs([name for name, *_ in curves])
     return {
         "data": [
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": brief(name),
+                "name": labels[name],
                 "x": list(t_s),
                 "y": list(values),
                 "line": {"color": series_colour(series), "width": 1.5, "shape": "hv"},
@@ -566,12 +583,13 @@ class SweptLine(NamedTuple):
 def sweep_over(curves: Sequence[SweptLine], over: str, what: str) -> Figure:
     """A number over the field that was swept, one line for each value of the others."""
     names = any(isinstance(x, str) for curve in curves for x in curve.x)
+    labels = briefs([curve.name for curve in curves])
     return {
         "data": [
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": brief(curve.name),
+                "name": labels[curve.name],
                 "x": [escape(x) if isinstance(x, str) else x for x in curve.x],
                 "y": list(curve.y),
                 "line": {"color": series_colour(i), "width": 2},

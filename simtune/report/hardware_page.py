@@ -16,7 +16,7 @@ from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
 from simtune.report.figures import Figure
-from simtune.report.labels import brief, escape
+from simtune.report.labels import briefs, escape
 from simtune.report.templates import fill, template
 from simtune.specs.hardware import Hardware, Link, Operator, OperatorKind
 
@@ -313,10 +313,12 @@ def error_figure(hardware: Hardware) -> Figure | None:
         tickvals=ticks,
         ticktext=[f"{t:g}" if t in SHOWN else "" for t in ticks],
     )
+    titles = [f"{key}: {h.split}" for key, h in rows]
+    labels = briefs(titles, ABOVE)
     # Names above their rows: beside them they would leave no room on a phone.
     y = figures.axis(
         "", tickformat="", type="category", ticklabelposition="inside top", ticklabelshift=-2, ticks="", tickfont=SMALL,
-        tickvals=names, ticktext=[brief(f"{key}: {h.split}", ABOVE) for key, h in rows],
+        tickvals=names, ticktext=[labels[title] for title in titles],
     )  # fmt: skip
     return {"data": data, "layout": figures.layout(x, y, legend=_legend_above())}
 

@@ -43,7 +43,7 @@ def index_row(each: NamedRun, page: str, span: Span | None = None) -> IndexRow:
     state = "saturated" if s.saturated else limits
     e2el = None if s.saturated or "e2el" not in s.metrics else s.metrics["e2el"].p50
     values: tuple[Any, ...] = (
-        each.name, e2el, s.model, s.hardware.name, info.chosen_name(each.run), s.num_gpus, s.offered_rate_rps,
+        each.name, e2el, s.model, s.hardware.name, info.chosen_words(each.run), s.num_gpus, s.offered_rate_rps,
         s.goodput_rps if s.slo else None, p99["ttft"], p99["tpot"], usd, state,
     )  # fmt: skip
     cells = [*map(_shown, values)]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
 from simtune.errors import plural
-from simtune.results.summary import Metric, SloLimit
+from simtune.results.summary import SLO_METRIC_NAMES, Metric, SloLimit
 from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
 from simtune.sim.run_basis import note
 from simtune.specs.base import Spec
+from simtune.specs.plan_words import in_words, of_plan, sentence_in_words
 
 FOLLOWS = 0.95
 """Goodput follows the offered rate while it is at least this share of it; beyond lies the knee."""
@@ -60,20 +61,21 @@ def gib(num_bytes: float) -> str:
 PARTS: dict[Metric, str] = {"queue": "Queueing", "prefill": "Prefill", "transfer": "KV transfer", "decode": "Decode"}
 """Parts that add up to E2EL."""
 METRIC_NAMES: dict[Metric, str] = {
-    "ttft": "TTFT",
-    "tpot": "TPOT",
+    "ttft": SLO_METRIC_NAMES["ttft"],
+    "tpot": SLO_METRIC_NAMES["tpot"],
     "itl": "ITL",
-    "e2el": "E2EL",
-    "family": "Family",
+    "e2el": SLO_METRIC_NAMES["e2el"],
+    "family": SLO_METRIC_NAMES["family"],
     **PARTS,
 }
 
 
-def limit(slo: SloLimit) -> str:
-    """Return `p99 TTFT ≤ 1,000 ms`, with the class if a limit belongs to one; it is not broken across lines."""
-    metric = METRIC_NAMES[slo.metric]
-    text = f"{slo.statistic} {metric} ≤ {slo.limit_s * 1e3:,.6g} ms".replace(" ", NO_BREAK)
-    return text if slo.request_class is None else f"{text} for {slo.request_class}"
+def limit(slo: SloLimit, *, reached: bool = False) -> str:
+    """Return the sentence of a limit, with the value that the run reached if wanted; its bound is not broken across
+    lines.
+    """
+    text = slo.sentence(f"{ms(slo.value_s)} ms" if reached else "")
+    return text.replace(slo.bound, slo.bound.replace(" ", NO_BREAK), 1)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -95,26 +97,26 @@ def profile_name(hardware: HardwareFacts) -> str:
     return hardware.name if hardware.under is None else f"{hardware.name} under {hardware.under}"
 
 
+def chosen_row(run: Run) -> CandidateRow | None:
+    """Row of the chosen plan; None if nothing was searched or chosen."""
+    return next((c for c in run.candidates if c.status == "chosen"), None)
+
+
 def chosen_name(run: Run) -> str:
     """Name of the chosen plan in tables, sweep and quantiles."""
-    return next((c.candidate for c in run.candidates if c.status == "chosen"), run.summary.plan.name)
+    chosen = chosen_row(run)
+    return run.summary.plan.name if chosen is None else chosen.candidate
 
 
-def _shape(s: Summary) -> str:
-    """Return `2 prefill and 1 decode instances of M on 3 GPUs`, or for a single pool the GPUs of each instance."""
-    pools = s.plan.pools
-    if len(pools) == 1:
-        text = f"{plural(pools[0].instances, 'instance')} of {s.model} on {plural(pools[0].devices, 'GPU')}"
-        return text + " each" * (pools[0].instances > 1)
-    count = sum(p.instances for p in pools)
-    parts = _listed([f"{p.instances:,} {p.name}" for p in pools])
-    return f"{parts} instance{'s' * (count > 1)} of {s.model} on {plural(s.num_gpus, 'GPU')}"
+def chosen_words(run: Run) -> str:
+    """Chosen plan in words: `8 servers of 1 GPU, 256 seats, 8,192 tokens a step`."""
+    return of_plan(run.summary.plan).words()
 
 
 def headline(run: Run) -> str:
-    """Return a sentence: which plan, what it achieves, per GPU, under which limits."""
+    """Return a sentence: the plan in words, what it achieves, per GPU, under which limits."""
     s = run.summary
-    plan = f"{chosen_name(run)} ({_shape(s)})"
+    plan = f"{chosen_words(run)}: {s.model}"
     if s.saturated:
         offered = "its load" if s.offered_rate_rps is None else f"{number(s.offered_rate_rps)} requests/s"
         finished = (
@@ -122,7 +124,7 @@ def headline(run: Run) -> str:
         )
         return f"{plan} cannot keep up with {offered}{finished}."
     if s.slo and not all(x.met for x in s.slo):
-        missed = _listed([f"{limit(x)} (it reaches {ms(x.value_s)} ms)" for x in s.slo if not x.met])
+        missed = _listed([limit(x, reached=True) for x in s.slo if not x.met])
         rate = "" if s.offered_rate_rps is None else f" at {number(s.offered_rate_rps)} requests/s"
         return f"{plan} misses {missed}{rate}."
     rate_rps = _served_rps(s)
@@ -382,10 +384,17 @@ def runners_up(run: Run, at_most: int = 6) -> list[Contender]:
     ]
 
 
+def reason_in_words(candidate: CandidateRow, chosen: CandidateRow | None) -> str:
+    """The search's own reason; other plans that it names are stated in words."""
+    return sentence_in_words(candidate.reason, candidate.candidate, "" if chosen is None else chosen.candidate)
+
+
 def why_lost(candidate: CandidateRow, chosen: CandidateRow | None, s: Summary) -> str:
-    """The search's own reason, or how much worse the candidate is by the objective."""
-    if candidate.reason or chosen is None or s.objective is None or s.objective.name not in _OBJECTIVES:
-        return candidate.reason or "ranked after the chosen plan"
+    """The search's own reason with plans in words, or how much worse the candidate is by the objective."""
+    if candidate.reason:
+        return reason_in_words(candidate, chosen)
+    if chosen is None or s.objective is None or s.objective.name not in _OBJECTIVES:
+        return "ranked after the chosen plan"
     field, words, more_is_better = _OBJECTIVES[s.objective.name]
     value, best = getattr(candidate, field), getattr(chosen, field)
     if value is None or not best:
@@ -670,7 +679,11 @@ def quality_rows(s: Summary, hardware: HardwareFacts, *, used: bool) -> list[tup
 def rivals(s: Summary) -> list[tuple[str, ...]]:
     """rival, probability that the chosen plan beats it, and by how much its value is the larger, as a share."""
     return [
-        (v.candidate, percent(v.probability), " to ".join("unbounded" if g is None else _more(g) for g in v.gap))
+        (
+            in_words(v.candidate),
+            percent(v.probability),
+            " to ".join("unbounded" if g is None else _more(g) for g in v.gap),
+        )
         for v in (s.confidence.versus if s.confidence else ())
     ]
 

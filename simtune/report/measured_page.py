@@ -16,7 +16,7 @@ from simtune.costs.tables.own import MeasuredPoint
 from simtune.report import figures, hardware_page
 from simtune.report.figures import Figure
 from simtune.report.hardware_page import Section
-from simtune.report.labels import brief, escape
+from simtune.report.labels import briefs, escape
 from simtune.specs.hardware import Hardware
 
 MEASURED = "measured, ms"
@@ -91,12 +91,13 @@ def _dots(rows: Sequence[tuple[str, float, float, dict[str, float]]]) -> list[Do
 
 def dots_figure(dots: Sequence[Dots], x_title: str, y_title: str, *, log: bool, scale: float = 1e3) -> Figure:
     """Figure with a marker for each point, by name; x is in milliseconds if it is a measured time."""
+    labels = briefs([d.name for d in dots])
     data = [
         {
             "x": [float(f"{scale * x:.5g}") for x in d.x],
             "y": [round(p, 2) for p in d.percent],
             "text": [escape(words) for words in d.words],
-            "name": brief(d.name),
+            "name": labels[d.name],
             "mode": "markers",
             "marker": {"color": figures.series_colour(i), "size": 6, "opacity": 0.7},
             "hovertemplate": f"{escape(d.name)}: %{{y:.1f}} %, %{{x:,.4g}}<br>%{{text}}<extra></extra>",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from simtune.report.info import KNOBS, why_lost
+from simtune.report.info import KNOBS, chosen_row, why_lost
 from simtune.runs.schema import CandidateRow, Run
+from simtune.specs.plan_words import differing, sentence_in_words
 
 COUNTED = {"tp", "pp", "attention_dp", "instances", "max_num_seqs", "max_num_batched_tokens"}
 """Knobs of which there is a next smaller and a next larger value; of the others there are only other ones."""
@@ -34,7 +35,7 @@ def neighbours(run: Run) -> list[Neighbour]:
     """Return the nearest smaller and larger value that was tried of each knob, all other knobs alike; of knobs that are
     not counted, such as drafters, the best of the other values.
     """
-    chosen = next((c for c in run.candidates if c.status == "chosen"), None)
+    chosen = chosen_row(run)
     if chosen is None:
         return []
     steps = []
@@ -60,11 +61,11 @@ def _effect(other: CandidateRow, chosen: CandidateRow, run: Run) -> str:
     """Return how a candidate fared; if it behaves as another one, how that one fared."""
     name = same_as(other)
     twin = next((c for c in run.candidates if c.candidate == name), None)
-    if twin is None:
+    if name is None or twin is None:
         return why_lost(other, chosen, run.summary)
     if twin is chosen:
         return f"{NO_EFFECT}: no limit that tells them apart is reached"
-    return f"{why_lost(twin, chosen, run.summary)} (as {twin.candidate})"
+    return f"{why_lost(twin, chosen, run.summary)} (as the plan with {differing([other.candidate, name])[name]})"
 
 
 def _differ(a: CandidateRow, b: CandidateRow) -> set[str]:
@@ -77,7 +78,7 @@ def _differ(a: CandidateRow, b: CandidateRow) -> set[str]:
 def _words(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return str(value or "none")
+    return sentence_in_words(str(value or "none"))
 
 
 def _best(alike: list[CandidateRow], knob: str) -> list[CandidateRow]:

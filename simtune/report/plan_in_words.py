@@ -9,6 +9,7 @@ from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.hardware import Hardware
+from simtune.specs.plan_words import of_plan
 from simtune.specs.pool import Pool
 
 POLICIES = {
@@ -24,7 +25,8 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
     plan, model = deployment.plan, deployment.model
     sentences = [
         f"{model.name} ({model.parameters / 1e9:.1f}B parameters, {model.weight_dtype} weights) "
-        f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}"
+        f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}",
+        of_plan(plan).words(),
     ]
     if sum(pool.instances for pool in plan.pools) > 1:
         sentences.append(f"requests are routed by {plan.router.kind}")

@@ -104,7 +104,7 @@ def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure
                         "size": 16 if group.fate == CHOSEN else 7,
                         "symbol": "star" if group.fate == CHOSEN else "circle",
                     },
-                    "hovertext": [f"<b>{escape(plan.plan)}</b><br>{escape(plan.by)}" for plan in plans],
+                    "hovertext": [f"{figures.plan_hover(plan.plan)}<br>{escape(plan.by)}" for plan in plans],
                     "hovertemplate": "%{hovertext}<br>at most %{y:,.4~g}<extra></extra>",
                 }
             )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from simtune.report import figures, info
 from simtune.report.figures import GREY, Figure
-from simtune.report.labels import brief, escape
+from simtune.report.labels import briefs, escape
 from simtune.validation.judge.comparison import Validation
 from simtune.validation.published import Findings
 
@@ -62,6 +62,7 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
     """Figure of every latency of every load, predicted over measured; one colour a run, of which the first has number
     `first`.
     """
+    labels = briefs([entry.name for entry in validations])
     data: list[Figure] = []
     measured_ms: list[float] = []
     predicted_ms: list[float] = []
@@ -78,7 +79,7 @@ def errors_figure(validations: Sequence[NamedValidation], first: int) -> Figure:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": brief(entry.name),
+                "name": labels[entry.name],
                 "x": [1e3 * measured for _, _, measured, _ in points],
                 "y": [1e3 * predicted for *_, predicted in points],
                 "marker": {"color": figures.series_colour(i), "size": 8},

@@ -14,7 +14,7 @@ from simtune.specs.base import Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import Pool
+from simtune.specs.plan_words import of_plan
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
@@ -50,13 +50,10 @@ def _hardware(hardware: Hardware) -> str:
 
 @_words.register
 def _plan(plan: Plan) -> str:
-    pools = ", ".join(_pool(pool) for pool in plan.pools)
-    return f"plan {plan.name}: {plan.model} on {plural(plan.num_devices, 'GPU')}: {pools}"
-
-
-def _pool(pool: Pool) -> str:
-    shape = f"tp {pool.parallelism.tp} pp {pool.parallelism.pp}"
-    return f"{pool.instances:,} {pool.role} x {pool.hardware} {shape}, {pool.batching.policy}"
+    policies = ", ".join(dict.fromkeys(pool.batching.policy for pool in plan.pools))
+    hardware = ", ".join(dict.fromkeys(pool.hardware for pool in plan.pools))
+    gpus = plural(plan.num_devices, "GPU")
+    return f"plan {plan.name}: {plan.model} on {gpus} ({hardware}): {of_plan(plan).words()}, {policies}"
 
 
 @_words.register

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from simtune.report.contents import with_contents
+
 if TYPE_CHECKING:
     from markupsafe import Markup
 
@@ -15,12 +17,15 @@ def template(name: str) -> str:
 
 
 def fill(name: str, **values: object) -> str:
-    """A template with its values, all of them escaped that are no Markup; a value it lacks is an error."""
+    """A template with its values, all of them escaped that are no Markup; a value it lacks is an error.
+
+    A page gets a table of contents.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["key"] = _key
-    return environment.from_string(template(name)).render(**values)
+    return with_contents(environment.from_string(template(name)).render(**values))
 
 
 def _key(text: str) -> Markup:

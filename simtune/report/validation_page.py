@@ -12,7 +12,7 @@ from simtune import __version__
 from simtune.errors import plural
 from simtune.report import figures
 from simtune.report.figures import COLOURS, GREY, Figure
-from simtune.report.labels import brief
+from simtune.report.labels import briefs
 from simtune.report.templates import fill, template
 from simtune.results.result import Result
 from simtune.results.summing import quantiles
@@ -82,6 +82,7 @@ def _shown(c: Comparison, value: float | None) -> str:
 def scatter_figure(v: Validation) -> Figure:
     """Figure of every latency on two logarithmic axes, one colour a load."""
     data = []
+    labels = briefs([load.label for load in v.loads])
     measured_ms: list[float] = []
     predicted_ms: list[float] = []
     for i, load in enumerate(v.loads):
@@ -94,9 +95,9 @@ def scatter_figure(v: Validation) -> Figure:
                 "x": x,
                 "y": y,
                 "text": [c.name for c in points],
-                "name": brief(load.label),
+                "name": labels[load.label],
                 "mode": "markers",
-                "marker": {"color": COLOURS[i % len(COLOURS)], "size": 9},
+                "marker": {"color": figures.series_colour(i), "size": 9},
                 "hovertemplate": "%{text}: measured %{x:,.4g} ms, predicted %{y:,.4g} ms<extra></extra>",
             }
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from simtune.report.info import METRIC_NAMES, PARTS, limit, ms, number, percent
+from simtune.report.info import PARTS, chosen_row, limit, number, percent
 from simtune.report.neighbours import NO_EFFECT, neighbours
 from simtune.runs.schema import CandidateRow, Run, StepTime, Summary
 
@@ -22,8 +22,8 @@ OPERATOR_WORDS = {
 
 
 def bottleneck(s: Summary) -> str | None:
-    """Return a sentence: what takes most of a request's time, and of a step's, how full the KV cache is, which limit
-    binds.
+    """Return a sentence: which limit binds, what takes most of a request's time, and of a step's, how full the KV cache
+    is.
 
     None if nothing finished.
     """
@@ -42,7 +42,8 @@ def bottleneck(s: Summary) -> str | None:
     if s.timeline and s.timeline.kv_used:
         kv_used = s.timeline.kv_used
         clauses.append(f"the KV cache is {sum(kv_used) / len(kv_used):.0%} full on average, {max(kv_used):.0%} at most")
-    return "; ".join([*clauses, _binding(s)]) + "."
+    text = "; ".join([_binding(s), *clauses])
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _time_parts(s: Summary) -> list[tuple[str, float]]:
@@ -73,9 +74,9 @@ def _binding(s: Summary) -> str:
         return "no latency limit binds, for none is set" if not s.slo else "no limit is reached, for nothing finished"
     share, nearest = max(reached, key=lambda pair: pair[0])
     if share > 1:
-        return f"{METRIC_NAMES[nearest.metric]} misses its limit ({ms(nearest.value_s)} ms, {limit(nearest)})"
+        return f"a limit is missed: {limit(nearest, reached=True)}"
     if share >= 0.9:
-        return f"the {METRIC_NAMES[nearest.metric]} limit binds ({ms(nearest.value_s)} ms, {limit(nearest)})"
+        return f"a limit binds: {limit(nearest, reached=True)}"
     return f"no limit binds: the nearest, {limit(nearest)}, is {percent(share)} used"
 
 
@@ -98,7 +99,7 @@ def edges(run: Run) -> list[str]:
     Plans are compared that have the same pools; of a prefill and a decode pool it is the one that decodes. A knob whose
     next value changes nothing is not named: its limit is not reached.
     """
-    chosen = next((c for c in run.candidates if c.status == "chosen"), None)
+    chosen = chosen_row(run)
     if chosen is None:
         return []
     alike = [

@@ -50,6 +50,9 @@ class Distribution(Record):
     )
 
 
+SLO_METRIC_NAMES: dict[SloMetric, str] = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "family": "Family"}
+
+
 class SloLimit(Record):
     """Line of a service level objective, with its value in the run."""
 
@@ -60,10 +63,18 @@ class SloLimit(Record):
     value_s: Uncertain[NonNegative | None] = Field(description="null if nothing finished or the system is saturated")
     met: bool
 
+    @property
+    def bound(self) -> str:
+        """Statistic, metric and limit: `p99 TTFT ≤ 1,000 ms`."""
+        return f"{self.statistic} {SLO_METRIC_NAMES[self.metric]} ≤ {self.limit_s * 1e3:,.6g} ms"
+
+    def sentence(self, reached: str = "") -> str:
+        """Return the limit in words, with the class it belongs to and the value that the run reached, if given."""
+        where = f" for {self.request_class}" if self.request_class else ""
+        return f"{self.bound}{where}" + (f" (it reaches {reached})" if reached else "")
+
     def __str__(self) -> str:
-        value = "unbounded" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms"
-        where = f" of class {self.request_class}" if self.request_class else ""
-        return f"{self.metric.upper()} {self.statistic}{where} {value} (limit {self.limit_s * 1e3:,.1f} ms)"
+        return self.sentence("no finite value" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms")
 
 
 class InstanceUse(Record):

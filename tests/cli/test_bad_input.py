@@ -134,8 +134,8 @@ def test_a_model_that_fits_no_node(desk: Any) -> None:
 
 def test_an_slo_that_no_plan_can_meet_names_the_nearest_plan_and_the_limit_it_missed(desk: Any) -> None:
     message = desk.refused(desk.optimize, "--set", "slo.tpot_s.p99=0.0005", code=3)
-    assert message.startswith("tiny: 4 plans fit, none meets the SLO. The nearest, tp")
-    assert re.search(r"TPOT p99 \S+ ms \(limit 0\.5 ms\)", message)
+    assert message.startswith("tiny: 4 plans fit, none meets the SLO. The nearest, 1 server of ")
+    assert re.search(r"p99 TPOT ≤ 0\.5 ms \(it reaches \S+ ms\)", message)
     assert message.endswith("Relax the SLO, lower the load, or allow more or faster devices")
 
 

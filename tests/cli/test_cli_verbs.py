@@ -166,7 +166,8 @@ def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any,
         "trace.csv: ok: workload trace: 2 requests, 1 requests/s, prompt tokens p50 7 p99 7, output"
     )
     assert said[2].startswith(f"{tiny_run / 'plan.yaml'}: ok: plan tp")
-    assert said[2].endswith("2 mixed x h100-sxm tp 1 pp 1, vllm-fcfs")
+    assert "GPUs (h100-sxm): 2 servers of 1 GPU, " in said[2]
+    assert said[2].endswith(" a step, vllm-fcfs")
 
     desk.write("bad.yaml", "schema: simtune/plan@1\nname: x\nmodle: y\n")
     both = call("check", "study.yaml", "bad.yaml", "nosuch.csv")

@@ -14,6 +14,7 @@ def test_runs_are_compared_and_listed(desk: Desk, call: Callable[..., Said]) -> 
     said = call("report", "runs/a", "runs/b", "--out", "both.html")
     assert said.code == 0, said
     assert "USD per million" in said.out
+    assert said.err.startswith("warning: The runs are not under the same load: offered, requests/s (2.00 beside 4.00)")
     assert "+100.0 %" in said.out
     assert Path("both.html").read_text().startswith("<!DOCTYPE html>")
     assert call("report", "runs").code == 0

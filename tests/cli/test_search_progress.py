@@ -65,7 +65,7 @@ def test_numbers_and_words_agree(tmp_path: Path) -> None:
     pool = {"hardware": "h100-sxm", "instances": 1, "engine": "vllm-0.24", "max_model_len": 8192}
     path = tmp_path / "plan.yaml"
     path.write_text(json.dumps({"schema": "simtune/plan@1", "name": "p", "model": "llama-3.1-8b", "pools": [pool]}))
-    assert "on 1 GPU: " in understood(load_plan(str(path)))
+    assert "on 1 GPU (h100-sxm): 1 server of 1 GPU, " in understood(load_plan(str(path)))
 
 
 # --- edges ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from simtune.report.info import percent
 from simtune.runs.run_reader import read_run
+from simtune.specs.plan_words import in_words
 
 
 def test_how_sure_a_choice_is(desk: Any) -> None:
@@ -21,7 +22,7 @@ def test_how_sure_a_choice_is(desk: Any) -> None:
     assert sure["worlds"] == 6
     assert [v["candidate"] for v in sure["versus"]] == [q["candidate"] for q in sure["quantiles"][1:]]
     for rival in sure["versus"]:
-        assert f"beats {rival['candidate']} with {rival['probability']:.0%}" in said.out
+        assert f"beats {in_words(rival['candidate'])} with {rival['probability']:.0%}" in said.out
     drawn = summary["uncertainty"]
     assert f"P(SLO holds) is {percent(drawn['slo_probability'])} over 6 redrawn worlds; in 90 % of them " in said.out
     assert "requests/s/GPU are served inside the limits" in said.out

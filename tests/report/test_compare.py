@@ -51,6 +51,23 @@ def test_only_what_differs_is_listed(make_run: RunMaker, optimized: Any) -> None
     assert [key for key, _ in compare.plan_differences([runs[0], busier])] == ["offered, requests/s"]
 
 
+def test_runs_under_different_loads_are_warned_of_with_the_keys_that_differ(make_run: RunMaker, optimized: Any) -> None:
+    summary = optimized[0]
+    runs = pair(make_run, summary)
+    assert compare.load_warning(runs) is None, "only the plans differ"
+    assert "not under the same load" not in compare.render(Compared(tuple(runs)))
+    slo = [{**summary["slo"][0], "limit_s": 0.5}, *summary["slo"][1:]]
+    other = NamedRun("other", read_run(make_run(offered_rate_rps=3.0, requests=77, slo=slo, seed=0)))
+    warning = compare.load_warning([runs[0], other])
+    assert warning is not None
+    keys = warning.partition(": ")[2].partition(". ")[0].replace(info.NO_BREAK, " ")
+    assert [key.partition(" (")[0] for key in keys.split("; ")] == ["offered, requests/s", "requests", "limits"]
+    assert "requests (2,000 beside 77)" in keys
+    assert "p99 TTFT ≤ 500 ms" in keys
+    page = compare.render(Compared((runs[0], other)))
+    assert f'<p class="notice loud">{warning}</p>' in page
+
+
 def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimized: Any) -> None:
     summary, _ = optimized
     ttft = {**summary["metrics"]["ttft"], "p99": summary["metrics"]["ttft"]["p99"] * 0.9, "ci95": {"p99": [0.2, 0.4]}}
@@ -282,9 +299,33 @@ def test_no_two_runs_have_one_colour() -> None:
 
 def test_quotes_stand_in_labels_as_they_are_and_long_names_are_cut_in_the_middle() -> None:
     assert labels.escape("""<b>"a" & 'b'""") == """&lt;b&gt;"a" &amp; 'b'"""
-    assert labels.brief("a" * 40) == "a" * 40
-    long = labels.brief("a" * 40 + "<" + "b" * 40)
-    assert long == "a" * 19 + "…" + "b" * 20
+    assert labels.briefs(["a" * 40]) == {"a" * 40: "a" * 40}
+    long = "a" * 40 + "<" + "b" * 40
+    assert labels.briefs([long])[long] == "a" * 19 + "…" + "b" * 20
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["run-" + "x" * 50 + end for end in ("-2048", "-8192")],
+        [f"{'begin' * 10}{middle}{'end' * 20}" for middle in ("one", "two", "one more", "")],
+        [f"{'x' * 60}{i:04}{'y' * 60}{i % 7}" for i in range(60)],
+    ],
+)
+def test_long_names_in_a_legend_never_look_alike(names: list[str]) -> None:
+    short = labels.briefs(names)
+    assert len({*short.values()}) == len(names)
+    assert all(len(label) <= labels.LONGEST + len(" (60)") for label in short.values())
+
+
+def test_plans_in_a_legend_are_not_cut_and_say_only_what_differs() -> None:
+    name = "p.tp2-pp1-x2-s{}-t8192_d.tp4-pp1-x1-s256-t{}"
+    few, many = name.format(64, 2048), name.format(128, 8192)
+    assert labels.plan_labels([few, many], chosen=few) == {
+        few: "prefill with 64 seats, decode with 2,048 tokens<br>a step (chosen)",
+        many: "prefill with 128 seats, decode with 8,192 tokens<br>a step",
+    }
+    assert labels.plan_labels(["<b>"]) == {"<b>": "&lt;b&gt;"}
 
 
 def test_a_narrow_logarithmic_axis_has_numbers_too() -> None:

@@ -35,6 +35,7 @@ def test_a_plan_is_explained_by_its_own_numbers() -> None:
     (_, whole), (title, sentences) = explain(deployment)
     assert whole == (
         "llama-3.1-8b (8.0B parameters, bf16 weights) on 4 GPUs in 1 pool",
+        "2 servers of 2 GPUs, 128 seats, 2,048 tokens a step",
         "requests are routed by round_robin",
     )
     assert title == "pool mixed"
@@ -166,4 +167,4 @@ def test_a_plan_that_does_what_another_does_says_how_that_one_fared(make_run: Ru
     )
     effects = {step.value: step.effect for step in neighbours(run._replace(candidates=(chosen, twin, less, worse)))}
     assert effects[str(twin.max_num_seqs)] == "nothing changes: no limit that tells them apart is reached"
-    assert effects[str(less.max_num_seqs)] == "TPOT (as worse)"
+    assert effects[str(less.max_num_seqs)] == "TPOT (as the plan with worse)"

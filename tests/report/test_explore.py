@@ -63,7 +63,8 @@ def test_the_fragment_of_the_address_moves_the_limits(make_run: RunMaker, tmp_pa
     assert '<svg class="moved-front"' in dom
     said = html.unescape(dom.partition('<p id="explored" role="status">')[2].partition("</p>")[0])
     count = len({p["name"] for p in met})
-    assert said == f"{best['name']} is best of {count} that meet these limits at a rate that was simulated."
+    words = json.loads(explore.document(run))["words"]
+    assert said == f"{words[best['name']]}: best of {count} that meet these limits at a rate that was simulated."
 
 
 def test_a_candidate_is_told_with_its_settings_and_command(make_run: RunMaker) -> None:

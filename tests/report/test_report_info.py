@@ -15,6 +15,7 @@ from simtune.report.page import render
 from simtune.results.summary import SloLimit
 from simtune.runs.run_reader import read_run
 from simtune.runs.schema import CandidateRow, Run
+from simtune.specs.plan_words import in_words
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
 
@@ -82,7 +83,7 @@ def test_the_headline_names_plan_result_share_per_gpu_and_limits(make_run: RunMa
     run = make_run(goodput_rps=23.1, offered_rate_rps=24.8, num_gpus=8)
     chosen = info.chosen_name(read_run(run))
     assert sentence(run) == (
-        f"{chosen} (8 instances of llama-3.1-8b on 1 GPU each) serves 24.8 requests/s, 3.10 per GPU, "
+        f"{in_words(chosen)}: llama-3.1-8b serves 24.8 requests/s, 3.10 per GPU, "
         "within p99 TTFT ≤ 1,000 ms and p99 TPOT ≤ 40 ms."
     )
 

@@ -83,6 +83,8 @@ def read(page: str) -> Reader:
 def test_the_page_of_a_search_tells_the_whole_story_in_order(make_run: RunMaker) -> None:
     reader = read(drawn(make_run()))
     assert reader.headings == [
+        "In numbers",
+        "Warnings",
         "What was asked",
         "The plan and the runners-up",
         "Throughput against interactivity",
@@ -96,7 +98,7 @@ def test_the_page_of_a_search_tells_the_whole_story_in_order(make_run: RunMaker)
         "All candidates",
     ]
     figures = [a["id"] for tag, a in reader.tags if tag == "div" and "plotly-graph-div" in (a.get("class") or "")]
-    assert figures == ["pareto", "sweep", "cdf-ttft", "cdf-tpot", "breakdown", "timeline"]
+    assert figures == ["first", "pareto", "sweep", "cdf-ttft", "cdf-tpot", "breakdown", "timeline"]
     assert "serves" in reader.words
     assert "Never validated on this hardware." in reader.words
     assert "weights leave no room for one KV block" in reader.words

@@ -54,7 +54,11 @@ def apart(make_run: RunMaker) -> Path:
 
 def test_the_headline_counts_the_instances_of_each_pool(apart: Path) -> None:
     run = read_run(apart)
-    assert "(2 front and 1 back instances of llama-3.1-8b on 8 GPUs)" in info.headline(run)
+    words = (
+        "2 prefill servers of 2 h100-sxm GPUs with 64 seats, 1 decode server of 4 h200-sxm GPUs with 256 seats, "
+        "8,192 tokens a step: llama-3.1-8b "
+    )
+    assert info.headline(run).startswith(words)
     assert info.pool_rows(run.summary) == [
         ("front", "prefill", "h100-sxm", "2", "2", "vllm-fcfs", "64", "8,192"),
         ("back", "decode", "h200-sxm", "1", "4", "vllm-fcfs", "256", "8,192"),
@@ -71,7 +75,7 @@ def test_a_drafter_beside_the_target_counts_among_the_gpus(make_run: RunMaker) -
     ):
         pool = {**POOLS[0], "role": "mixed", "speculation": {**drafting, "scheme": scheme}}
         run = read_run(make_run(searched=False, num_gpus=2 * gpus, plan={**PLAN, "pools": [pool]}))
-        assert f"2 instances of llama-3.1-8b on {gpus} GPUs each" in info.headline(run)
+        assert f"2 servers of {gpus} GPUs" in info.headline(run)
         assert info.pool_rows(run.summary)[0][4] == str(gpus)
 
 

@@ -32,7 +32,7 @@ def test_the_bottleneck_is_said_in_one_sentence(make_run: RunMaker, optimized: A
     run = read_run(make_run(metrics={**summary["metrics"], "decode": decode, "queue": queue}))
     sentence = verdict.bottleneck(run.summary)
     assert sentence is not None
-    assert sentence.startswith("90% of a request's time is decode; ")
+    assert "; 90% of a request's time is decode; " in sentence
     gemm, total = 4.4e-3 + 2.2e-6 * 32, sum(p.seconds for p in run.summary.breakdown[0].parts)  # type: ignore[index]
     assert f"{gemm / total:.0%} of a decode, 32 sequences at 1,400 tokens each step is matrix products" in sentence
     used = summary["timeline"]["kv_used"]
@@ -44,9 +44,9 @@ def test_the_bottleneck_is_said_in_one_sentence(make_run: RunMaker, optimized: A
 @pytest.mark.parametrize(
     ("value_s", "words"),
     [
-        (0.0399, "the TPOT limit binds (39.9 ms, p99 TPOT ≤ 40 ms)"),
-        (0.05, "TPOT misses its limit (50.0 ms, p99 TPOT ≤ 40 ms)"),
-        (0.02, "no limit binds: the nearest, p99 TPOT ≤ 40 ms, is 50.0 % used"),
+        (0.0399, "A limit binds: p99 TPOT ≤ 40 ms (it reaches 39.9 ms)"),
+        (0.05, "A limit is missed: p99 TPOT ≤ 40 ms (it reaches 50.0 ms)"),
+        (0.02, "No limit binds: the nearest, p99 TPOT ≤ 40 ms, is 50.0 % used"),
     ],
 )
 def test_the_limit_that_binds_is_named(make_run: RunMaker, value_s: float, words: str) -> None:
@@ -59,7 +59,7 @@ def test_a_saturated_run_shows_no_latency(make_run: RunMaker) -> None:
     run = read_run(make_run(saturated=True))
     assert info.latency_rows(run.summary) == []
     assert info.cdfs(run) == []
-    assert "requests come faster than they are served" in (verdict.bottleneck(run.summary) or "")
+    assert "Requests come faster than they are served" in (verdict.bottleneck(run.summary) or "")
     assert "No latency is given" in render(run)
 
 

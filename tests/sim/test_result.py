@@ -64,7 +64,7 @@ def test_objectives_by_class_and_statistic() -> None:
     # Single requests are held to the widest limit of a metric: 5 s, not the 2 s of the mean.
     assert result.good.tolist() == [False, True, False, True]
     assert result.slo_attainment == 0.5
-    assert "TTFT p50 of class fast 1,000.0 ms (limit 900.0 ms)" in str(result.limits[0])
+    assert "p50 TTFT ≤ 900 ms for fast (it reaches 1,000.0 ms)" in str(result.limits[0])
 
 
 def test_a_limit_that_is_just_kept_is_kept() -> None:

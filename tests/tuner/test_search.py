@@ -155,13 +155,15 @@ def test_classes_are_held_to_their_own_objectives() -> None:
 def test_says_what_stood_in_the_way() -> None:
     with pytest.raises(
         Infeasible,
-        match=r"none meets the SLO\. The nearest, tp\S+, at .*: TPOT p99 .* ms \(limit 0\.1 ms\)",
+        match=r"none meets the SLO\. The nearest, \d servers? of .* \(tp\S+\), at .*: p99 TPOT ≤ 0\.1 ms \(it reaches ",
     ):
         optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=1)
     with pytest.raises(Infeasible, match="no tp x pp of the search space fits 1 h100-sxm devices"):
         optimize(question(devices=1, tp=(2,)), jobs=1)
     large = load_model("llama-3.1-70b")
-    with pytest.raises(Infeasible, match=r"no plan fits the hardware\. The widest one, tp1-pp1-\S+: .* GiB"):
+    with pytest.raises(
+        Infeasible, match=r"no plan fits the hardware\. The widest one, 1 server of 1 GPU, .* \(tp1-pp1-\S+\): .* GiB"
+    ):
         optimize(question(model=large, devices=1, tp=(1,), pp=(1,)), jobs=1)
     with pytest.raises(UsageError, match="needs an slo"):
         optimize(question(slo=Slo()), jobs=1)

@@ -39,6 +39,7 @@ from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.sim.run_basis import asked_calls
 from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
+from simtune.specs.plan_words import in_words
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.workload.requests import RequestStream
@@ -152,7 +153,7 @@ class Confidence(Record):
         lines = [f"{self.worlds} redrawn worlds: {rivals} the chosen plan in {self.best:.0%} of them"]
         for rival in self.versus:
             low, high = ("unbounded" if g is None else f"{g:+.1%}" for g in rival.gap)
-            lines.append(f"  beats {rival.candidate} with {rival.probability:.0%}; gap {low} to {high}")
+            lines.append(f"  beats {in_words(rival.candidate)} with {rival.probability:.0%}; gap {low} to {high}")
         lines += [f"measure next: {error}" for error in self.to_measure[:1]]
         return lines
 
@@ -187,7 +188,7 @@ def confidence(
         for value in ordered_map(pool, _InWorld.run, tasks):
             worth.append(value)
             if progress is not None:
-                progress(len(worth), len(tasks), contenders[(len(worth) - 1) // worlds].name)
+                progress(len(worth), len(tasks), in_words(contenders[(len(worth) - 1) // worlds].name))
     values = np.array(worth).reshape(len(contenders), worlds)
     calls_by_plan = [[*asked_calls(c.deployment, run)] for c, run in zip(contenders, runs, strict=True)]
     in_doubt = {call.kind for calls in calls_by_plan for _, call in calls}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simtune.errors import plural
+from simtune.specs.plan_words import in_words
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial
 
@@ -76,12 +77,17 @@ def why_none(question: Question, rows: list[Trial]) -> str:
     name, fit = question.study.name, [row for row in rows if row.status != "does_not_fit"]
     if not fit:
         widest = min(rows, key=lambda row: (-row.candidate.gpus_per_instance, row.candidate.key))
-        return f"{name}: no plan fits the hardware. The widest one, {widest.candidate.name}: {widest.reason}"
+        return f"{name}: no plan fits the hardware. The widest one, {_named(widest)}: {widest.reason}"
     nearest = max(fit, key=_nearness)
     return (
-        f"{name}: {len(fit)} plans fit, none meets the SLO. The nearest, {nearest.candidate.name}, {nearest.reason}. "
+        f"{name}: {len(fit)} plans fit, none meets the SLO. The nearest, {_named(nearest)}, {nearest.reason}. "
         "Relax the SLO, lower the load, or allow more or faster devices"
     )
+
+
+def _named(row: Trial) -> str:
+    name = row.candidate.name
+    return f"{in_words(name)} ({name})"
 
 
 def _nearness(row: Trial) -> tuple[bool, float, float]:
