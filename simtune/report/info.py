@@ -122,6 +122,8 @@ def headline(run: Run) -> str:
         return f"{plan} misses {missed}{rate}."
     rate_rps = _served_rps(s)
     within = f"within {_listed([limit(x) for x in s.slo])}" if s.slo else "with no latency limit set"
+    if s.objective is not None and s.objective.name == "makespan":
+        return f"{plan} is done with {plural(s.requests, 'request')} after {number(s.objective.value)} s, {within}."
     if rate_rps is None:
         return f"{plan} runs {within}."
     return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.num_gpus)} per GPU, {within}."
@@ -147,6 +149,7 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "joules_per_token": "energy of output",
         "usd_per_million_tokens": "price of output",
         "e2el": "mean E2EL",
+        "makespan": "until the last answer",
         "gpus": "GPUs needed",
     }
     in_seconds = s.objective.unit == "s"

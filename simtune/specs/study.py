@@ -47,6 +47,7 @@ Objective = Literal[
     "gpus",
     "usd_per_million_tokens",
     "e2el",
+    "makespan",
     "joules_per_token",
     "pareto",
 ]
@@ -176,6 +177,7 @@ class StudyLimits(Part):
     usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")
     usd_per_million_tokens: Positive | None = Field(None, description="at most, of output tokens")
     joules_per_token: Positive | None = Field(None, description="at most, of output tokens")
+    makespan: Positive | None = Field(None, description="at most, in seconds, until the last answer of a batch")
     goodput: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_gpu: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
@@ -252,7 +254,8 @@ class Study(Spec):
 
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
     gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), joules_per_token (least energy) and e2el
-    (lowest mean end-to-end latency) are judged at the workload's own rate. pareto is the front of tokens/s/user
+    (lowest mean end-to-end latency) are judged at the workload's own rate; makespan (seconds until the last answer) is
+    of a workload with `batch: true`. pareto is the front of tokens/s/user
     against tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """

@@ -253,10 +253,11 @@ class PlanCache:
         return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self.max_model_len, 0)
 
     def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
-        key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, len(stream))
+        caches = self.pool(choice).kv_cache.prefix_caching
+        key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
-            tables = self.costs(choice).tables
-            self._capacities[key] = PoolCapacity(tables, stream, choice.shape.role, self.max_model_len)
+            tables, role = self.costs(choice).tables, choice.shape.role
+            self._capacities[key] = PoolCapacity(tables, stream, role, self.max_model_len, caches=caches)
         return self._capacities[key]
 
 

@@ -22,7 +22,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
-from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
+from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts, RateObjective
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
@@ -86,27 +86,19 @@ class Question:
             ("objective", self.objective),
             *(("limit", limit.objective) for limit in self.limits),
         ):
-            for profile, hardware in self.profiles.items():
-                if objective.needs_prices and hardware.device.price_per_hour_usd is None:
-                    raise UsageError(
-                        f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
-                        "set device.price_per_hour_usd in it"
-                    )
-                if objective.needs_power and hardware.device.power is None:
-                    raise UsageError(
-                        f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
-                        "none; set device.power with tdp_w and idle_w in it"
-                    )
+            self._check_profiles(setting, objective)
+            self._check_load(setting, objective)
         self._check_engine()
         self._check_day()
         self._check_confidence()
+        requests = study.search.requests
+        if self.workload.batch and requests not in (None, self.workload.requests):
+            raise UsageError(
+                f"{name}: search.requests is {requests}, but workload {self.workload.name} is a batch of "
+                f"{self.workload.requests} requests; remove search.requests"
+            )
         if not self.searches_rate:
             return
-        if self.workload.batch:
-            raise UsageError(
-                f"{name}: objective {study.objective} looks for a request rate, but workload {self.workload.name} is a "
-                "batch; use objective e2el, gpus or usd_per_million_tokens, or remove batch"
-            )
         if isinstance(self.workload.arrivals, ClosedLoop):
             raise UsageError(
                 f"{name}: objective {study.objective} looks for a request rate, but workload "
@@ -114,6 +106,36 @@ class Question:
             )
         if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def _check_profiles(self, setting: str, objective: Objective) -> None:
+        """Raise UsageError if an objective, or a limit on one, needs figures that a hardware profile does not have."""
+        name = self.study.name
+        for profile, hardware in self.profiles.items():
+            if objective.needs_prices and hardware.device.price_per_hour_usd is None:
+                raise UsageError(
+                    f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
+                    "set device.price_per_hour_usd in it"
+                )
+            if objective.needs_power and hardware.device.power is None:
+                raise UsageError(
+                    f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
+                    "none; set device.power with tdp_w and idle_w in it"
+                )
+
+    def _check_load(self, setting: str, objective: Objective) -> None:
+        """Raise UsageError if an objective, or a limit on one, does not apply to the kind of load."""
+        name, load = self.study.name, self.workload
+        if objective.needs_batch and not load.batch:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
+                "batch: true in it if it ends with its last request, or use objective e2el"
+            )
+        if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
+            seeks = "looks for" if setting == "objective" else "is on"
+            raise UsageError(
+                f"{name}: {setting} {objective.name} {seeks} a request rate, but workload {load.name} is a batch; use "
+                "makespan, e2el, gpus or usd_per_million_tokens, or remove batch"
+            )
 
     def _check_engine(self) -> None:
         """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itself."""
@@ -154,8 +176,10 @@ class Question:
             )
 
     def cores_apart(self, candidate: Candidate) -> bool:
-        """Return True if some cores of a wide deployment can stand for all."""
-        if len(candidate.pools) > 1 or isinstance(self.workload.arrivals, ClosedLoop):
+        """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends
+        it, nor for families, whose requests are spread over cores."""
+        load = self.workload
+        if len(candidate.pools) > 1 or isinstance(load.arrivals, ClosedLoop) or load.graph or load.batch:
             return False
         return ROUTER.find(self.study.routers[candidate.router].kind).deals_in_turn
 
@@ -180,6 +204,10 @@ class Question:
         number = self.num_requests(candidate, requests)
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
+
+    def arrivals(self, requests: int) -> int:
+        """Return the arrivals that bring a number of simulated requests: fewer than these if families arrive."""
+        return requests // sum(node.count for node in self.workload.graph) if self.workload.graph else requests
 
     @property
     def draws(self) -> LoadDraws:
@@ -246,7 +274,8 @@ class Question:
         return PlanFacts(
             candidate.num_gpus,
             self.usd_per_hour(candidate),
-            float(stream.output_tokens.mean()),
+            float(stream.output_tokens.sum()) / stream.arrivals,
+            stream.batch or not bool(stream.needed.all()),
             self.idle_j_per_token(candidate, stream),
         )
 

@@ -84,7 +84,8 @@ class Trial:
         served = None if self.summary is None else self.summary.output_tokens_per_s
         per_user = None if self.summary is None else self.summary.output_tokens_per_s_per_user
         joules = None if self.summary is None else self.summary.joules_per_token
-        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"), per_user, joules)
+        makespan = None if self.summary is None else self.summary.duration_s
+        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"), per_user, joules, makespan)
 
 
 class CoursePoint(NamedTuple):

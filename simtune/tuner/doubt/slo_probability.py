@@ -338,7 +338,11 @@ class _FewWorlds:
         show it."""
         result = self.tuned.result
         offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
-        return math.inf if offered is None else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+        return (
+            math.inf
+            if offered is None or result.stream.batch
+            else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+        )
 
     @property
     def piling_up(self) -> dict[float, list[float]]:

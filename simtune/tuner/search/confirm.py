@@ -92,7 +92,7 @@ class FreshDraws:
         rate = rate_rps if summary is None or rate_rps is not None else summary.offered_rate_rps
         felt = question.num_requests(plan.candidate, MOST_REQUESTS) if rate is None else felt_after_s(question) * rate
         simulated = question.simulated_instances(plan.candidate) / plan.candidate.pools[0].instances
-        needed_requests = max(_lasting(summary), felt * simulated)
+        needed_requests = max(question.arrivals(_lasting(summary)), felt * simulated)
         return question.num_requests(plan.candidate, max(least, math.ceil(min(MOST_REQUESTS, needed_requests))))
 
 
@@ -260,7 +260,7 @@ class Confirmer:
         """Simulate all cores of a plan on the draw of the search; return None if it misses the SLO."""
         question, objective, row = self.question, self.question.objective, best.row
         rate, summary = row.rate_rps if objective.searches_rate else None, row.summary
-        requests = question.requests if summary is None else max(question.requests, summary.requests)
+        requests = question.requests if summary is None else max(question.requests, question.arrivals(summary.requests))
         deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
         stream = question.stream(best.candidate, rate, requests)
         result = deployment.simulate(stream, question.study.slo, record=True)
@@ -269,7 +269,7 @@ class Confirmer:
             # Judge with the margin of the study, but report the result as predicted.
             judged = best.deployment.simulate(stream, question.study.slo)
         row.simulations += 1
-        row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=len(stream)))
+        row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=stream.arrivals))
         if judged.meets_slo:
             row.take(result.summary(), rate)
             return ConfirmedPlan(best, deployment, result, draws)

@@ -16,6 +16,8 @@ def praise(row: Trial, question: Question, value: float) -> str:
         return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {value:.4g} {objective.unit}"
     if objective.name == "e2el":
         return f"meets the SLO with a mean end-to-end latency of {value:.4g} s"
+    if objective.name == "makespan":
+        return f"meets the SLO and is done after {value:.4g} s"
     if objective.name == "gpus":
         return f"meets the SLO on {plural(row.candidate.num_gpus, 'GPU')}"
     return f"meets the SLO at {value:.4g} {objective.unit}"
@@ -68,6 +70,8 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
         return f"{value:.4g} {objective.unit}, {1 - value / chosen:.1%} less than the chosen plan"
     if objective.name == "e2el":
         return f"mean end-to-end latency {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
+    if objective.name == "makespan":
+        return f"is done after {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
     return f"{value:.4g} {objective.unit}, {value / chosen - 1:.1%} more than the chosen plan"
 
 
