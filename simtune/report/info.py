@@ -153,13 +153,11 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "gpus": "GPUs needed",
     }
     in_seconds = s.objective.unit == "s"
-    return [
-        (
-            words.get(s.objective.name, s.objective.name),
-            ms(s.objective.value) if in_seconds else number(s.objective.value),
-            "ms" if in_seconds else s.objective.unit,
-        )
-    ]
+    in_words, unit = (ms, "ms") if in_seconds else (number, s.objective.unit)
+    low, high, draws = s.objective.low, s.objective.high, s.objective.draws
+    if low is not None and high is not None and low < high and draws:
+        unit += f", {in_words(low)}–{in_words(high)} by {len(draws)} draws"
+    return [(words.get(s.objective.name, s.objective.name), in_words(s.objective.value), unit)]
 
 
 def key_figures(s: Summary) -> list[tuple[str, str, str]]:

@@ -63,6 +63,12 @@ def ranked(rows: list[Trial], best: Trial, question: Question, values: Mapping[i
 
 def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, float]) -> str:
     objective, value, chosen = question.objective, values[id(row)], values[id(best)]
+    if row.drawn and best.drawn and row.drawn != best.drawn:
+        value, chosen = (sum(by_draw) / len(by_draw) for by_draw in (row.drawn, best.drawn))
+        return (
+            f"{value:.4g} {objective.unit} on the mean of {len(row.drawn)} fresh draws, "
+            f"{abs(value / chosen - 1):.1%} {'less' if objective.sign > 0 else 'more'} than the chosen plan"
+        )
     if objective.name == "gpus":
         more = row.candidate.num_gpus - best.candidate.num_gpus
         return f"needs {plural(more, 'GPU')} more" if more else "as many GPUs, and found later"
