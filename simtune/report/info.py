@@ -150,6 +150,7 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "usd_per_million_tokens": "price of output",
         "e2el": "mean E2EL",
         "makespan": "until the last answer",
+        "family": "mean latency of a family",
         "gpus": "GPUs needed",
     }
     in_seconds = s.objective.unit == "s"

@@ -48,6 +48,7 @@ Objective = Literal[
     "usd_per_million_tokens",
     "e2el",
     "makespan",
+    "family",
     "joules_per_token",
     "pareto",
 ]
@@ -255,8 +256,8 @@ class Study(Spec):
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
     gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), joules_per_token (least energy) and e2el
     (lowest mean end-to-end latency) are judged at the workload's own rate; makespan (seconds until the last answer) is
-    of a workload with `batch: true`. pareto is the front of tokens/s/user
-    against tokens/s/GPU.
+    of a workload with `batch: true`, family (lowest mean latency of a family) of one with a request graph. pareto is
+    the front of tokens/s/user against tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 

@@ -44,6 +44,8 @@ class Judged:
     joules_per_token: float | None = None
     makespan_s: float | None = None
     """Seconds from the first arrival to the last finish."""
+    family_s: float | None = None
+    """Mean seconds from the arrival of a family until its last node is over."""
 
 
 class Miss(NamedTuple):
@@ -66,6 +68,7 @@ class Objective(ABC):
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
     needs_batch: ClassVar[bool] = False
+    needs_graph: ClassVar[bool] = False
     floor: ClassVar[Floor | None] = None
     """Latency that bounds the objective from below, which `best` takes."""
     aim: ClassVar[Aim | None] = None
@@ -244,6 +247,20 @@ class Makespan(Objective):
         return floor_s
 
 
+class FamilyLatency(Objective):
+    """The lowest mean latency of a family, from its arrival until its last node is over, at the workload's own load."""
+
+    name, unit, sign, needs_graph, floor = "family", "s", -1, True, "family"
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the simulated mean."""
+        return float("inf") if judged.family_s is None else judged.family_s
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the mean of the longest ways through families whose requests are alone."""
+        return floor_s
+
+
 class JoulesPerToken(Objective):
     """Energy of an output token at the load at which it is served (`simtune.results.energy`)."""
 
@@ -290,6 +307,7 @@ OBJECTIVES: dict[str, Objective] = {
         UsdPerMillionTokens(),
         MeanLatency(),
         Makespan(),
+        FamilyLatency(),
         JoulesPerToken(),
         Pareto(),
     )

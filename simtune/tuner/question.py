@@ -88,6 +88,7 @@ class Question:
         ):
             self._check_profiles(setting, objective)
             self._check_load(setting, objective)
+        self._check_families()
         self._check_engine()
         self._check_day()
         self._check_confidence()
@@ -130,11 +131,31 @@ class Question:
                 f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
                 "batch: true in it if it ends with its last request, or use objective e2el"
             )
+        if objective.needs_graph and not load.graph:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} is of families, but workload {load.name} has none; give it a "
+                "request graph (graph), or use objective e2el"
+            )
         if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
             seeks = "looks for" if setting == "objective" else "is on"
             raise UsageError(
                 f"{name}: {setting} {objective.name} {seeks} a request rate, but workload {load.name} is a batch; use "
                 "makespan, e2el, gpus or usd_per_million_tokens, or remove batch"
+            )
+
+    def _check_families(self) -> None:
+        """Raise UsageError for limits on families that the load does not have, and for pools that families cannot
+        have."""
+        study, load = self.study, self.workload
+        if study.slo.family_s and not load.graph:
+            raise UsageError(
+                f"{study.name}: slo.family_s limits families of a request graph, and workload {load.name} has none; "
+                "remove it, or give the workload a graph"
+            )
+        if load.graph and "prefill-decode" in study.search.layouts:
+            raise UsageError(
+                f"{study.name}: search.layouts has prefill-decode, but the request graph of workload {load.name} needs "
+                "pools of role mixed; write layouts: [mixed]"
             )
 
     def _check_engine(self) -> None:

@@ -97,6 +97,7 @@ def judged_of(summary: SimulationSummary, rate_rps: float | None) -> Judged:
         tokens_per_s_per_user=summary.output_tokens_per_s_per_user,
         joules_per_token=summary.joules_per_token,
         makespan_s=summary.duration_s,
+        family_s=summary.metrics["family"].mean if "family" in summary.metrics else None,
     )
 
 

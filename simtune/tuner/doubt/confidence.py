@@ -63,9 +63,9 @@ class RivalPlan:
     weight: float = 1.0
     """Divisor of the rate: GPUs, or dollars per hour. If the load is given and cost is compared, the cost of the
     plan."""
-    worth: Literal["rate", "weight", "e2el", "makespan", "joules_per_token"] = "rate"
-    """Value of which more is better: rate / weight, 1 / weight, or 1 over the mean E2EL, the makespan or the energy of
-    an output token; 0 if the SLO is missed."""
+    worth: Literal["rate", "weight", "e2el", "makespan", "family", "joules_per_token"] = "rate"
+    """Value of which more is better: rate / weight, 1 / weight, or 1 over the mean E2EL, the makespan, the mean latency
+    of a family or the energy of an output token; 0 if the SLO is missed."""
     cores: int | None = None
     """Engine cores that are simulated for all of them; None for all."""
 
@@ -258,6 +258,7 @@ class _InWorld:
 _AT_GIVEN_LOAD: dict[str, Callable[[Result], float]] = {
     "e2el": lambda result: float(np.nanmean(result.e2el_s)),
     "makespan": lambda result: result.duration_s,
+    "family": lambda result: float(result.values("family").mean()),
     "joules_per_token": lambda result: result.summary(noise=False).joules_per_token or math.inf,
 }
 """Value of a run at the given load by the `worth` of a rival, of which less is better."""

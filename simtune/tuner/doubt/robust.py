@@ -12,7 +12,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence
-from simtune.tuner.objectives import JoulesPerToken, Makespan, MeanLatency, RateObjective
+from simtune.tuner.objectives import FamilyLatency, JoulesPerToken, Makespan, MeanLatency, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import LOWEST
 from simtune.tuner.trial import Trial, Tuned
@@ -101,6 +101,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
         return replace(contender, rate_rps=_near_rps(question, trial), weight=1 / objective.worth(facts))
     if isinstance(objective, MeanLatency):
         return replace(contender, worth="e2el")
+    if isinstance(objective, FamilyLatency):
+        return replace(contender, worth="family")
     if isinstance(objective, Makespan):
         return replace(contender, worth="makespan")
     if isinstance(objective, JoulesPerToken):

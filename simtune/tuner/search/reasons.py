@@ -16,6 +16,8 @@ def praise(row: Trial, question: Question, value: float) -> str:
         return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {value:.4g} {objective.unit}"
     if objective.name == "e2el":
         return f"meets the SLO with a mean end-to-end latency of {value:.4g} s"
+    if objective.name == "family":
+        return f"meets the SLO with a mean latency of a family of {value:.4g} s"
     if objective.name == "makespan":
         return f"meets the SLO and is done after {value:.4g} s"
     if objective.name == "gpus":
