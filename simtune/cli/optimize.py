@@ -304,6 +304,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
                 "value": tuned.value,
                 "bound": tuned.bound,
                 "gap": tuned.gap,
+                **({} if tuned.confirmed is None else {"draws": list(tuned.confirmed.values)}),
             },
             **({} if tuned.ladder is None else {"front": [point.to_data() for point in tuned.ladder.points]}),
             "interrupted": tuned.interrupted,
@@ -358,11 +359,17 @@ def _print_confirmed(tuned: Tuned) -> None:
     """Print the fresh draws on which the chosen plan was confirmed, if there were any."""
     if tuned.confirmed is None:
         return
-    draws, requests, lifetimes = tuned.confirmed
+    draws, requests, lifetimes, values = tuned.confirmed
     lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
     trace = tuned.question.trace
     repeated = "" if trace is None or requests <= len(trace) else f" (a trace of {len(trace):,}, repeated)"
-    click.echo(f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}")
+    between = ""
+    if values and min(values) < max(values):
+        name, unit = tuned.question.objective.name, tuned.question.objective.unit
+        between = f": {name} {number(min(values))} to {number(max(values))} {unit}"
+    click.echo(
+        f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}{between}"
+    )
 
 
 def _print_left_out(tuned: Tuned) -> None:

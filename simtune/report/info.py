@@ -129,6 +129,8 @@ def headline(run: Run) -> str:
         return f"{plan} misses {missed}{rate}."
     rate_rps = _served_rps(s)
     within = f"within {_listed([limit(x) for x in s.slo])}" if s.slo else "with no latency limit set"
+    if s.objective is not None and s.objective.name == "makespan":
+        return f"{plan} is done with {plural(s.requests, 'request')} after {number(s.objective.value)} s, {within}."
     if rate_rps is None:
         return f"{plan} runs {within}."
     return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.num_gpus)} per GPU, {within}."
@@ -154,16 +156,16 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "joules_per_token": "energy of output",
         "usd_per_million_tokens": "price of output",
         "e2el": "mean E2EL",
+        "makespan": "until the last answer",
+        "family": "mean latency of a family",
         "gpus": "GPUs needed",
     }
     in_seconds = s.objective.unit == "s"
-    return [
-        (
-            words.get(s.objective.name, s.objective.name),
-            ms(s.objective.value) if in_seconds else number(s.objective.value),
-            "ms" if in_seconds else s.objective.unit,
-        )
-    ]
+    in_words, unit = (ms, "ms") if in_seconds else (number, s.objective.unit)
+    low, high, draws = s.objective.low, s.objective.high, s.objective.draws
+    if low is not None and high is not None and low < high and draws:
+        unit += f", {in_words(low)}–{in_words(high)} by {len(draws)} draws"
+    return [(words.get(s.objective.name, s.objective.name), in_words(s.objective.value), unit)]
 
 
 def key_figures(s: Summary) -> list[tuple[str, str, str]]:

@@ -53,6 +53,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
 from simtune.sim.pools import DeployedPool
 from simtune.sim.run_basis import basis_of, pool_bases
+from simtune.sim.uncertainty import LEVEL
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
@@ -60,6 +61,7 @@ from simtune.specs.workload import Workload
 from simtune.tuner.certificate.front_certificate import front_certificate_of
 from simtune.tuner.certificate.search_certificate import Certificate, certificate_of
 from simtune.tuner.doubt.confidence import Confidence
+from simtune.tuner.doubt.draw_spread import interval_of_draws
 from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import Contexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
@@ -183,9 +185,15 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
     """Return the objective of the chosen plan; for a front, a file of its own states what is certified."""
     objective, single = tuned.question.objective, not tuned.ladder
     bound, gap = (tuned.bound, tuned.gap) if single else (None, None)
-    return ObjectiveValue(
+    value = ObjectiveValue(
         name=tuned.question.study.objective, unit=objective.unit, value=tuned.value, bound=bound, gap=gap
     )
+    between = None if tuned.confirmed is None else interval_of_draws(tuned.confirmed.values, LEVEL)
+    if tuned.confirmed is None or between is None:
+        return value
+    # The draw that is reported is one of them, so the interval contains its value.
+    low, high = min(tuned.value, between[0]), max(tuned.value, between[1])
+    return value.model_copy(update={"draws": tuned.confirmed.values, "low": low, "high": high})
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

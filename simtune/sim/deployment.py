@@ -150,7 +150,8 @@ class Deployment:
     def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
         """Return the number of instances that have `cores` cores, if these can stand for all and are fewer; see
         `simulate`."""
-        alone = stream.arrival_s is not None and stream.graph is None and not self.plan.stages
+        # A batch is these very requests on these very instances: the busiest instance ends it.
+        alone = stream.arrival_s is not None and stream.graph is None and not stream.batch and not self.plan.stages
         if cores is None or not (alone and self.cores_apart):
             return None
         instances = -(-cores // self.pools[0].cores_each)

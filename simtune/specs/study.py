@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from simtune.specs.base import (
+    Context,
     Count,
     Dtype,
     ErrorAt,
@@ -47,6 +48,8 @@ Objective = Literal[
     "gpus",
     "usd_per_million_tokens",
     "e2el",
+    "makespan",
+    "family",
     "joules_per_token",
     "pareto",
 ]
@@ -141,6 +144,11 @@ class Search(Part):
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
     prefix_caching: Switch | None = Field(None, description="as the engine sets it, else off, unless given")
+    max_model_len: Annotated[Seq[Context], Field(min_length=1, strict=False)] | None = Field(
+        None,
+        description="longest prompt + output that the engine is set up for, for which some engines keep room; no less "
+        "than the longest request. That one, rounded up to 256, unless given",
+    )
     instances: Choices | None = Field(None, description="any number that the devices allow unless given")
     routers: Annotated[Seq[Routing], Field(min_length=1, strict=False)] | None = Field(
         None, description="routers in place of the study's one"
@@ -176,6 +184,7 @@ class StudyLimits(Part):
     usd_per_hour: Positive | None = Field(None, description="at most; prices are those of the hardware profiles")
     usd_per_million_tokens: Positive | None = Field(None, description="at most, of output tokens")
     joules_per_token: Positive | None = Field(None, description="at most, of output tokens")
+    makespan: Positive | None = Field(None, description="at most, in seconds, until the last answer of a batch")
     goodput: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_gpu: Positive | None = Field(None, description="at least, requests/s")
     goodput_per_dollar: Positive | None = Field(None, description="at least, requests per dollar")
@@ -252,8 +261,9 @@ class Study(Spec):
 
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
     gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), joules_per_token (least energy) and e2el
-    (lowest mean end-to-end latency) are judged at the workload's own rate. pareto is the front of tokens/s/user
-    against tokens/s/GPU.
+    (lowest mean end-to-end latency) are judged at the workload's own rate; makespan (seconds until the last answer) is
+    of a workload with `batch: true`, family (lowest mean latency of a family) of one with a request graph. pareto is
+    the front of tokens/s/user against tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 

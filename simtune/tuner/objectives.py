@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from simtune.specs.study import StudyLimits
+from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.relaxation import Aim
 from simtune.tuner.doubt.draw_spread import allowance
 
@@ -21,7 +22,10 @@ class PlanFacts:
     usd_per_hour: float | None
     """None if a hardware profile has no price; objectives that need prices are refused then."""
     output_tokens: float
-    """Mean output tokens per request."""
+    """Mean output tokens per arrival, of a request or of a family."""
+    served_only: bool = False
+    """True if more tokens may be offered per second than are served: by a batch, and by a load whose requests may be
+    aborted. Then prices are of the tokens that were served."""
     idle_j_per_token: float | None = None
     """Joules that its GPUs would draw from the first arrival to the last if nothing ran, per output token, at one
     request per second; None if a hardware profile has no power."""
@@ -38,6 +42,10 @@ class Judged:
     """Mean end-to-end latency in seconds."""
     tokens_per_s_per_user: float | None = None
     joules_per_token: float | None = None
+    makespan_s: float | None = None
+    """Seconds from the first arrival to the last finish."""
+    family_s: float | None = None
+    """Mean seconds from the arrival of a family until its last node is over."""
 
 
 class Miss(NamedTuple):
@@ -59,6 +67,10 @@ class Objective(ABC):
     needs_slo: ClassVar[bool] = False
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
+    needs_batch: ClassVar[bool] = False
+    needs_graph: ClassVar[bool] = False
+    floor: ClassVar[Floor | None] = None
+    """Latency that bounds the objective from below, which `best` takes."""
     aim: ClassVar[Aim | None] = None
     """Aim of the allocation of GPUs to instances that bounds the objective (`simtune.tuner.bounds.relaxation`).
 
@@ -70,11 +82,11 @@ class Objective(ABC):
         """Return the value of a plan that met its SLO."""
 
     @abstractmethod
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return a value that is no worse than anything the plan can reach.
 
-        The plan serves at most `rate_bound_rps` requests per second, and its mean end-to-end latency is at least
-        `floor_e2el_s` seconds.
+        The plan serves at most `rate_bound_rps` requests per second, and the latency that `floor` names is at least
+        `floor_s` seconds.
         """
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
@@ -100,7 +112,7 @@ class RateObjective(Objective):
         assert judged.rate_rps is not None
         return judged.rate_rps * self.worth(plan)
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the value at the highest rate that the plan could serve."""
         return rate_bound_rps * self.worth(plan)
 
@@ -160,7 +172,7 @@ class Gpus(Objective):
         """Return the number of GPUs of the plan."""
         return float(plan.num_gpus)
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the number of GPUs of the plan."""
         return float(plan.num_gpus)
 
@@ -179,7 +191,7 @@ class UsdPerHour(Objective):
         assert plan.usd_per_hour is not None
         return plan.usd_per_hour
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the price per hour by the prices of the hardware profiles."""
         assert plan.usd_per_hour is not None
         return plan.usd_per_hour
@@ -191,13 +203,13 @@ class UsdPerMillionTokens(Objective):
     name, unit, sign, needs_prices, aim = "usd_per_million_tokens", "USD/1M output tokens", -1, True, "least cost"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
-        """Return the price of a second over the output tokens of a second: offered, or in a closed loop served
-        tokens."""
+        """Return the price of a second over the output tokens of a second: offered ones, or served ones in a closed
+        loop and if `served_only`."""
         assert plan.usd_per_hour is not None
-        offered = None if judged.rate_rps is None else judged.rate_rps * plan.output_tokens
+        offered = None if judged.rate_rps is None or plan.served_only else judged.rate_rps * plan.output_tokens
         return _usd_per_million(plan.usd_per_hour, offered or judged.output_tokens_per_s or 0.0)
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the price at the highest rate that the plan could serve."""
         assert plan.usd_per_hour is not None
         return _usd_per_million(plan.usd_per_hour, rate_bound_rps * plan.output_tokens)
@@ -210,15 +222,43 @@ class UsdPerMillionTokens(Objective):
 class MeanLatency(Objective):
     """The lowest mean end-to-end latency at the workload's own load."""
 
-    name, unit, sign = "e2el", "s", -1
+    name, unit, sign, floor = "e2el", "s", -1, "e2el"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
         """Return the simulated mean."""
         return float("inf") if judged.e2el_s is None else judged.e2el_s
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the mean latency of requests that are alone."""
-        return floor_e2el_s
+        return floor_s
+
+
+class Makespan(Objective):
+    """The least time in which a batch is done."""
+
+    name, unit, sign, needs_batch, floor = "makespan", "s", -1, True, "makespan"
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the simulated seconds from the first arrival to the last finish."""
+        return float("inf") if judged.makespan_s is None else judged.makespan_s
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the time that the work of the batch takes at least (`simtune.tuner.bounds.makespan`)."""
+        return floor_s
+
+
+class FamilyLatency(Objective):
+    """The lowest mean latency of a family, from its arrival until its last node is over, at the workload's own load."""
+
+    name, unit, sign, needs_graph, floor = "family", "s", -1, True, "family"
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the simulated mean."""
+        return float("inf") if judged.family_s is None else judged.family_s
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the mean of the longest ways through families whose requests are alone."""
+        return floor_s
 
 
 class JoulesPerToken(Objective):
@@ -230,7 +270,7 @@ class JoulesPerToken(Objective):
         """Return the simulated energy per output token."""
         return float("inf") if judged.joules_per_token is None else judged.joules_per_token
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the energy if the GPUs draw no more than idle ones until the last request has arrived."""
         assert plan.idle_j_per_token is not None
         return plan.idle_j_per_token / rate_bound_rps if rate_bound_rps > 0 else 0.0
@@ -247,7 +287,7 @@ class Pareto(Objective):
         assert judged.rate_rps is not None
         return judged.rate_rps * plan.output_tokens / plan.num_gpus * (judged.tokens_per_s_per_user or 0.0)
 
-    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_e2el_s: float) -> float:
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return infinity: points are compared at their load, so a plan as a whole has no bound."""
         return float("inf")
 
@@ -266,6 +306,8 @@ OBJECTIVES: dict[str, Objective] = {
         UsdPerHour(),
         UsdPerMillionTokens(),
         MeanLatency(),
+        Makespan(),
+        FamilyLatency(),
         JoulesPerToken(),
         Pareto(),
     )

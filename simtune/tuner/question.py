@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
-from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
+from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts, RateObjective
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
@@ -86,27 +86,20 @@ class Question:
             ("objective", self.objective),
             *(("limit", limit.objective) for limit in self.limits),
         ):
-            for profile, hardware in self.profiles.items():
-                if objective.needs_prices and hardware.device.price_per_hour_usd is None:
-                    raise UsageError(
-                        f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
-                        "set device.price_per_hour_usd in it"
-                    )
-                if objective.needs_power and hardware.device.power is None:
-                    raise UsageError(
-                        f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
-                        "none; set device.power with tdp_w and idle_w in it"
-                    )
+            self._check_profiles(setting, objective)
+            self._check_load(setting, objective)
+        self._check_families()
         self._check_engine()
         self._check_day()
         self._check_confidence()
+        requests = study.search.requests
+        if self.workload.batch and requests not in (None, self.workload.requests):
+            raise UsageError(
+                f"{name}: search.requests is {requests}, but workload {self.workload.name} is a batch of "
+                f"{self.workload.requests} requests; remove search.requests"
+            )
         if not self.searches_rate:
             return
-        if self.workload.batch:
-            raise UsageError(
-                f"{name}: objective {study.objective} looks for a request rate, but workload {self.workload.name} is a "
-                "batch; use objective e2el, gpus or usd_per_million_tokens, or remove batch"
-            )
         if isinstance(self.workload.arrivals, ClosedLoop):
             raise UsageError(
                 f"{name}: objective {study.objective} looks for a request rate, but workload "
@@ -114,6 +107,56 @@ class Question:
             )
         if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
             raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+    def _check_profiles(self, setting: str, objective: Objective) -> None:
+        """Raise UsageError if an objective, or a limit on one, needs figures that a hardware profile does not have."""
+        name = self.study.name
+        for profile, hardware in self.profiles.items():
+            if objective.needs_prices and hardware.device.price_per_hour_usd is None:
+                raise UsageError(
+                    f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
+                    "set device.price_per_hour_usd in it"
+                )
+            if objective.needs_power and hardware.device.power is None:
+                raise UsageError(
+                    f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
+                    "none; set device.power with tdp_w and idle_w in it"
+                )
+
+    def _check_load(self, setting: str, objective: Objective) -> None:
+        """Raise UsageError if an objective, or a limit on one, does not apply to the kind of load."""
+        name, load = self.study.name, self.workload
+        if objective.needs_batch and not load.batch:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
+                "batch: true in it if it ends with its last request, or use objective e2el"
+            )
+        if objective.needs_graph and not load.graph:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} is of families, but workload {load.name} has none; give it a "
+                "request graph (graph), or use objective e2el"
+            )
+        if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
+            seeks = "looks for" if setting == "objective" else "is on"
+            raise UsageError(
+                f"{name}: {setting} {objective.name} {seeks} a request rate, but workload {load.name} is a batch; use "
+                "makespan, e2el, gpus or usd_per_million_tokens, or remove batch"
+            )
+
+    def _check_families(self) -> None:
+        """Raise UsageError for limits on families that the load does not have, and for pools that families cannot
+        have."""
+        study, load = self.study, self.workload
+        if study.slo.family_s and not load.graph:
+            raise UsageError(
+                f"{study.name}: slo.family_s limits families of a request graph, and workload {load.name} has none; "
+                "remove it, or give the workload a graph"
+            )
+        if load.graph and "prefill-decode" in study.search.layouts:
+            raise UsageError(
+                f"{study.name}: search.layouts has prefill-decode, but the request graph of workload {load.name} needs "
+                "pools of role mixed; write layouts: [mixed]"
+            )
 
     def _check_engine(self) -> None:
         """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itself."""
@@ -154,8 +197,10 @@ class Question:
             )
 
     def cores_apart(self, candidate: Candidate) -> bool:
-        """Return True if some cores of a wide deployment can stand for all."""
-        if len(candidate.pools) > 1 or isinstance(self.workload.arrivals, ClosedLoop):
+        """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends
+        it, nor for families, whose requests are spread over cores."""
+        load = self.workload
+        if len(candidate.pools) > 1 or isinstance(load.arrivals, ClosedLoop) or load.graph or load.batch:
             return False
         return ROUTER.find(self.study.routers[candidate.router].kind).deals_in_turn
 
@@ -181,6 +226,10 @@ class Question:
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
+    def arrivals(self, requests: int) -> int:
+        """Return the arrivals that bring a number of simulated requests: fewer than these if families arrive."""
+        return requests // sum(node.count for node in self.workload.graph) if self.workload.graph else requests
+
     @property
     def draws(self) -> LoadDraws:
         """Draws of the requests, of any number of requests."""
@@ -188,10 +237,19 @@ class Question:
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
+        return max(length_limit(self.model, stream) for stream in self._longest_draws(candidates))
+
+    def longest_request(self, candidates: Iterable[Candidate]) -> int:
+        """Return the tokens of the longest request that may be simulated, prompt and output."""
+        streams = self._longest_draws(candidates)
+        return max(int((stream.prompt_tokens + stream.output_tokens).max()) for stream in streams)
+
+    def _longest_draws(self, candidates: Iterable[Candidate]) -> Iterator[RequestStream]:
+        """Yield every draw of the requests, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
         requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
-        draws = range(1 + self.study.search.confirm.draws)
-        return max(length_limit(self.model, self.draws.stream(requests, draw)) for draw in draws)
+        for draw in range(1 + self.study.search.confirm.draws):
+            yield self.draws.stream(requests, draw)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in
@@ -246,7 +304,8 @@ class Question:
         return PlanFacts(
             candidate.num_gpus,
             self.usd_per_hour(candidate),
-            float(stream.output_tokens.mean()),
+            float(stream.output_tokens.sum()) / stream.arrivals,
+            stream.batch or not bool(stream.needed.all()),
             self.idle_j_per_token(candidate, stream),
         )
 

@@ -40,6 +40,8 @@ class Confirmed(NamedTuple):
     """Least number of requests that were simulated in a draw."""
     lifetimes: float | None
     """Least number of lifetimes that a draw lasts; None for a load without a rate."""
+    values: tuple[float, ...] = ()
+    """Objective on each draw if the load is given; empty if rates are searched."""
 
 
 @dataclass
@@ -66,6 +68,8 @@ class Trial:
     """The class of plans that was ruled out as a whole, by its name (`simtune.tuner.space.plan_classes`)."""
     best: float | None = None
     """Bound on the objective, by the bounds of the plan and by its simulations."""
+    drawn: tuple[float, ...] = ()
+    """Objective on each fresh draw if the load is given; empty if there were none."""
 
     def take(self, summary: SimulationSummary, rate_rps: float | None) -> None:
         """Store the results of a simulation of this candidate."""
@@ -81,10 +85,20 @@ class Trial:
     @property
     def judged(self) -> Judged:
         """Results of the last simulation that objectives need."""
-        served = None if self.summary is None else self.summary.output_tokens_per_s
-        per_user = None if self.summary is None else self.summary.output_tokens_per_s_per_user
-        joules = None if self.summary is None else self.summary.joules_per_token
-        return Judged(self.rate_rps, served, self.statistic("e2el", "mean"), per_user, joules)
+        return Judged(self.rate_rps, None, None) if self.summary is None else judged_of(self.summary, self.rate_rps)
+
+
+def judged_of(summary: SimulationSummary, rate_rps: float | None) -> Judged:
+    """Return the results of a simulation that objectives need, at the rate at which it was made."""
+    return Judged(
+        rate_rps=rate_rps,
+        output_tokens_per_s=summary.output_tokens_per_s,
+        e2el_s=summary.metrics["e2el"].mean,
+        tokens_per_s_per_user=summary.output_tokens_per_s_per_user,
+        joules_per_token=summary.joules_per_token,
+        makespan_s=summary.duration_s,
+        family_s=summary.metrics["family"].mean if "family" in summary.metrics else None,
+    )
 
 
 class CoursePoint(NamedTuple):

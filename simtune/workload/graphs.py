@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.arrays import Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -57,6 +58,11 @@ class FamilyGraph:
     def node_of(self) -> Ints:
         """Node of each member."""
         return np.repeat(np.arange(len(self.count)), self.count)
+
+    @property
+    def needed(self) -> NDArray[np.bool_]:
+        """True for each member that is never aborted, as its node is over only when all of its requests are."""
+        return np.repeat(np.equal(self.first, self.count), self.count)
 
     def parent_of(self, node: int, branch: int) -> int:
         """Return the member whose text a branch of a node continues; -1 for none."""

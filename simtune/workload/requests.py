@@ -95,13 +95,22 @@ class RequestStream:
         return np.arange(len(self)) if self.of_load is None else self.of_load
 
     @property
+    def needed(self) -> NDArray[np.bool_]:
+        """True for each request that is answered to the end; the others may be aborted when their node is over."""
+        return np.ones(len(self), dtype=bool) if self.graph is None else np.tile(self.graph.needed, self.arrivals)
+
+    @property
+    def arrivals(self) -> int:
+        """Number of arrivals: of families if there are some, else of requests."""
+        return len(self) if self.graph is None else len(self) // self.graph.size
+
+    @property
     def offered_rate_rps(self) -> float | None:
         """Mean arrival rate, of families if there are some; None for a closed loop and for a single instant."""
         if self.arrival_s is None or len(self) < 2:
             return None
         span = float(self.arrival_s[-1] - self.arrival_s[0])
-        arrivals = len(self) if self.graph is None else len(self) // self.graph.size
-        return (arrivals - 1) / span if span > 0 else None
+        return (self.arrivals - 1) / span if span > 0 else None
 
     def at_rate(self, rate_rps: float) -> RequestStream:
         """Return the same requests in the same pattern, stretched so that their mean rate is exactly rate_rps.

@@ -19,9 +19,20 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
-from simtune.specs.workload import Lognormal, Poisson, SharedPrefix, Slo, Workload
+from simtune.specs.workload import (
+    ClosedLoop,
+    FixedLength,
+    GraphNode,
+    Lognormal,
+    Poisson,
+    SharedPrefix,
+    Slo,
+    Workload,
+)
 from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
+from simtune.tuner.bounds.best_case import sustained_rps
+from simtune.tuner.bounds.floors import least_e2el_s, least_family_s, least_makespan_s
 from simtune.tuner.bounds.limits import of_statistics
 from simtune.tuner.bounds.windows import Jobs, first_come, of_each
 from simtune.tuner.space.candidates import Candidate
@@ -160,6 +171,9 @@ def test_no_simulation_is_better_than_its_bound(world: World) -> None:
         assert not world.meets_slo(bound.rps * factor)
     if bound.rps == 0:
         assert not world.meets_slo(offered / 1000)
+    floors = PlanBounds(deployment, stream)
+    assert least_makespan_s(floors) <= result.duration_s
+    assert least_e2el_s(floors) <= float(result.e2el_s.mean()) * (1 + 1e-9)
 
 
 # --- with tables ------------------------------------------------------------------------------------------
@@ -236,6 +250,85 @@ def test_classes_are_bounded_by_their_own_limits() -> None:
     _never_above(deployment, halves, Slo())
     relaxed = replace(halves, slos=(loose, loose))
     assert rate_bound(deployment, halves, Slo()).rps < rate_bound(deployment, relaxed, Slo()).rps
+
+
+# --- floors of latencies ----------------------------------------------------------------------------------
+
+
+def test_the_makespan_is_bounded_by_work_and_by_the_longest_request() -> None:
+    deployment = deployed(pool(instances=2))
+    at_once = stream_of([0.0] * 100, [100] * 100, [20] * 100)
+    least_s, took_s = least_makespan_s(PlanBounds(deployment, at_once)), deployment.simulate(at_once).duration_s
+    alone_s = least_makespan_s(PlanBounds(deployment, stream_of([0.0], [100], [20])))
+    assert 3 * alone_s < least_s <= took_s < 1.5 * least_s, "100 requests on 32 seats: their work is what takes long"
+    late = stream_of([0.0] * 99 + [60.0], [100] * 100, [20] * 100)
+    assert least_makespan_s(PlanBounds(deployment, late)) == pytest.approx(60 + alone_s)
+    apart = deployed(pool("prefill"), pool("decode"))
+    least_s, took_s = least_makespan_s(PlanBounds(apart, at_once)), apart.simulate(at_once).duration_s
+    assert 0.5 * took_s < least_s <= took_s
+
+
+def test_a_batch_in_a_closed_loop_is_bounded_by_its_work() -> None:
+    load = Workload(
+        name="load",
+        batch=True,
+        arrivals=ClosedLoop(users=40),
+        prompt=FixedLength(tokens=100),
+        output=FixedLength(tokens=20),
+    )
+    stream, deployment = build_stream(load, None, requests=200, seed=0), deployed(pool())
+    assert 0 < least_makespan_s(PlanBounds(deployment, stream)) <= deployment.simulate(stream).duration_s
+
+
+GRAPHS: dict[str, list[GraphNode]] = {
+    "fork and join": [
+        GraphNode(name="plan"),
+        GraphNode(name="branch", count=4, after=("plan",), inherits="plan", delay_s=0.5),
+        GraphNode(name="join", after=("branch",), reads=("branch",)),
+    ],
+    "first of several": [
+        GraphNode(name="try", count=6, first=2, output=Lognormal(mean_tokens=40, sigma=1.0, max_tokens=120)),
+        GraphNode(name="check", after=("try",), from_s=1.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("nodes", GRAPHS.values(), ids=GRAPHS)
+def test_bounds_hold_of_families(nodes: list[GraphNode], caching: bool) -> None:
+    load = Workload(
+        name="families",
+        arrivals=Poisson(rate_rps=5.0),
+        prompt=Lognormal(mean_tokens=40, sigma=0.5, max_tokens=90),
+        output=Lognormal(mean_tokens=15, sigma=0.5, max_tokens=40),
+        graph=tuple(nodes),
+    )
+    deployment = deployed(pool(max_model_len=1024, kv_cache={"prefix_caching": caching}), costs=None)
+    stream = build_stream(load, None, requests=60, seed=3)
+    result, floors = deployment.simulate(stream), PlanBounds(deployment, stream)
+    took_s = result.values("family")
+    assert (floors.family_s <= took_s).all()
+    assert 0 < least_family_s(floors) <= float(took_s.mean())
+    assert least_e2el_s(floors) <= float(result.values("e2el").mean())
+    assert least_makespan_s(floors) <= result.duration_s
+    # Members of later nodes arrive after their family, and some are aborted: no window holds their work.
+    bound = rate_bound(deployment, stream, Slo(e2el_s={"p90": float(np.percentile(result.values("e2el"), 90))}))
+    assert bound.rps > 5.0
+    at_once = stream.at_rate(1e6)
+    assert stream.arrivals / deployment.simulate(at_once).duration_s <= sustained_rps(deployment, stream)
+
+
+def test_a_family_that_takes_too_long_alone_is_ruled_out() -> None:
+    load = Workload(
+        name="families",
+        arrivals=Poisson(rate_rps=5.0),
+        prompt=FixedLength(tokens=40),
+        output=FixedLength(tokens=15),
+        graph=(GraphNode(name="ask"), GraphNode(name="tool", after=("ask",), delay_s=3.0)),
+    )
+    stream, deployment = build_stream(load, None, requests=40, seed=0), deployed(pool())
+    assert rate_bound(deployment, stream, Slo(family_s={"p90": 3.0})) == (0.0, "floor")
+    assert rate_bound(deployment, stream, Slo(family_s={"p90": 4.0})).rps == np.inf
 
 
 # --- the study that they come from ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_workload
-from simtune.specs.study import Confirmation
+from simtune.specs.study import Confirmation, StudyLimits
 from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
 from simtune.tuner.doubt.draw_spread import allowance, spread
@@ -22,7 +22,7 @@ from simtune.tuner.search.climb import LoadDraws, Simulation
 from simtune.tuner.search.confirm import highest_rung, num_draws
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import build_stream
-from tests.tuner.test_search import LOAD, question
+from tests.tuner.test_search import HARDWARE, LOAD, question
 
 DRAWS = Confirmation(draws=2, requests=1000)
 
@@ -138,5 +138,45 @@ def test_a_batch_is_searched_as_it_is() -> None:
     assert found.confirmed is not None
     assert (found.confirmed.requests, found.confirmed.lifetimes) == (60, None)
     assert Audit(certificate_of(found), found.question).run()
-    with pytest.raises(UsageError, match="is a batch; use objective e2el"):
-        optimize(asked(workload=load), jobs=1)
+    done = optimize(asked(workload=load, objective="makespan", slo=Slo()), jobs=1)
+    assert done.value == done.result.duration_s
+    assert done.chosen.reason.startswith("meets the SLO and is done after")
+    assert Audit(certificate_of(done), done.question).run()
+
+
+BATCH = LOAD.model_copy(update={"requests": 60, "batch": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workload": BATCH}, "objective goodput_per_gpu looks for a request rate, but workload load is a batch"),
+        ({"workload": BATCH, "objective": "gpus", "limits": StudyLimits(goodput=1.0)}, "limit goodput is on a request"),
+        ({"objective": "makespan"}, "workload load is no batch; set batch: true"),
+        ({"objective": "gpus", "limits": StudyLimits(makespan=9.0)}, "limit makespan is of a finite load"),
+        ({"workload": BATCH, "objective": "makespan", "requests": 100}, "is a batch of 60 requests; remove search"),
+    ],
+)
+def test_a_batch_has_no_rate_and_only_a_batch_has_a_makespan(given: dict[str, Any], message: str) -> None:
+    limits = given.get("limits", StudyLimits())
+    q = asked(**{key: value for key, value in given.items() if key != "limits"})
+    with pytest.raises(UsageError, match=message):
+        optimize(replace(q, study=q.study.model_copy(update={"limits": limits})), jobs=1)
+
+
+def test_the_cheapest_plan_that_is_done_in_time() -> None:
+    """All requests of a batch are simulated whatever the number of instances, and its price is of what is served."""
+    load = BATCH.model_copy(update={"requests": 400, "arrivals": FixedInterval(rate_rps=5000.0)})
+    q = asked(workload=load, objective="gpus", slo=Slo(), devices=8, confirm=Confirmation(draws=0))
+    done = {}
+    for most_s in (None, 12.0):
+        study = q.study.model_copy(update={"limits": StudyLimits(makespan=most_s)})
+        done[most_s] = optimize(replace(q, study=study), jobs=1)
+    assert (done[None].value, done[12.0].value) == (1, 2)
+    assert done[12.0].result.duration_s <= 12.0 < done[None].result.duration_s
+    assert len(done[12.0].result.stream) == 400
+    cheap = optimize(replace(q, study=q.study.model_copy(update={"objective": "usd_per_million_tokens"})), jobs=1)
+    price, served = HARDWARE.device.price_per_hour_usd, cheap.result.summary().output_tokens_per_s
+    assert price is not None
+    assert served is not None
+    assert cheap.value == pytest.approx(price * cheap.chosen.candidate.num_gpus / 3600 / served * 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
-from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.specs.workload import FixedInterval, Lognormal, Poisson, Slo, Workload
 from simtune.tuner.bounds.best_case import slo_bound
 from simtune.tuner.objectives import Judged, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
@@ -135,14 +136,15 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
             if higher <= sustained:
                 assert not _keeps(q, candidate, deployment, higher), (candidate.name, higher)
         return
-    offered = q.stream(candidate).offered_rate_rps
+    offered = 0.0 if q.workload.batch else q.stream(candidate).offered_rate_rps
     assert offered is not None
     result = q.watch(candidate, deployment, None)
     if any(tried.all_cores and not tried.met for tried in row.tried):
         result = deployment.simulate(q.stream(candidate), q.study.slo)
     if result.meets_slo and offered <= sustained:
         summary = result.summary()
-        judged = Judged(offered, summary.output_tokens_per_s, summary.metrics["e2el"].mean)
+        mean_s, makespan_s = summary.metrics["e2el"].mean, summary.duration_s
+        judged = Judged(offered, summary.output_tokens_per_s, mean_s, makespan_s=makespan_s)
         assert not objective.better(objective.value(facts, judged), tuned.bound, 1e-9), candidate.name
 
 
@@ -150,6 +152,16 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
 def test_no_plan_is_better_than_the_search_says(seed: int) -> None:
     simulated = check(random_question(seed, 4))
     assert simulated is None or simulated[0] <= simulated[1]
+
+
+@pytest.mark.parametrize(("seed", "objective"), [(0, "makespan"), (4, "makespan"), (7, "usd_per_million_tokens")])
+def test_no_plan_ends_a_batch_sooner_than_the_search_says(seed: int, objective: Any) -> None:
+    q = random_question(seed, 4)
+    load = q.workload.model_copy(update={"batch": True, "arrivals": FixedInterval(rate_rps=300.0)})
+    study = q.study.model_copy(update={"objective": objective, "slo": Slo()})
+    counts = check(replace(q, workload=load, study=study))
+    assert counts is not None
+    assert counts[0] < counts[1], "some plans are ruled out by their bounds"
 
 
 class Needless:

@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 from simtune.errors import Infeasible, UsageError
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
-from simtune.specs.workload import ClosedLoop, FixedLength, Lognormal, Poisson, RequestClass, Slo, Workload
+from simtune.specs.workload import (
+    ClosedLoop,
+    FixedLength,
+    Lognormal,
+    Poisson,
+    RequestClass,
+    SharedPrefix,
+    Slo,
+    Workload,
+)
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.doubt.robust import robust
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search import rate_sweep
 from simtune.tuner.search.best_first import SearchCourse, optimize
@@ -254,6 +264,24 @@ def test_the_bound_is_not_idle_talk() -> None:
     stream = q.stream(candidate)
     bound = Capacity(deployment.costs.tables, stream, 8192).rps(deployment.pools[0])
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_prefix_cache_lifts_the_capacity(caching: bool) -> None:
+    """Prompts of which most is shared: what the engine serves stays below the capacity, and comes near to it."""
+    prompts = {"prompt": FixedLength(tokens=2000), "shared_prefix": SharedPrefix(groups=2, tokens=1920)}
+    load = LOAD.model_copy(
+        update={"arrivals": Poisson(rate_rps=1e6), "requests": 600, "output": FixedLength(tokens=4), **prompts}
+    )
+    q = question(workload=load, tp=(1,), pp=(1,), devices=1, max_num_seqs=(64,), max_num_batched_tokens=(2048,),
+                 prefix_caching=(caching,))  # fmt: skip
+    (candidate,) = candidates(q)
+    cache = PlanCache(q, [candidate])
+    settled = cache.settled(candidate)
+    assert isinstance(settled, Candidate)
+    served = 600 / cache.deployment(settled).simulate(cache.stream(settled)).duration_s
+    assert 0.8 * cache.capacity(settled).rps < served <= cache.capacity(settled).rps
+    assert (served > 50) == caching
 
 
 def test_some_cores_stand_for_all() -> None:

@@ -20,29 +20,37 @@ from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Role
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
+from simtune.tuner.bounds.bounded_requests import BoundLoad
+from simtune.tuner.bounds.floors import FLOORS, Floor
 from simtune.tuner.bounds.windows import ROUNDING
 from simtune.workload.requests import RequestStream
 
 
 class PoolCapacity:
-    """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing."""
+    """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing.
 
-    def __init__(self, tables: StepTables, stream: RequestStream, role: Role, max_model_len: int) -> None:
+    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    """
+
+    def __init__(
+        self, tables: StepTables, stream: RequestStream, role: Role, max_model_len: int, *, caches: bool
+    ) -> None:
         self._role, self._costs = role, CostBounds(tables)
+        self._size = len(stream) / stream.arrivals
         if role != "decode":
             one_token = replace(stream, output_tokens=np.ones_like(stream.output_tokens))
-            self._capacity = Capacity(tables, one_token if role == "prefill" else stream, max_model_len)
+            self._capacity = Capacity(tables, one_token if role == "prefill" else stream, max_model_len, caches=caches)
             return
         self._lines, self._context_s = self._costs.linear_minorants(), self._costs.context_cost_s()
-        fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
-        prompt = np.where(fits, stream.prompt_tokens, 0).astype(float)
-        decodes = np.where(fits, np.maximum(stream.output_tokens - 1.0, 0), 0)
-        self._decodes = float(decodes.mean())
-        self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
+        load = BoundLoad(stream, max_model_len)
+        self._decodes, self._context = load.mean(load.decodes), load.mean(load.context)
+        self._private = load.mean(load.private) if caches else self._context
 
     def rps(self, pool: DeployedPool) -> float:
-        """Return the requests per second that no schedule on the cores of a pool can exceed."""
-        return self._capacity.rps(pool) if self._role != "decode" else self._decode_rps(pool)
+        """Return the arrivals per second, of requests or of families, that no schedule on the cores of a pool can
+        exceed."""
+        rps = self._capacity.rps(pool) if self._role != "decode" else self._decode_rps(pool)
+        return rps / self._size
 
     def _decode_rps(self, pool: DeployedPool) -> float:
         """Return the same for a decode pool, whose only work on prompts is to read their KV caches (see `Capacity`)."""
@@ -50,9 +58,11 @@ class PoolCapacity:
         shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape
         drafts, replicas = (0, 1) if shape is None else (shape.depth, max(1, shape.replicas))
         steps = self._decodes / (drafts + 1)
-        context = max(0.0, self._context - self._decodes * drafts / 2) / (drafts + 1)
+        context, private = (
+            max(0.0, tokens - self._decodes * drafts / 2) / (drafts + 1) for tokens in (self._context, self._private)
+        )
         kv_tokens = pool.memory.num_blocks // pp * pool.spec.kv_cache.block_size
-        iterations = max(steps / (batching.max_num_seqs // pp), context / kv_tokens)
+        iterations = max(steps / (batching.max_num_seqs // pp), private / kv_tokens)
         busy_s = max(c0 * iterations + c1 * self._decodes for c0, c1 in self._lines)
         busy_s += self._context_s * context + self._decodes * self._costs.head_cost_s()
         return replicas * pool.num_cores / busy_s if busy_s > 0 else float("inf")
@@ -69,7 +79,8 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
     for pool in deployment.pools:
         assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
         role = pool.spec.role
-        rates.append(PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len).rps(pool))
+        caches = pool.spec.kv_cache.prefix_caching
+        rates.append(PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len, caches=caches).rps(pool))
     return sum(rates) if all(pool.spec.role == "mixed" for pool in deployment.pools) else min(rates)
 
 
@@ -94,10 +105,10 @@ def slo_bound(
     return bound._replace(rps=bound.rps / of_seen * offered)
 
 
-def least_e2el_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
-    """Return the mean end-to-end latency (seconds) of requests that each have the deployment to themselves."""
+def least_s(floor: Floor, deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:
+    """Return a lower bound on a latency of a deployment (seconds); 0 if nothing is known of its costs."""
     bounds = PlanBounds(*_as_simulated(deployment, stream, cores))
-    return float((bounds.ttft_s + bounds.decode_s).mean()) if bounds.known else 0.0
+    return FLOORS[floor](bounds) if bounds.known else 0.0
 
 
 def least_tpot_s(deployment: Deployment, stream: RequestStream, cores: int | None = None) -> float:

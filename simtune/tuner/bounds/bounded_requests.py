@@ -25,6 +25,16 @@ class BoundLoad:
         self.context: Array = self.decodes * self.prompt + self.decodes * (self.decodes + 1) / 2
         """Context tokens that the decode steps of each request read, added up."""
 
+    def mean(self, values: Array) -> float:
+        """Return the mean of a value per request, as if requests that do not fit or may be aborted had none."""
+        return float(np.where(self.fits & self.stream.needed, values, 0.0).mean())
+
+    @property
+    def private(self) -> Array:
+        """Context tokens that are not those of a prefix which a cache may share."""
+        tokens: Array = np.maximum(self.context - self.decodes * self.could_share, 0.0)
+        return tokens
+
     @cached_property
     def could_hit(self) -> Ints:
         """Upper bound on the prompt tokens found in a prefix cache: shared ones, and at most all but one of the

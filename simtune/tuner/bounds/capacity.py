@@ -12,6 +12,9 @@ load and whatever the schedule, for at least
 where c0 + c1*m is any line below the step time as a function of the tokens m in the step, and c2 any number below the
 decode attention time per context token. More requests per second than cores / w pile up without end.
 
+With a prefix cache P leaves out what may be found in it, but for its attention to what is computed, and g / KV tokens
+what others may share.
+
 With drafts of at most K tokens a verification emits no more than K + 1: of its n decode steps a request keeps at least
 n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
 token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
@@ -25,27 +28,28 @@ import numpy as np
 from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
+from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.workload.requests import RequestStream
 
 
 class Capacity:
-    """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing."""
+    """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing.
 
-    def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int) -> None:
-        fits = stream.prompt_tokens + stream.output_tokens <= max_model_len
-        prompt = np.where(fits, stream.prompt_tokens, 0).astype(float)
-        output = np.where(fits, stream.output_tokens, 0).astype(float)
-        decodes = np.maximum(output - 1, 0)
-        self._decodes = float(decodes.mean())
-        self._tokens = float((prompt + decodes).mean())
-        self._context = float((decodes * prompt + decodes * (decodes + 1) / 2).mean())
+    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    """
+
+    def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int, *, caches: bool = False) -> None:
+        load = BoundLoad(stream, max_model_len)
+        hits = load.could_hit if caches else np.zeros(len(stream), dtype=np.int64)
+        self._decodes = load.mean(load.decodes)
+        self._tokens = load.mean(load.prompt - hits + load.decodes)
+        self._context = load.mean(load.context)
+        self._private = load.mean(load.private) if caches else self._context
         costs = CostBounds(tables)
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
-        self._other_s = (
-            float(costs.prefill_cost_s(stream.prompt_tokens[fits]).sum()) / len(fits)
-            + float(output.mean()) * costs.head_cost_s()
-        )
+        prefill_s = costs.prefill_cost_s(stream.prompt_tokens, hits)
+        self._other_s = load.mean(prefill_s) + load.mean(load.decodes + 1) * costs.head_cost_s()
 
     def rps(self, pool: DeployedPool) -> float:
         """Return the requests per second that no schedule on the cores of a pool can exceed."""
@@ -54,11 +58,13 @@ class Capacity:
         shape = None if pool.spec.speculation is None else pool.spec.speculation.scheme.shape
         drafts, replicas = (0, 1) if shape is None else (shape.depth, max(1, shape.replicas))
         decodes = self._decodes / (drafts + 1)
-        context = (self._context - self._decodes * drafts / 2) / (drafts + 1)
+        context, private = (
+            max(0.0, tokens - self._decodes * drafts / 2) / (drafts + 1) for tokens in (self._context, self._private)
+        )
         iterations = max(
             decodes / (batching.max_num_seqs // pp),
             self._tokens / batching.max_num_batched_tokens,
-            context / kv_tokens,
+            private / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
         return replicas * pool.num_cores / (linear_s + self._context_s * context + self._other_s)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import least_costs
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.results.result import statistic_of
 from simtune.sim.deployment import Deployment
 from simtune.sim.kv_links import first_token_of
 from simtune.sim.plan_parts import POLICY, ROUTER
@@ -84,12 +86,16 @@ class PlanBounds:
         offered = self.stream.offered_rate_rps
         if not self.known:
             return RateBound(float("inf"), "nothing")
+        if self._families_late(slo):
+            return RateBound(0.0, "floor")
+        if not self.needed.all():
+            return RateBound(float("inf"), "nothing")
         lines, means = of_statistics(self.stream, slo)
         late = [self._late_alone(line) for line in lines]
         missed = (int(alone.sum()) > line.allowed for alone, line in zip(late, lines, strict=True))
         if any(missed) or any(map(self._mean_missed, means)):
             return RateBound(0.0, "floor")
-        if offered is None:
+        if offered is None or not self.timed:
             return RateBound(float("inf"), "nothing")
         best = RateBound(below_rps, "nothing")
         for line, alone in zip(lines, late, strict=True):
@@ -103,18 +109,33 @@ class PlanBounds:
     def attainment(self, slo: Slo) -> float:
         """See `attainment_bound`."""
         fits = self.load.fits
-        if not self.known or not fits.any() or len({pool.max_model_len for pool in self.deployment.pools}) > 1:
+        if (
+            not self.known
+            or not fits.any()
+            or not self.needed.all()
+            or len({pool.max_model_len for pool in self.deployment.pools}) > 1
+        ):
             return 1.0
         limits = of_one_request(self.stream, slo)
         alone = self._late_alone(limits) & fits
         missed = int(alone.sum())
-        if self.stream.arrival_s is not None:
+        if self.timed:
             windows = [jobs.must_miss() for _, jobs in self._jobs(limits, ~alone & fits)]
             missed += max(windows, default=0)
             if self.first_come and fits.all():
                 late = self._ttft_in_order(1.0) > limits.ttft_s * (1 + ROUNDING) + ROUNDING
                 missed = max(missed, int((alone | late).sum()))
         return 1 - missed / int(fits.sum())
+
+    @property
+    def timed(self) -> bool:
+        """True if the stream states when each request arrives, and not only when its family or its user does."""
+        return self.stream.arrival_s is not None and self.stream.graph is None
+
+    @cached_property
+    def needed(self) -> NDArray[np.bool_]:
+        """True for each request that is answered to the end (`RequestStream.needed`)."""
+        return self.stream.needed
 
     # --- floors -----------------------------------------------------------------------------------------------
 
@@ -191,12 +212,34 @@ class PlanBounds:
         }[mean.metric]
         return float(least[mean.which].mean()) > mean.limit_s * (1 + ROUNDING)
 
+    @cached_property
+    def family_s(self) -> Array:
+        """Least seconds from the arrival of each family until its last node is over."""
+        graph = self.stream.graph
+        assert graph is not None
+        alone_s = (self.ttft_s + self.decode_s).reshape(-1, graph.size)
+        over_s: list[Array] = []
+        for node, (begin, count, first) in enumerate(zip(graph.begin, graph.count, graph.first, strict=True)):
+            waited_s = np.max([np.zeros(len(alone_s)), *(over_s[before] for before in graph.after[node])], axis=0)
+            sent_s = np.maximum(waited_s + graph.delay[node] / TICKS_PER_SECOND, graph.since[node] / TICKS_PER_SECOND)
+            # A node is over when the number of its requests that it needs are answered.
+            over_s.append(sent_s + np.sort(alone_s[:, begin : begin + count], axis=1)[:, first - 1])
+        longest: Array = np.max(over_s, axis=0) * (1 - ROUNDING)
+        return longest
+
+    def _families_late(self, slo: Slo) -> bool:
+        """True if families miss a limit even though each of their requests is alone."""
+        limits = [(statistic, limit_s) for metric, statistic, limit_s in slo.limits() if metric == "family"]
+        if self.stream.graph is None:
+            return False
+        return any(statistic_of(self.family_s, statistic) > limit_s for statistic, limit_s in limits)
+
     # --- windows ----------------------------------------------------------------------------------------------
 
     def _jobs(self, limits: SloLimits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
         """Yield each resource by name, with the work on it of the kept requests and the time limits that they must
         meet."""
-        if self.stream.arrival_s is None:
+        if not self.timed:
             return
         tpot_s = np.where(self.load.decodes > 0, limits.tpot_s, 0.0) * np.maximum(self.load.decodes, 1)
         finish_s = np.minimum(limits.ttft_s + tpot_s, limits.e2el_s)
@@ -205,7 +248,7 @@ class PlanBounds:
         counted = kept & np.isfinite(first)
         if counted.any():
             speeds = [pool.speed for pool in self.front]
-            shared = _as_one(speeds, [[pool.prefill_s] for pool in self.front], counted)
+            shared = combined(speeds, [[pool.prefill_s] for pool in self.front], counted)
             yield "prefill", self._competing(counted, nothing, first, *shared)
         counted = kept & np.isfinite(finish_s) & (self.load.decodes > 0) if self.back else kept & np.isfinite(finish_s)
         if counted.any():
@@ -214,10 +257,10 @@ class PlanBounds:
             pools = self.back or self.front
             lead = self.prompt_s + self.way_s if self.back else nothing
             totals = [pool.total_s(counted, longest) for pool in pools]
-            shared = _as_one([pool.speed for pool in pools], totals, counted)
+            shared = combined([pool.speed for pool in pools], totals, counted)
             yield "resources", self._competing(counted, lead, finish_s, *shared)
             if self.ways:
-                shared = _as_one([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
+                shared = combined([way.links for way in self.ways], [[way.sending_s] for way in self.ways], counted)
                 transfer_slack_s = finish_s - self.steps_s
                 yield "link", self._competing(counted, self.prompt_s, transfer_slack_s, *shared)
 
@@ -241,7 +284,7 @@ class PlanBounds:
         plan = self.deployment.plan
         weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
         dealt = ROUTER.find(plan.router.kind).deals_in_turn and not weighted
-        return self.known and dealt and self.stream.arrival_s is not None and all(in_order)
+        return self.known and dealt and self.timed and all(in_order)
 
     @cached_property
     def _cores(self) -> tuple[list[Ints], Array, Array]:
@@ -317,7 +360,7 @@ def _bisected(fails: Callable[[float], bool], start: float, high: float, best: R
     return RateBound(high, "order of arrival")
 
 
-def _as_one(
+def combined(
     speeds: Sequence[float], works: Sequence[Sequence[Array]], counted: NDArray[np.bool_]
 ) -> tuple[Sequence[Array], float]:
     """Combine works and speeds of several pools into those of one.

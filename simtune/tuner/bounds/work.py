@@ -114,8 +114,8 @@ class PoolWork:
     def prefill_floor_s(self) -> Array:
         """Least seconds from arrival to first token of a request that is alone."""
         tokens, least = self.load.prompt - self.hits, self.least
-        threshold = self.pool.spec.batching.long_prefill_token_threshold or self.budget
-        chunks = np.ceil(tokens / min(threshold, self.budget))
+        # A long_prefill_token_threshold does not cut the prompt of a request that is alone.
+        chunks = np.ceil(tokens / self.budget)
         gpu = self._linear_s(chunks, tokens) + self.attention_s - least.head_s + least.least_head_s
         floor: Array = np.maximum(gpu, chunks * (least.shortest_s + least.after_s))
         return floor

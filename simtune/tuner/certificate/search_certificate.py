@@ -24,7 +24,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
 from simtune.tuner.bounds.relaxation import Worths
-from simtune.tuner.objectives import Miss, Objective, RateObjective
+from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
@@ -104,6 +104,7 @@ class ConfirmedOnDraws(Record):
     draws: Count
     requests: Count = Field(description="that were simulated in each, at least")
     lifetimes: NonNegative | None = Field(description="that each lasts, at least; null without a rate")
+    values: Seq[float] = Field((), description="the objective on each, where the load is given")
 
     @classmethod
     def of(cls, confirmed: Confirmed | None) -> ConfirmedOnDraws | None:
@@ -470,16 +471,13 @@ class Audit:
         if [*sorted(fresh)] != [*draws]:
             self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
-        findings = [self._finding(bounded_candidate, fresh[draw]) for draw in draws]
-        short = not self.question.workload.batch and any(
-            finding.summary.requests < confirm.requests for finding in findings
-        )
-        if findings and (
-            short
-            or not all(finding.met for finding in findings)
-            or judged_together(self.question, findings).confirmed is None
-        ):
+        findings = tuple(self._finding(bounded_candidate, fresh[draw]) for draw in draws)
+        confirmed = _confirmed_by(self.question, bounded_candidate.facts, rate, findings)
+        if findings and confirmed is None:
             self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
+        claimed = self.certificate.confirmed
+        if claimed is not None and confirmed is not None and not _all_near(claimed.values, confirmed.values):
+            self.problems.append(f"{fate.plan}: values on fresh draws are {confirmed.values}, not {claimed.values}")
 
     def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on all its cores, and on the fresh draws."""
@@ -524,6 +522,21 @@ def _near(claimed: Any, computed: Any) -> bool:
     return bool(claimed == computed)
 
 
+def _all_near(claimed: Seq[float], computed: Seq[float]) -> bool:
+    """True if two rows of values are equal, except for rounding."""
+    return len(claimed) == len(computed) and all(map(_near, claimed, computed))
+
+
+def _confirmed_by(
+    question: Question, facts: PlanFacts, rate_rps: float | None, findings: Seq[SimulationFinding]
+) -> Confirmed | None:
+    """Return what simulations on fresh draws confirm; None if one is too short or misses the SLO."""
+    requests = 0 if question.workload.batch else question.study.search.confirm.requests
+    if not findings or not all(finding.met and finding.summary.requests >= requests for finding in findings):
+        return None
+    return judged_together(question, facts, rate_rps, findings).confirmed
+
+
 def _decisive(fate: PlanFate) -> Seq[Tried]:
     """Return the simulation that decides the bound of a plan; empty if there is none.
 
@@ -531,7 +544,8 @@ def _decisive(fate: PlanFate) -> Seq[Tried]:
     breaks a limit of the study, that at the highest rate that met the SLO.
     """
     if any(attempt.rate_rps is None for attempt in fate.simulated):
-        return fate.simulated[-1:]
+        # A fresh draw on which the plan keeps the SLO decides nothing of the draw of the search.
+        return tuple(attempt for attempt in fate.simulated if not attempt.draw or not attempt.met)[-1:]
     met = [attempt for attempt in fate.simulated if attempt.met]
     if fate.best is None and met:
         return (max(met, key=_rate),)

@@ -64,8 +64,9 @@ class RivalPlan:
     weight: float = 1.0
     """Divisor of the rate: GPUs, or dollars per hour. If the load is given and cost is compared, the cost of the
     plan."""
-    worth: Literal["rate", "e2el", "weight"] = "rate"
-    """Value of which more is better: rate / weight, 1 / mean E2EL, or 1 / weight; 0 if the SLO is missed."""
+    worth: Literal["rate", "weight", "e2el", "makespan", "family", "joules_per_token"] = "rate"
+    """Value of which more is better: rate / weight, 1 / weight, or 1 over the mean E2EL, the makespan, the mean latency
+    of a family or the energy of an output token; 0 if the SLO is missed."""
     cores: int | None = None
     """Engine cores that are simulated for all of them; None for all."""
 
@@ -234,9 +235,10 @@ class _InWorld:
         if rate is not None:
             return self._highest_rate(deployment, rate, cores, sustained) / weight
         result = deployment.simulate(self.stream, self.slo, cores=cores, seed=self.seed)
-        if not result.meets_slo or sustained < (self.stream.offered_rate_rps or 0.0):
+        offered = 0.0 if self.stream.batch else self.stream.offered_rate_rps or 0.0
+        if not result.meets_slo or sustained < offered:
             return 0.0
-        return 1 / weight if worth == "weight" else 1 / float(np.nanmean(result.e2el_s))
+        return 1 / (weight if worth == "weight" else _AT_GIVEN_LOAD[worth](result))
 
     def _highest_rate(self, deployment: Deployment, near: float, cores: int | None, sustained: float) -> float:
         """Return the highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are, and not above the
@@ -252,6 +254,15 @@ class _InWorld:
 
         rung = highest(meets, math.floor(math.log(near) / math.log(step) + 1e-9))
         return 0.0 if rung is None else step**rung
+
+
+_AT_GIVEN_LOAD: dict[str, Callable[[Result], float]] = {
+    "e2el": lambda result: float(np.nanmean(result.e2el_s)),
+    "makespan": lambda result: result.duration_s,
+    "family": lambda result: float(result.values("family").mean()),
+    "joules_per_token": lambda result: result.summary(noise=False).joules_per_token or math.inf,
+}
+"""Value of a run at the given load by the `worth` of a rival, of which less is better."""
 
 
 def highest(meets: Callable[[int], bool], near: int) -> int | None:

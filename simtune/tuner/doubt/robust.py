@@ -12,7 +12,7 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence
-from simtune.tuner.objectives import MeanLatency, RateObjective
+from simtune.tuner.objectives import FamilyLatency, JoulesPerToken, Makespan, MeanLatency, RateObjective
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import LOWEST
 from simtune.tuner.trial import Trial, Tuned
@@ -94,13 +94,19 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     question, candidate = tuned.question, trial.candidate
     deployment = question.deploy(candidate, tuned.deployment.max_model_len)
     # As many requests as the chosen plan was reported on: a shorter load ends before an overload is felt.
-    stream = question.draws.stream(max(question.num_requests(candidate), len(tuned.result.stream)), 0)
+    stream = question.draws.stream(max(question.num_requests(candidate), tuned.result.stream.arrivals), 0)
     facts, objective = question.facts(candidate, stream), question.objective
     contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
     if isinstance(objective, RateObjective):
         return replace(contender, rate_rps=_near_rps(question, trial), weight=1 / objective.worth(facts))
     if isinstance(objective, MeanLatency):
         return replace(contender, worth="e2el")
+    if isinstance(objective, FamilyLatency):
+        return replace(contender, worth="family")
+    if isinstance(objective, Makespan):
+        return replace(contender, worth="makespan")
+    if isinstance(objective, JoulesPerToken):
+        return replace(contender, worth="joules_per_token")
     weight = trial.best if trial.summary is None else objective.value(facts, trial.judged)
     assert weight is not None
     return replace(contender, weight=weight, worth="weight")

@@ -12,10 +12,10 @@ as the world that is stretched by
     u = log sum_k w_k exp(s_k z_k)
 
 w_k the share of kind k in the steps that the metric is made of: those that decode, each as often as it decodes
-requests, for TPOT; those with prompt tokens for TTFT; both for E2EL. Time that is neither kernel nor collective has its
-share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in their latencies;
-this doubt is stated with the probability, and so is that of the interpolation. The estimate is compared with a
-simulation of every world by `benchmarks/tuner/test_slo_probability.py`.
+requests, for TPOT; those with prompt tokens for TTFT; both for E2EL and families. Time that is neither kernel nor
+collective has its share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in
+their latencies; this doubt is stated with the probability, and so is that of the interpolation. The estimate is
+compared with a simulation of every world by `benchmarks/tuner/test_slo_probability.py`.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ _MADE_OF: dict[str, Callable[[SampledStep], float]] = {
     "ttft": lambda step: float(bool(step.chunks)),
     "tpot": lambda step: float(step.num_decodes),
     "e2el": lambda step: float(step.num_decodes + len(step.chunks)),
+    "family": lambda step: float(step.num_decodes + len(step.chunks)),
 }
 """Weight of a step in a metric."""
 
@@ -338,7 +339,11 @@ class _FewWorlds:
         show it."""
         result = self.tuned.result
         offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
-        return math.inf if offered is None else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+        return (
+            math.inf
+            if offered is None or result.stream.batch
+            else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
+        )
 
     @property
     def piling_up(self) -> dict[float, list[float]]:

@@ -28,6 +28,7 @@ from simtune.tuner.objectives import Miss, RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed
@@ -159,6 +160,8 @@ class BestFirst:
             while not self._confirm():
                 self._reopen()
                 self._decide_all()
+            if self.confirmed is not None:
+                self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
             for label in self.question.labels:
                 self._show(label)
         except KeyboardInterrupt:
@@ -331,8 +334,6 @@ class BestFirst:
         self._judge(plan, None)
         self.best = best or self.best
 
-    # --- the end ------------------------------------------------------------------------------------------
-
     def _close(self, why: str) -> None:
         """Write into the rows of all open plans why they were not simulated."""
         leader, value = (None, 0.0) if self.best is None else (self.best.row, self.value(self.best))
@@ -389,8 +390,6 @@ class BestFirst:
 
     def _feasible(self) -> list[BoundedCandidate]:
         return [plan for plan in self.plans if plan.row.status == "feasible"]
-
-    # --- what is confirmed --------------------------------------------------------------------------------
 
     def _confirm(self) -> bool:
         """Confirm the best plan on fresh draws, then on all its cores instead of some.

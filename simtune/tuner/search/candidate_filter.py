@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
-from simtune.tuner.bounds.best_case import least_e2el_s, most_favourable, slo_bound
-from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
+from simtune.tuner.bounds.best_case import least_s, most_favourable, slo_bound
+from simtune.tuner.bounds.floors import Floor
+from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import SimulationFinding
@@ -33,11 +34,11 @@ class BoundedCandidate:
     """Bound on the objective."""
     sign: int
     """1 if more of the objective is better, -1 if less is."""
-    e2el_s: float = 0.0
-    """Lower bound on the mean end-to-end latency, in seconds."""
     missed: Miss | None = None
     """Simulation at the lowest rate at which the plan missed the SLO; None if there was none."""
 
+    floors_s: dict[Floor, float] = field(default_factory=dict)
+    """Lower bounds on latencies, in seconds, as they are computed."""
     given_up: bool = False
     """True if fresh draws leave it no rate that is better than that of a confirmed plan."""
 
@@ -50,6 +51,14 @@ class BoundedCandidate:
     def candidate(self) -> Candidate:
         """Candidate of the plan."""
         return self.row.candidate
+
+    def bound_of(self, objective: Objective, rate_rps: float) -> float:
+        """Return a value of an objective that is no worse than anything the plan can reach at up to a rate."""
+        floor = objective.floor
+        if floor is not None and floor not in self.floors_s:
+            stream = self.plan_cache.stream(self.candidate)
+            self.floors_s[floor] = least_s(floor, self.deployment, stream, SAMPLED_CORES)
+        return objective.best(self.facts, rate_rps, 0.0 if floor is None else self.floors_s[floor])
 
     @property
     def bound_rps(self) -> float:
@@ -119,12 +128,8 @@ class CandidateFilter:
         bound = self.plan_cache.capacity(settled)
         blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
         row = Trial(settled, "pruned", "", blocks, bound.rps, bound.by)
-        stream, objective = self.plan_cache.stream(settled), self.question.objective
-        bounded_candidate = BoundedCandidate(
-            row, self.plan_cache, self.question.facts(settled, stream), 0.0, objective.sign
-        )
-        if self.question.objective.name == "e2el":
-            bounded_candidate.e2el_s = least_e2el_s(bounded_candidate.deployment, stream, SAMPLED_CORES)
+        stream, sign = self.plan_cache.stream(settled), self.question.objective.sign
+        bounded_candidate = BoundedCandidate(row, self.plan_cache, self.question.facts(settled, stream), 0.0, sign)
         self._weigh(bounded_candidate)
         return row if row.reason else bounded_candidate
 
@@ -183,7 +188,7 @@ class CandidateFilter:
         stream = self.plan_cache.stream(bounded_candidate.candidate)
         offered = None if stream.batch else stream.offered_rate_rps
         rate = bounded_candidate.bound_rps if objective.searches_rate or offered is None else offered
-        bounded_candidate.best = objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
+        bounded_candidate.best = bounded_candidate.bound_of(objective, rate)
         row.best = None
         if bounded_candidate.bound_rps <= 0:
             alone = ", even where no request has another beside it" if row.bounded_by == "floor" else ""
@@ -198,7 +203,7 @@ class CandidateFilter:
 
     def _beyond_limits(self, bounded_candidate: BoundedCandidate, rate: float) -> str:
         for limit in self.question.limits:
-            best = limit.objective.best(bounded_candidate.facts, rate, bounded_candidate.e2el_s)
+            best = bounded_candidate.bound_of(limit.objective, rate)
             if wrong := limit.violated(best):
                 return f"at best {wrong}"
         return ""

@@ -21,14 +21,14 @@ from simtune.results.steady import needed_for
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
-from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
 from simtune.tuner.search.draws import MOST_REQUESTS
 from simtune.tuner.search.evaluator import Evaluator
-from simtune.tuner.trial import Attempt, Confirmed
+from simtune.tuner.trial import Attempt, Confirmed, judged_of
 
 ENOUGH_LIFETIMES = 25
 OVERLOAD = 0.01
@@ -59,12 +59,13 @@ class FreshDraws:
         """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
         up, repeat with longer ones."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
-        verdict = self._on_draws(plan, rate_rps, requests)
+        verdict = self.on_draws(plan, rate_rps, requests)
         if verdict.confirmed is None and not verdict.missed and requests < most:
-            return self._on_draws(plan, rate_rps, most)
+            return self.on_draws(plan, rate_rps, most)
         return verdict
 
-    def _on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
+    def on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
+        """Simulate a plan on one draw of a number of requests after the other, until one misses the SLO."""
         findings: list[SimulationFinding] = []
         for draw in range(1, 1 + self._draws):
             finding = self._simulated(plan, rate_rps, draw, requests)
@@ -73,7 +74,7 @@ class FreshDraws:
                     None, f"on another draw of the requests: {finding.reason}", finding.summary.requests
                 )
             findings.append(finding)
-        return judged_together(self._question, findings)
+        return judged_together(self._question, plan.facts, rate_rps, findings)
 
     def _simulated(self, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int) -> SimulationFinding:
         task = draw_task(self._question, plan, rate_rps, draw, requests)
@@ -92,7 +93,7 @@ class FreshDraws:
         rate = rate_rps if summary is None or rate_rps is not None else summary.offered_rate_rps
         felt = question.num_requests(plan.candidate, MOST_REQUESTS) if rate is None else felt_after_s(question) * rate
         simulated = question.simulated_instances(plan.candidate) / plan.candidate.pools[0].instances
-        needed_requests = max(_lasting(summary), felt * simulated)
+        needed_requests = max(question.arrivals(_lasting(summary)), felt * simulated)
         return question.num_requests(plan.candidate, max(least, math.ceil(min(MOST_REQUESTS, needed_requests))))
 
 
@@ -142,7 +143,9 @@ def _objectives(question: Question) -> list[Slo]:
     return [question.study.slo if item.slo is None else item.slo for item in question.workload.classes]
 
 
-def judged_together(question: Question, findings: Sequence[SimulationFinding]) -> DrawsVerdict:
+def judged_together(
+    question: Question, facts: PlanFacts, rate_rps: float | None, findings: Sequence[SimulationFinding]
+) -> DrawsVerdict:
     """Return the joint verdict of draws on each of which a plan keeps the SLO: whether they show that it keeps up as
     well."""
     strays = [finding.wander for finding in findings if finding.wander is not None]
@@ -151,7 +154,15 @@ def judged_together(question: Question, findings: Sequence[SimulationFinding]) -
     if not felt and strays and sum(strays) / len(strays) > STRAYS[min(3, len(strays))]:
         return DrawsVerdict(None, f"is not shown to be kept up with by {len(strays)} draws of {count:,} requests")
     lifetimes = [f.summary.lifetimes for f in findings if f.summary.lifetimes is not None]
-    return DrawsVerdict(Confirmed(len(findings), count, min(lifetimes, default=None)), "")
+    objective, summaries = question.objective, [finding.summary for finding in findings]
+    values = (
+        ()
+        if objective.searches_rate
+        else tuple(
+            objective.value(facts, judged_of(summary, rate_rps or summary.offered_rate_rps)) for summary in summaries
+        )
+    )
+    return DrawsVerdict(Confirmed(len(findings), count, min(lifetimes, default=None), values), "")
 
 
 def num_draws(question: Question) -> int:
@@ -197,6 +208,8 @@ class Confirmer:
         self.question, self.plan_cache = question, plan_cache
         self.step = 1 + question.study.search.rate_tolerance
         self._fresh = FreshDraws(question, evaluator)
+        self._confirmed: dict[int, Confirmed] = {}
+        """Draws of plans that were compared with a confirmed one, by the identity of the plan."""
 
     def confirm(self, plan: BoundedCandidate, leader: ConfirmedPlan | None) -> ConfirmedPlan | None:
         """Return a plan with the highest rate that holds, and write what is found into its row.
@@ -209,6 +222,23 @@ class Confirmer:
             value = self.question.objective.value(leader.plan.facts, leader.plan.row.judged)
         verdict = self._on_fresh_draws(plan, value)
         return None if verdict is None else self._on_all_cores(plan, verdict.confirmed)
+
+    def values_on_draws(self, plan: BoundedCandidate, requests: int) -> tuple[float, ...]:
+        """Return the objective of a plan at the given load on each fresh draw, of which its simulated cores receive
+        `requests` requests; empty if these do not confirm it."""
+        question, row = self.question, plan.row
+        verdict = self._fresh.on_draws(plan, None, question.num_requests(plan.candidate, question.arrivals(requests)))
+        if verdict.confirmed is None:
+            if verdict.missed:
+                row.status, row.reason, row.best = "infeasible", verdict.reason, None
+            return ()
+        self._confirmed[id(plan)] = verdict.confirmed
+        row.drawn = verdict.confirmed.values
+        return row.drawn
+
+    def on_all_cores(self, plan: BoundedCandidate) -> ConfirmedPlan | None:
+        """Return a plan that fresh draws have confirmed; None if it misses the SLO on all its cores."""
+        return self._on_all_cores(plan, self._confirmed[id(plan)])
 
     def _on_fresh_draws(self, plan: BoundedCandidate, leader: float | None) -> DrawsVerdict | None:
         """Return the verdict of fresh draws at the highest rate that holds, which becomes the plan's own.
@@ -223,6 +253,7 @@ class Confirmer:
             if verdict.confirmed is None:
                 row.status, row.reason, row.best = "infeasible", verdict.reason, None
                 return None
+            row.drawn = verdict.confirmed.values
             return verdict
         assert row.rate_rps is not None
         highest, verdicts = row.rate_rps, dict[int, DrawsVerdict]()
@@ -260,7 +291,7 @@ class Confirmer:
         """Simulate all cores of a plan on the draw of the search; return None if it misses the SLO."""
         question, objective, row = self.question, self.question.objective, best.row
         rate, summary = row.rate_rps if objective.searches_rate else None, row.summary
-        requests = question.requests if summary is None else max(question.requests, summary.requests)
+        requests = question.requests if summary is None else max(question.requests, question.arrivals(summary.requests))
         deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
         stream = question.stream(best.candidate, rate, requests)
         result = deployment.simulate(stream, question.study.slo, record=True)
@@ -269,9 +300,11 @@ class Confirmer:
             # Judge with the margin of the study, but report the result as predicted.
             judged = best.deployment.simulate(stream, question.study.slo)
         row.simulations += 1
-        row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=len(stream)))
+        row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=stream.arrivals))
         if judged.meets_slo:
             row.take(result.summary(), rate)
+            if not objective.searches_rate:
+                row.best = objective.value(best.facts, row.judged)
             return ConfirmedPlan(best, deployment, result, draws)
         if isinstance(objective, RateObjective) and row.rate_rps is not None:
             self._missed(best, Miss(row.rate_rps, len(stream)))

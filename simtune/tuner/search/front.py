@@ -160,7 +160,11 @@ class FrontSearch:
             finding = self._simulated(runner, rate, target, self._next(number, load, target))
             if finding.used is not None:
                 findings.append((runner.plan, finding))
-            point = self._on_every_core(runner, load, finding.summary.requests) if finding.met else None
+            point = (
+                self._on_every_core(runner, load, self.question.arrivals(finding.summary.requests))
+                if finding.met
+                else None
+            )
             if point is not None and self._beats(point, best) and self._holds(runner, load):
                 best = runner.points[load] = point
             elif not runner.plan.row.reason:
@@ -244,7 +248,7 @@ class FrontSearch:
             output_tokens_per_s_per_user=per_user,
             ttft_p99_s=summary.metrics["ttft"].p99,
             tpot_p99_s=summary.metrics["tpot"].p99,
-            requests=len(result.stream),
+            requests=result.stream.arrivals,
         )
 
     def _on_all_cores(self, deployment: Deployment, rate: float, requests: int, record: bool = False) -> Result:

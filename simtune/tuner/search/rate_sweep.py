@@ -55,7 +55,8 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """
     question = tuned.question
     chosen_rps = tuned.chosen.rate_rps if question.searches_rate else None
-    most = question.requests if tuned.confirmed is None else max(question.requests, tuned.confirmed.requests)
+    confirmed = 0 if tuned.confirmed is None else question.arrivals(tuned.confirmed.requests)
+    most = max(question.requests, confirmed)
     loads = () if chosen_rps is None else tuple((f * chosen_rps, _requests(most, f)) for f in FRACTIONS)
     tasks = [_SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]]
     tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != chosen_rps), judged=False)

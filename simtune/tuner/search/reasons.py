@@ -17,6 +17,10 @@ def praise(row: Trial, question: Question, value: float) -> str:
         return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {value:.4g} {objective.unit}"
     if objective.name == "e2el":
         return f"meets the SLO with a mean end-to-end latency of {value:.4g} s"
+    if objective.name == "family":
+        return f"meets the SLO with a mean latency of a family of {value:.4g} s"
+    if objective.name == "makespan":
+        return f"meets the SLO and is done after {value:.4g} s"
     if objective.name == "gpus":
         return f"meets the SLO on {plural(row.candidate.num_gpus, 'GPU')}"
     return f"meets the SLO at {value:.4g} {objective.unit}"
@@ -62,6 +66,12 @@ def ranked(rows: list[Trial], best: Trial, question: Question, values: Mapping[i
 
 def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, float]) -> str:
     objective, value, chosen = question.objective, values[id(row)], values[id(best)]
+    if row.drawn and best.drawn and row.drawn != best.drawn:
+        value, chosen = (sum(by_draw) / len(by_draw) for by_draw in (row.drawn, best.drawn))
+        return (
+            f"{value:.4g} {objective.unit} on the mean of {len(row.drawn)} fresh draws, "
+            f"{abs(value / chosen - 1):.1%} {'less' if objective.sign > 0 else 'more'} than the chosen plan"
+        )
     if objective.name == "gpus":
         more = row.candidate.num_gpus - best.candidate.num_gpus
         return f"needs {plural(more, 'GPU')} more" if more else "as many GPUs, and found later"
@@ -69,6 +79,8 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
         return f"{value:.4g} {objective.unit}, {1 - value / chosen:.1%} less than the chosen plan"
     if objective.name == "e2el":
         return f"mean end-to-end latency {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
+    if objective.name == "makespan":
+        return f"is done after {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
     return f"{value:.4g} {objective.unit}, {value / chosen - 1:.1%} more than the chosen plan"
 
 

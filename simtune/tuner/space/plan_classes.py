@@ -52,13 +52,15 @@ class PlanClasses:
         """Return (plans that are in no class, plans of each class, by the roles and GPU types of their pools).
 
         A plan of one pool needs no programme to be bounded. There are no classes if the objective is not one of rates
-        and costs, if the study fixes a pool, or if requests come only when others are answered.
+        and costs, if the study fixes a pool, if requests come only when others are answered, or for
+        a batch, whose rate need not be kept up with.
         """
         every, question = list(candidates), self._question
         together = [candidate for candidate in every if len(candidate.pools) > 1]
         if not together or question.objective.aim is None or question.study.fixed:
             return every, {}
-        if self._plan_cache.stream(together[0]).offered_rate_rps is None:
+        stream = self._plan_cache.stream(together[0])
+        if stream.offered_rate_rps is None or stream.batch:
             return every, {}
         return [candidate for candidate in every if len(candidate.pools) == 1], _by(_types, together)
 
@@ -96,7 +98,7 @@ class PlanClasses:
             reason = (
                 f"no allocation of its instances serves more than {serves:.4g} requests/s; {offered:.4g} are offered"
             )
-        best = objective.of_allocation(amount, offered * float(stream.output_tokens.mean()))
+        best = objective.of_allocation(amount, offered * float(stream.output_tokens.sum()) / stream.arrivals)
         return PlanClass(name, tuple(candidates), worths, None if reason else best, reason)
 
     def programme(self, candidates: Sequence[Candidate]) -> Relaxation:
