@@ -31,7 +31,7 @@ def step_times(deployment: Deployment, result: Result) -> tuple[StepTime, ...]:
         if isinstance(pool.costs, OwnCosts):
             # The parts of such steps are not known.
             continue
-        model = StepModel(deployment.model, pool.hardware, pool.spec)
+        model = deployment.step_model(pool)
         provenance = _provenance(model)
         for label, batch in _typical(pool.spec, _decode_batch(result, pool.spec.name), context, longest):
             parts = tuple(

@@ -82,7 +82,11 @@ class Deployment:
     def estimated(self) -> list[str]:
         """Operators that no table covers; their times are estimated from the data sheet."""
         modelled = [pool for pool in self.pools if not isinstance(pool.costs, plan_parts.OwnCosts)]
-        return sorted({name for p in modelled for name in StepModel(self.model, p.hardware, p.spec).estimated})
+        return sorted({name for pool in modelled for name in self.step_model(pool).estimated})
+
+    def step_model(self, pool: DeployedPool) -> StepModel:
+        """Return the model of the steps of a pool; a pool with costs of its own has none that is used."""
+        return StepModel(self.model, pool.hardware, pool.spec)
 
     @property
     def drafting(self) -> dict[str, Drafting]:

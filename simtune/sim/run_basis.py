@@ -52,7 +52,7 @@ def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[Sample
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if not steps or isinstance(pool.costs, OwnCosts):
             continue
-        model, some = StepModel(deployment.model, pool.hardware, pool.spec), evenly(steps, STEPS)
+        model, some = deployment.step_model(pool), evenly(steps, STEPS)
         columns = _seconds_by_kind(model, some)
         for at, step in enumerate(some):
             by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}

@@ -349,7 +349,7 @@ class Side:
         return {**parts, REST: max(0.0, latency - sum(parts.values()))}
 
     def _of_pool(self, pool: DeployedPool, result: Result, context: float, outputs: float) -> dict[str, float]:
-        model = StepModel(self.model, pool.hardware, pool.spec)
+        model = self.deployment.step_model(pool)
         parts: dict[str, float] = {}
         if pool.spec.role != "decode":
             prompt = round(float(result.stream.prompt_tokens.mean()))
