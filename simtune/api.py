@@ -363,14 +363,19 @@ def load_question(
     target = load_model(target) if isinstance(target, str) else target
     engine = None if study.engine is None else beside(folder, study.engine)
     # By its path from the present folder: plans name it, and are read from there.
-    study = study.model_copy(update={"engine": engine})
+    fixed_pools = [
+        pool if pool.engine is None else pool.model_copy(update={"engine": beside(folder, pool.engine)})
+        for pool in study.fixed
+    ]
+    study = study.model_copy(update={"engine": engine, "fixed": tuple(fixed_pools)})
     study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
     preset = None if engine is None else load_engine(engine)
-    return Question(study, target, profiles, requests, trace, drafts, fixed, preset)
+    own_kernels = _fixed_hardware(study, hardware, folder)
+    return Question(study, target, profiles, requests, trace, drafts, fixed, preset, own_kernels)
 
 
 def _hardware_of(
@@ -387,6 +392,20 @@ def _hardware_of(
     profile = load_kernels(hardware, engine) if isinstance(hardware, str) else hardware
     entry = study.hardware[0].model_copy(update={"profile": profile.name})
     return study.model_copy(update={"hardware": (entry,)}), (profile,)
+
+
+def _fixed_hardware(study: Study, hardware: str | Hardware | None, folder: Path) -> dict[str, Hardware]:
+    """Return the hardware of the fixed pools under another engine than the study's, by the name of the pool."""
+    profiles = {}
+    for pool in study.fixed:
+        if pool.engine is not None and pool.engine != study.engine:
+            profile = beside(folder, pool.hardware) if hardware is None else hardware
+            profiles[pool.name] = (
+                load_kernels(profile, pool.engine)
+                if isinstance(profile, str)
+                else for_engine(profile, load_engine(pool.engine).family)
+            )
+    return profiles
 
 
 def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None) -> Draft:

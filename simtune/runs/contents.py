@@ -432,7 +432,7 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
     contexts = Contexts.of(question.stream(candidate))
     # The pool that decodes.
     pool = tuned.deployment.plan.pools[-1]
-    hardware = question.profiles[candidate.decoding.shape.gpu]
+    hardware = question.hardware_of(candidate.decoding)
     try:
         best = schedule(draft, question.model, hardware, pool, contexts, MAX_NODES)
     except Infeasible:

@@ -220,34 +220,35 @@ def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None 
     return Plan.from_document(with_engines(document), check)
 
 
-def with_engines(document: yamlfile.Document) -> yamlfile.Document:
+def with_engines(document: yamlfile.Document, key: str = "pools", folder: Path = Path()) -> yamlfile.Document:
     """Return a plan's document in which settings that a pool leaves out are those of its engine; pools without an
-    engine are unchanged.
+    engine are unchanged. `key` has the pools, `fixed` in a study, whose names that are paths are relative to `folder`.
 
     The engine's settings are those for the plan's model on the pool's hardware. Errors in the plan itself are reported
     when the plan is read.
     """
     data = document.data
-    pools = data.get("pools") if isinstance(data, dict) else None
+    pools = data.get(key) if isinstance(data, dict) else None
     if not isinstance(pools, list):
         return document
     filled = []
     for at, pool in enumerate(pools):
         try:
-            filled.append(_with_engine(pool, data.get("model")))
+            filled.append(_with_engine(pool, data.get("model"), folder))
         except UsageError as error:
-            line, column = document.position(["pools", at, "engine"])
-            raise SpecError(Problem(document.file, str(error), f"pools.{at}.engine", line, column)) from None
-    return replace(document, data={**data, "pools": filled})
+            line, column = document.position([key, at, "engine"])
+            raise SpecError(Problem(document.file, str(error), f"{key}.{at}.engine", line, column)) from None
+    return replace(document, data={**data, key: filled})
 
 
-def _with_engine(pool: Any, model: Any) -> Any:
+def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
     """A pool that names an engine and hardware, of a plan that names a model, filled in; any other as it is."""
     if not isinstance(pool, dict):
         return pool
     engine, hardware = pool.get("engine"), pool.get("hardware")
     if not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
         return pool
+    engine, hardware, model = (beside(folder, name) for name in (engine, hardware, model))
     served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
     parallelism = pool.get("parallelism")
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
@@ -265,8 +266,11 @@ def kernels_of(hardware: str, engine: str | None) -> str:
 
 
 def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
-    """A study from its file. Raises SpecError, also for what `check` finds."""
-    return _read(Study, Path(reference), settings, check)
+    """Load a study from its file; a fixed pool that names an engine is filled in. Raises SpecError, also for what
+    `check` finds."""
+    path = Path(reference)
+    document = override(yamlfile.parse(read_text(path), str(path)), settings)
+    return Study.from_document(with_engines(document, "fixed", path.parent), check)
 
 
 def load(reference: str, check: Check | None = None, settings: Sequence[str] = ()) -> Spec:
@@ -297,6 +301,8 @@ def _load_other(kind: str, reference: str, check: Check | None, settings: Sequen
         return load_engine(reference, settings)
     if kind == "plan":
         return load_plan(reference, settings, check)
+    if kind == "study":
+        return load_study(reference, settings, check)
     return _read(KINDS[kind], Path(reference), settings, problems_of_systems if kind == "systems" else check)
 
 

@@ -112,7 +112,7 @@ class PlanCache:
         return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
-        q, hardware = self.question, self.question.profiles[choice.shape.gpu]
+        q, hardware = self.question, self.question.hardware_of(choice)
         draft, pool = q.draft(choice.drafter), self.pool(choice)
         try:
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
@@ -159,7 +159,7 @@ class PlanCache:
         """Return the cost of the rounds of a pool: computed once for all pools of its cut with its drafter."""
         key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
         if key not in self._round_costs:
-            hardware = self.question.profiles[choice.shape.gpu]
+            hardware = self.question.hardware_of(choice)
             self._round_costs[key] = round_costs(draft, self.question.model, hardware, self.pool(choice))
         return self._round_costs[key]
 
@@ -202,7 +202,7 @@ class PlanCache:
             pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
             factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(
-                pool, q.model, q.profiles[choice.shape.gpu], self._length(choice), q.drafting_of(choice), factors
+                pool, q.model, q.hardware_of(choice), self._length(choice), q.drafting_of(choice), factors
             )
         return self._costs[key]
 
@@ -212,7 +212,7 @@ class PlanCache:
         q, confidence = self.question, self.question.study.slo.confidence
         if confidence is None:
             return None
-        hardware = q.profiles[choice.shape.gpu]
+        hardware = q.hardware_of(choice)
         blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
         factor = margin(confidence, q.model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
         return dict.fromkeys(KINDS, factor)
@@ -263,7 +263,7 @@ class PlanCache:
         return self._sustained[key]
 
     def _deployed(self, choice: PoolChoice) -> DeployedPool:
-        pool, hardware = self.pool(choice), self.question.profiles[choice.shape.gpu]
+        pool, hardware = self.pool(choice), self.question.hardware_of(choice)
         return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self._length(choice), 0)
 
     def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:

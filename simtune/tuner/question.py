@@ -47,6 +47,9 @@ class Question:
     """Acceptance and draft model of the speculation of fixed pools, by the name of the pool."""
     engine: EnginePreset | None = None
     """Engine preset with the settings that the search leaves open."""
+    fixed_hardware: Mapping[str, Hardware] = field(default_factory=dict)
+    """Hardware of fixed pools with the kernels of their engine, if it is another one than the study's, by the name of
+    the pool."""
 
     @property
     def requests(self) -> int:
@@ -77,6 +80,11 @@ class Question:
     def profiles(self) -> dict[str, Hardware]:
         """Hardware by the name that the study gives."""
         return {entry.profile: hardware for entry, hardware in zip(self.study.hardware, self.hardware, strict=True)}
+
+    def hardware_of(self, choice: PoolChoice) -> Hardware:
+        """Return the hardware of a pool, with the kernels of its engine."""
+        fixed = None if choice.fixed is None else self.fixed_hardware.get(choice.fixed.name)
+        return fixed or self.profiles[choice.shape.gpu]
 
     def check(self) -> None:
         """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
@@ -296,7 +304,7 @@ class Question:
         known."""
         plan, drafting = self.plan(candidate, max_model_len), self.drafting(candidate)
         pools = zip(plan.pools, candidate.pools, strict=True)
-        hardware = {pool.name: self.profiles[choice.shape.gpu] for pool, choice in pools}
+        hardware = {pool.name: self.hardware_of(choice) for pool, choice in pools}
         return deploy(plan, self.model, hardware, costs, drafting=drafting)
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
