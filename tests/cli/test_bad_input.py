@@ -265,17 +265,17 @@ shared_prefix: {groups: 2, tokens: 32}
         ("requests: 100", "requests: 1" + "0" * 18, "load.yaml:3:1: requests: must be less than or"),
     ],
 )  # fmt: skip
-def test_a_workload_of_another_world(desk: Any, old: str, new: str, message: str) -> None:
+def test_workload_with_impossible_values_is_refused(desk: Any, old: str, new: str, message: str) -> None:
     desk.write("load.yaml", LOAD.replace(old, new))
     assert desk.refused(desk.simulate, workload="./load.yaml").startswith(message)
 
 
-def test_groups_that_nobody_belongs_to_take_no_memory(desk: Any) -> None:
+def test_empty_prefix_groups_take_no_memory(desk: Any) -> None:
     desk.write("load.yaml", LOAD.replace("groups: 2,", "groups: 1000000000,"))
     assert desk.simulate(workload="./load.yaml").code == 0
 
 
-def test_names_of_more_blocks_than_fit_are_said_before(desk: Any) -> None:
+def test_prefix_blocks_beyond_memory_are_refused_before_the_run(desk: Any) -> None:
     desk.write("load.yaml", LOAD.replace("tokens: 32", "tokens: 1000000000, block_tokens: 1").replace(
         "tokens: 50", "tokens: 1000000000"))  # fmt: skip
     message = desk.refused(desk.simulate, workload="./load.yaml")
@@ -296,7 +296,7 @@ def test_names_of_more_blocks_than_fit_are_said_before(desk: Any) -> None:
         ("parallelism.tp=100000000", "--set: pools.0.parallelism.tp: must be less than or equal to 100000"),
     ],
 )
-def test_a_plan_of_another_world(desk: Any, setting: str, message: str) -> None:
+def test_plan_with_impossible_values_is_refused(desk: Any, setting: str, message: str) -> None:
     said = desk.refused(desk.simulate, "--set", f"plan.pools.0.{setting}")
     assert said.startswith(message)
 
@@ -311,7 +311,7 @@ def test_a_deployment_of_more_gpus_than_there_are(desk: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("experts", 10**30), ("num_experts", 10**400), ("num_hidden_layers", 10**10)]
 )
-def test_a_config_of_another_world(desk: Any, call: Call, key: str, value: int) -> None:
+def test_model_config_with_impossible_values_is_refused(desk: Any, call: Call, key: str, value: int) -> None:
     text = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 64, key: value})
     desk.write("config.json", text)
     assert "config.json:1:" in desk_lines(desk, call)
@@ -325,7 +325,7 @@ def desk_lines(desk: Any, call: Call) -> str:
 
 
 @pytest.mark.parametrize("odd", ["pipe", "device"])
-def test_what_never_ends_is_not_read(desk: Any, call: Call, odd: str) -> None:
+def test_endless_input_is_not_read(desk: Any, call: Call, odd: str) -> None:
     path = desk.folder / "t.csv"
     if odd == "pipe":
         os.mkfifo(path)
@@ -352,14 +352,14 @@ def test_a_folder_that_cannot_be_made(desk: Any, verb: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_one_may_not_write_to(desk: Any) -> None:
+def test_output_folder_without_write_permission_is_refused(desk: Any) -> None:
     locked = desk.folder / "locked"
     locked.mkdir(mode=0o555)
     message = desk.refused(desk.optimize, "--out", "locked/run")
     assert message == "locked/run: cannot be written (Permission denied); name a folder you may write to"
 
 
-def test_the_folder_is_tried_before_the_search(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_is_checked_before_the_search(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simtune.tuner.search.front.answer", lambda *args, **named: pytest.fail("it searched"))
     desk.write("file", "mine")
     desk.refused(desk.optimize, "--out", "file/run")
@@ -382,7 +382,7 @@ def test_a_setting_with_a_mistake(desk: Any, setting: str, message: str) -> None
     assert desk.refused(desk.optimize, "--set", setting) == message
 
 
-def test_a_setting_of_simulate_says_whose_it_is(desk: Any) -> None:
+def test_setting_of_simulate_must_name_its_spec(desk: Any) -> None:
     message = desk.refused(desk.simulate, "--set", "arrivals.rate_rps=3")
     assert message.endswith("begin with one of model., hardware., workload., plan.")
     message = desk.refused(desk.simulate, "--set", "workload.arrivals.rate_rps=-3")
@@ -418,12 +418,12 @@ def test_a_required_option_is_asked_for(desk: Any, call: Call) -> None:
     "asked",
     [("schema", "stdy"), ("list", "modles"), ("show", "chta"), ("check",), ("report", "nosuch"), ("show", "x.yaml")],
 )
-def test_other_verbs_refuse_too(desk: Any, call: Call, asked: tuple[str, ...]) -> None:
+def test_other_verbs_refuse_bad_input(desk: Any, call: Call, asked: tuple[str, ...]) -> None:
     message = desk.refused(call, *asked)
     assert asked[-1] in message or asked == ("check",)
 
 
-def test_a_report_of_what_is_no_run(desk: Any, call: Call) -> None:
+def test_report_of_a_folder_without_a_run_is_refused(desk: Any, call: Call) -> None:
     message = desk.refused(call, "report", ".")
     assert message == ".: holds no summary.json, so it is not a run directory of simtune"
 
@@ -582,7 +582,7 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
         ),
     ],
 )
-def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str) -> None:
+def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message: str) -> None:
     desk.write("plan.yaml", text)
     assert desk.refused(desk.simulate, "--plan", "plan.yaml") == message
 
@@ -631,7 +631,7 @@ def test_a_plan_that_names_what_is_not_there(desk: Any, text: str, message: str)
         ),
     ],
 )  # fmt: skip
-def test_a_policy_is_asked_for_what_it_does_not_do(desk: Any, settings: tuple[str, ...], message: str) -> None:
+def test_policy_with_an_unsupported_setting_is_refused(desk: Any, settings: tuple[str, ...], message: str) -> None:
     desk.write("plan.yaml", MINE)
     given = [x for setting in settings for x in ("--set", f"plan.pools.0.{setting}")]
     assert message in desk.refused(desk.simulate, "--plan", "plan.yaml", *given)
@@ -644,7 +644,7 @@ def test_a_link_that_the_hardware_does_not_have(desk: Any) -> None:
     assert "pigeon" in message
 
 
-def test_routers_that_need_what_the_workload_does_not_tell(desk: Any) -> None:
+def test_router_without_the_workload_fields_it_needs_is_refused(desk: Any) -> None:
     desk.write("plan.yaml", MINE + "router: {kind: session_affinity}\n")
     message = desk.refused(desk.simulate, "--plan", "plan.yaml")
     assert message.startswith("the session_affinity router needs sessions, and the workload has none; give it a")
@@ -668,7 +668,7 @@ def test_prefixes_named_in_blocks_that_are_no_multiple_of_kv_blocks(desk: Any) -
     )
 
 
-def test_what_simulate_writes_besides(desk: Any) -> None:
+def test_simulate_checks_timeline_and_table_options(desk: Any) -> None:
     window = desk.refused(desk.simulate, "--window", "1..2")
     assert window == "--window chooses what --timeline FILE shows; give both"
     for text in ("2..1", "1-2", "x..y", "..3", "nan..2"):

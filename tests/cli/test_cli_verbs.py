@@ -65,7 +65,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(call: Call) -> None:
     assert call("frobnicate").err.endswith("Error: No such command 'frobnicate'.\n")
 
 
-def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
+def test_closed_pipe_is_no_error(start: Call) -> None:
     process = start("schema", "hardware")
     process.stdout.close()
     assert process.stderr.read() == ""
@@ -73,7 +73,7 @@ def test_a_reader_who_leaves_early_gets_no_complaint(start: Call) -> None:
     assert process.wait() == 1
 
 
-def test_more_requests_than_memory_are_refused_in_words(call: Call, desk: Any) -> None:
+def test_requests_beyond_memory_are_refused_with_a_message(call: Call, desk: Any) -> None:
     message = desk.refused(desk.simulate, "--requests", 10**9)
     assert message.startswith("1,000,000,000 requests need about 419.1 GiB of memory, and ")
     assert message.endswith(" are free; ask for fewer: --requests, or search.requests of a study")
@@ -156,7 +156,7 @@ def test_show_of_a_profile_says_how_far_off_it_is(call: Call) -> None:
     assert "source: " in said.out
 
 
-def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any, tiny_run: Path) -> None:
+def test_check_accepts_valid_files_and_reports_invalid_ones(call: Call, desk: Any, tiny_run: Path) -> None:
     desk.write("trace.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,3\n1,7,4\n")
     good = call("check", "study.yaml", "trace.csv", tiny_run / "plan.yaml")
     assert (good.code, good.err) == (0, "")
@@ -186,7 +186,7 @@ def test_check_passes_what_is_right_and_finds_what_is_not(call: Call, desk: Any,
     assert call("check", "--json", "study.yaml").json == {"ok": True, "problems": {}, "understood": understood}
 
 
-def test_check_says_what_it_read_of_a_trace_and_what_not(call: Call, desk: Any) -> None:
+def test_check_states_which_trace_columns_were_read(call: Call, desk: Any) -> None:
     rows = "".join(f"{10 * i},{i % 7},x\n" for i in range(1, 201))
     desk.write("t.csv", "prompt_tokens,output_tokens,note\n" + rows.replace(",0,", ",7,"))
     assert call("check", "t.csv").out == (
@@ -195,7 +195,7 @@ def test_check_says_what_it_read_of_a_trace_and_what_not(call: Call, desk: Any) 
     )
 
 
-def test_check_says_that_prompts_share_what_they_begin_with(call: Call, desk: Any) -> None:
+def test_check_states_that_prompts_share_prefixes(call: Call, desk: Any) -> None:
     desk.write(
         "shared.yaml",
         "schema: simtune/workload@1\nname: w\nrequests: 10\narrivals: {kind: poisson, rate_rps: 1}\n"
@@ -256,7 +256,7 @@ def test_simulate_as_json_is_one_document(desk: Any) -> None:
     assert 0 < answer["metrics"]["ttft"]["p50"] < answer["metrics"]["e2el"]["p50"]
 
 
-def test_a_setting_that_changes_nothing_is_told(desk: Any) -> None:
+def test_setting_without_effect_is_noted(desk: Any) -> None:
     said = desk.simulate("--set", "plan.pools.0.fused=[norm]", "--json")
     assert said.code == 0
     assert said.err == (
@@ -273,7 +273,7 @@ def test_a_model_too_large_for_one_gpu_gets_the_fewest_that_hold_it(call: Call) 
     assert said.json["plan"]["pools"][0]["parallelism"]["tp"] > 1
 
 
-def test_a_stream_keeps_no_requests_and_says_the_same(desk: Any) -> None:
+def test_streamed_simulation_keeps_no_requests_and_prints_the_same(desk: Any) -> None:
     whole, streamed = desk.simulate("--json").json, desk.simulate("--stream", "--json").json
     for key in ("requests", "completed", "num_gpus", "output_tokens_per_s"):
         assert streamed[key] == pytest.approx(whole[key], rel=1e-6)
@@ -283,7 +283,7 @@ def test_a_stream_keeps_no_requests_and_says_the_same(desk: Any) -> None:
     assert "--stream keeps no requests, which --out and --uncertainty would need; leave one out" in refused.err
 
 
-def test_what_is_left_when_nobody_is_up_any_more_is_called_so(call: Call, desk: Any) -> None:
+def test_requests_left_without_instances_are_reported_as_unserved(call: Call, desk: Any) -> None:
     desk.write(
         "plan.yaml",
         "schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\npools: [{hardware: h100-sxm, instances: 1, "
@@ -343,7 +343,7 @@ def test_optimize_answers_on_stdout_and_writes_the_run(desk: Any) -> None:
     assert "left out" not in said.out
 
 
-def test_optimize_says_what_was_left_out_before_the_search(desk: Any) -> None:
+def test_optimize_states_candidates_left_out_before_the_search(desk: Any) -> None:
     said = desk.optimize("--set", "constraints=[tp * max_num_seqs < 128]")
     assert said.code == 0
     left = re.search(r"^(\d+) more left out before the search: constraint `tp \* max_num_seqs < 128`$", said.out, re.M)
@@ -458,7 +458,7 @@ def test_uncertainty_gives_intervals_in_every_form(call: Call, desk: Any) -> Non
     assert json.loads(Path("run/summary.json").read_text())["uncertainty"] == said["uncertainty"]
 
 
-def test_a_terminal_without_the_letters_shows_what_it_can() -> None:
+def test_terminal_without_unicode_shows_replacements() -> None:
     """And does not lose what was computed."""
     done = subprocess.run(
         [sys.executable, "-m", "simtune", "show", "h100-sxm"],

@@ -53,7 +53,7 @@ def test_an_interrupt_during_a_lazy_import_is_an_interrupt(body: str, tmp_path: 
     assert done.returncode == 130
 
 
-def test_a_chain_without_an_interrupt_is_none() -> None:
+def test_error_chain_without_interrupt_is_not_an_interrupt() -> None:
     error = RuntimeError("a circle")
     error.__context__ = other = ValueError()
     other.__context__ = error

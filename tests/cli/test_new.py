@@ -78,7 +78,7 @@ def test_a_card_without_a_profile_is_named(
     assert "profile: h100-sxm, devices: 8" in Path("s.yaml").read_text()
 
 
-def test_an_answer_that_is_none_is_asked_for_again(
+def test_invalid_answer_is_prompted_for_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = iter(
@@ -157,7 +157,7 @@ def test_a_run_is_explained_with_its_neighbours(tiny_run: Path, call: Callable[.
     assert call("explain", tiny_run / "plan.yaml", "--json").json["steps"] == []
 
 
-def test_the_doctor_names_what_is_wrong(desk: Desk, call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_problems(desk: Desk, call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("doctor").code == 0
     monkeypatch.setenv("SIMTUNE_PATH", "nowhere")
     said = call("doctor", "--json")

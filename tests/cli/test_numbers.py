@@ -30,7 +30,7 @@ def numeric() -> Iterator[tuple[str, click.Option]]:
 OPTIONS = [pytest.param(option, id=f"{verb} {option.opts[0]}") for verb, option in numeric()]
 
 
-def test_there_are_some() -> None:
+def test_numeric_options_are_found() -> None:
     assert len(OPTIONS) > 25
 
 
@@ -42,7 +42,7 @@ def test_every_numeric_option_has_both_bounds(option: click.Option) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("text", [pytest.param(text, id=text[:8] + str(len(text))) for text in WILD])
-def test_every_numeric_option_refuses_wild_numbers(option: click.Option, text: str) -> None:
+def test_numeric_options_refuse_out_of_range_values(option: click.Option, text: str) -> None:
     with pytest.raises(click.BadParameter) as error:
         option.type.convert(text, option, None)
     assert "\n" not in error.value.message
@@ -57,7 +57,7 @@ def test_every_numeric_option_refuses_wild_numbers(option: click.Option, text: s
         "--jobs 99999999999", "--window nan..2", "--window 5..1e400",
     ],
 )  # fmt: skip
-def test_simulate(desk: Desk, words: str) -> None:
+def test_simulate_checks_its_numbers(desk: Desk, words: str) -> None:
     more = () if "window" not in words else ("--timeline", "t.json.gz")
     if "1e400" in words:  # to the end
         assert desk.simulate(*words.split(), *more, "--rate", 4, "-q").code == 0
@@ -73,7 +73,7 @@ def test_simulate(desk: Desk, words: str) -> None:
         f"--from {'9' * 400}s",
     ],
 )  # fmt: skip
-def test_workload(desk: Desk, words: str) -> None:
+def test_workload_checks_its_numbers(desk: Desk, words: str) -> None:
     desk.write("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,5,6\n1,7,8\n3,7,8\n")
     desk.refused(call, "workload", "t.csv", *words.split())
 
@@ -86,7 +86,7 @@ def test_workload(desk: Desk, words: str) -> None:
         "--over seed=1 --requests -5", f"--over seed={'9' * 5000}",
     ],
 )  # fmt: skip
-def test_sweep(desk: Desk, words: str) -> None:
+def test_sweep_checks_its_numbers(desk: Desk, words: str) -> None:
     load = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat")
     said = call("sweep", *load, *words.split(), "--jobs", 1, "-q")
     assert (said.code, said.out) == (2, "")
@@ -99,7 +99,7 @@ def test_sweep(desk: Desk, words: str) -> None:
     ["--rates nan", "--rates 1e300", "--rates 1,inf", "--tolerance nan", "--tolerance 1e300",
      "--uncertainty 99999999999", "--repeat 99999999999", "--plans 99999999999", "--max-lateness nan", "--timeout inf"],
 )  # fmt: skip
-def test_validate(desk: Desk, tiny_run: Path, words: str) -> None:
+def test_validate_checks_its_numbers(desk: Desk, tiny_run: Path, words: str) -> None:
     engine = ("--workload", "chat", "--engine", "http://127.0.0.1:9", "--out", "measured")
     said = call("validate", tiny_run / "plan.yaml", *engine, *words.split(), "-q")
     assert said.code == 2
@@ -116,7 +116,7 @@ def test_validate(desk: Desk, tiny_run: Path, words: str) -> None:
         f"profile --tp {'9' * 5000}",
     ],
 )  # fmt: skip
-def test_other_verbs(desk: Desk, words: str) -> None:
+def test_other_verbs_check_their_numbers(desk: Desk, words: str) -> None:
     said = call(*words.split())
     assert (said.code, said.out) == (2, "")
     assert "Traceback" not in said.err

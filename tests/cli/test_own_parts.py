@@ -101,7 +101,7 @@ def test_a_plan_with_parts_of_ones_own_runs(mine: Any) -> None:
         ("own_parts:Second", "secnd", "plan.yaml:13:1: router: unknown kind 'secnd': one of round_robin, "),
     ],
 )  # fmt: skip
-def test_parts_that_cannot_be_had(mine: Any, old: str, new: str, message: str) -> None:
+def test_missing_custom_parts_are_refused(mine: Any, old: str, new: str, message: str) -> None:
     """Told with the line of the plan, by `simulate` and by `check`."""
     assert old in PLAN
     mine.write("plan.yaml", PLAN.replace(old, new))
@@ -131,7 +131,7 @@ def test_a_module_that_cannot_be_imported(mine: Any) -> None:
          "LookupError: no core is good enough"),
     ],
 )  # fmt: skip
-def test_parts_that_fail_on_the_way(mine: Any, old: str, new: str, message: str) -> None:
+def test_custom_parts_that_fail_during_a_run_are_blamed(mine: Any, old: str, new: str, message: str) -> None:
     """One line, and nothing half-written."""
     mine.write("plan.yaml", PLAN.replace(old, new))
     told = mine.refused(mine.simulate, "--plan", "plan.yaml", "--out", "run", "--per-request", "requests.csv")
@@ -225,7 +225,7 @@ def test_registered_names_are_names_like_others(desk: Any, installed: Path) -> N
     assert policy[1]["pattern"].endswith("$")
 
 
-def test_a_registered_name_behind_which_there_is_nothing(desk: Any, installed: Path) -> None:
+def test_registered_name_without_an_object_is_refused(desk: Any, installed: Path) -> None:
     desk.write("plan.yaml", PLAN.replace("own_parts:Mine", "broken"))
     said = typed(
         "simulate", "--plan", "plan.yaml", "--workload", "chat", PYTHONPATH=os.pathsep.join((str(ROOT), str(installed)))
@@ -235,7 +235,7 @@ def test_a_registered_name_behind_which_there_is_nothing(desk: Any, installed: P
     assert "own_parts.py has no Gone\n" in said.err
 
 
-def test_what_is_built_in_is_listed() -> None:
+def test_built_in_parts_are_listed() -> None:
     listed = json.loads(typed("list", "--json").out)
     assert listed["policy"][0] == "vllm-fcfs"
     assert "prefix_aware" in listed["router"]

@@ -33,7 +33,9 @@ def work(clock: list[float], quiet: bool = False) -> None:
             update(done, 100, "the best")
 
 
-def test_where_nobody_looks_a_line_comes_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     work(clock)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 100 // pace.EVERY_S
@@ -42,7 +44,7 @@ def test_where_nobody_looks_a_line_comes_now_and_then(clock: list[float], capsys
     assert capsys.readouterr().err == ""
 
 
-def test_on_a_terminal_a_bar_goes_along_and_is_gone_in_the_end(
+def test_progress_on_a_terminal_is_a_bar_that_disappears(
     clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -56,7 +58,7 @@ def test_on_a_terminal_a_bar_goes_along_and_is_gone_in_the_end(
     assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", told.out).splitlines())) == 60, "as wide as the terminal"
 
 
-def test_machines_get_json_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_as_json_is_one_document_a_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with click.Context(cli) as context:
         context.params["log_json"] = True
         work(clock)
@@ -67,7 +69,7 @@ def test_machines_get_json_lines(clock: list[float], capsys: pytest.CaptureFixtu
     }  # fmt: skip
 
 
-def test_a_bar_waits_until_work_is_long_and_says_how_fast_it_goes(clock: list[float]) -> None:
+def test_progress_bar_appears_after_its_patience_with_a_rate(clock: list[float]) -> None:
     shown = Console(file=io.StringIO(), force_terminal=True, width=120)
     with closing(pace.Bar("requests", shown, patience_s=3.0)) as bar:
         clock[0] = 1.0
@@ -82,7 +84,7 @@ def test_a_bar_waits_until_work_is_long_and_says_how_fast_it_goes(clock: list[fl
 
 
 @pytest.mark.parametrize("more", [(), ("--stream",)])
-def test_a_simulation_says_how_far_it_is(desk: Desk, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+def test_simulation_reports_progress(desk: Desk, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
     monkeypatch.setattr(pace, "EVERY_S", 0.0)
     asked = ("--rate", 20, "--requests", 600, *more)
     said = desk.simulate(*asked)
@@ -118,7 +120,7 @@ def test_shells_complete_verbs_and_names(typed: list[str], begun: str, found: st
     assert all(item.value.startswith(begun) for item in items)
 
 
-def test_what_is_too_big_can_be_left_out(desk: Desk, call: Callable[..., Said]) -> None:
+def test_large_files_can_be_left_out_of_a_run(desk: Desk, call: Callable[..., Said]) -> None:
     asked = ("--rate", 2, "--requests", 20, "--out", "run")
     assert (
         desk.simulate(*asked, "--leave-out", "requests", "--leave-out", "trace", "--leave-out", "swimlanes").code == 0

@@ -92,7 +92,7 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
         ("simulate --plan two.yaml --workload chat", "half.py has no Helf, did you mean Half?"),
     ],
 )
-def test_it_is_said_why(desk: Desk, words: str, said: str) -> None:
+def test_refusal_states_the_reason(desk: Desk, words: str, said: str) -> None:
     for name, text in (
         ("plan.yaml", PLAN),
         ("apart.yaml", APART),
@@ -127,14 +127,14 @@ def test_a_name_with_a_nul_is_no_file(desk: Desk) -> None:
     )
 
 
-def test_a_router_that_is_half_done_is_told_what_it_lacks(desk: Desk) -> None:
+def test_incomplete_router_is_refused_with_missing_methods(desk: Desk) -> None:
     desk.write("half.py", HALF)
     desk.write("one.yaml", PLAN + "router: {kind: 'half:Half'}\n")
     said = _refused(desk, "simulate", "--plan", "one.yaml", "--workload", "chat")
     assert "is not a whole router: it lacks choose" in said
 
 
-def test_an_answer_of_another_kind_is_asked_for_by_name(desk: Desk) -> None:
+def test_unknown_objective_is_refused_with_the_valid_ones(desk: Desk) -> None:
     said: Any = call("new", "mine.yaml", "--objective", "fast", "--model", "llama-3.1-8b")
     assert said.code == 2
     assert "--objective" in said.err

@@ -45,7 +45,7 @@ def test_the_list_names_systems_and_runs_none(own: Desk, monkeypatch: pytest.Mon
     assert "Medusa" in words
 
 
-def test_a_finding_names_what_it_stands_on(own: Desk) -> None:
+def test_finding_names_its_inputs(own: Desk) -> None:
     said = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
     assert said.code == 0, said
     assert "1 of 1 reproduced" in said.out
@@ -54,7 +54,7 @@ def test_a_finding_names_what_it_stands_on(own: Desk) -> None:
     assert "  not modelled: the weather\n" in said.out
 
 
-def test_who_chose_with_the_claim_in_sight_says_so_and_of_many_only_the_table_is_told(own: Desk) -> None:
+def test_fitted_inputs_are_stated_and_many_findings_print_a_table_only(own: Desk) -> None:
     one = FILE.partition("systems:\n")[2]
     fitted = one.replace("    not_modelled: [the weather]\n", "    chosen: the batch\n")
     own.write("mine.yaml", FILE.replace(one, fitted))
@@ -101,7 +101,7 @@ def test_a_journal_keeps_findings_until_what_they_depend_on_changes(own: Desk, m
     assert ran == [0, 1, 1], "another question, and other hardware, are run"
 
 
-def test_a_page_that_is_there_stays(own: Desk) -> None:
+def test_existing_page_is_not_overwritten(own: Desk) -> None:
     own.write("page.html", "mine")
     said = own.refused(call, "reproduce", "mine.yaml", "--html", "page.html", "--quiet")
     assert said == "page.html: exists already; give --force to replace it"

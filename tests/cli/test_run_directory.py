@@ -36,7 +36,7 @@ FILES = {
 Call = Callable[..., Any]
 
 
-def test_holds_exactly_what_is_promised(tiny_run: Path, bytes_of: Call) -> None:
+def test_run_directory_holds_exactly_the_documented_files(tiny_run: Path, bytes_of: Call) -> None:
     assert set(bytes_of(tiny_run)) == FILES
     assert [path.name for path in tiny_run.parent.iterdir() if path.name.startswith(".")] == []
     assert os.access(tiny_run / "engine" / "launch.sh", os.X_OK)
@@ -62,7 +62,7 @@ def test_json_files_have_no_nan(tiny_run: Path) -> None:
         json.loads((tiny_run / name).read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
-def test_the_time_of_day_stands_in_the_manifest_only(tiny_run: Path) -> None:
+def test_time_of_day_is_in_the_manifest_only(tiny_run: Path) -> None:
     written = json.loads((tiny_run / "manifest.json").read_text())["written"]
     for name in FILES - {"manifest.json"}:
         content = (tiny_run / name).read_bytes()
@@ -104,7 +104,7 @@ def test_two_processes_with_different_hash_seeds_write_the_same_bytes(typed: Cal
     assert manifests[0] == manifests[1]
 
 
-def test_the_manifest_tells_inputs_apart(desk: Any) -> None:
+def test_manifest_distinguishes_inputs(desk: Any) -> None:
     def inputs(out: str, *more: str) -> Any:
         assert desk.optimize("--out", out, *more).code == 0
         return json.loads((desk.folder / out / "manifest.json").read_text())
@@ -217,7 +217,7 @@ def test_an_empty_folder_is_filled(desk: Any, bytes_of: Call) -> None:
 
 
 @pytest.mark.parametrize("out", [".", "..", "/"])
-def test_the_folder_one_stands_in_cannot_be_replaced(desk: Any, out: str) -> None:
+def test_current_folder_cannot_be_replaced(desk: Any, out: str) -> None:
     message = desk.refused(desk.optimize, "--out", out, "--force")
     assert message == f"{out}: is in use and cannot be replaced as a whole; name a folder inside it"
 
@@ -259,7 +259,7 @@ def breaking(method: Callable[..., Any], error: BaseException, nth: int) -> Call
     ],
     ids=["full disk", "interrupt"],
 )
-def test_what_goes_wrong_while_writing_leaves_everything_as_it_was(
+def test_failed_write_leaves_the_earlier_run_unchanged(
     desk: Any,
     monkeypatch: pytest.MonkeyPatch,
     earlier: bool,
@@ -308,7 +308,7 @@ def test_an_interrupt_before_there_is_a_plan_writes_nothing(desk: Any, monkeypat
     assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; what was not finished was not written"
 
 
-def test_an_interrupt_keeps_the_best_so_far_and_says_so(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_search_keeps_and_reports_the_best_plan(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = best_first.optimize
 
     def interrupted(*args: Any, progress: Any, **named: Any) -> Any:
@@ -368,7 +368,7 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
     assert not (desk.folder / "run").exists()
 
 
-def test_a_run_directory_holds_its_lanes(desk: Desk) -> None:
+def test_run_directory_holds_swimlanes(desk: Desk) -> None:
     assert desk.simulate("--rate", 2, "--requests", 30, "--out", "run").code == 0
     swimlanes = read_run(Path("run")).swimlanes
     assert swimlanes is not None

@@ -43,7 +43,7 @@ def test_windows_of_a_day_are_counted_as_they_are_simulated(desk: Desk) -> None:
     assert windows[-1]["words"].startswith("hour 3: ")
 
 
-def test_worlds_say_their_price_before_they_start(desk: Desk) -> None:
+def test_worlds_print_their_cost_before_they_start(desk: Desk) -> None:
     said = call("--log-json", "optimize", "study.yaml", "--out", "run", "--jobs", 1, "--worlds", 3)
     assert said.code == 0, said.err
     price = next(i for i, line in enumerate(said.err.splitlines()) if line.startswith("worlds: "))
@@ -55,12 +55,12 @@ def test_worlds_say_their_price_before_they_start(desk: Desk) -> None:
     assert f"are {worlds[-1]['total']:,} times a search" in said.err
 
 
-def test_resume_counts_what_its_journal_holds(desk: Desk) -> None:
+def test_resume_prints_the_number_of_journal_entries(desk: Desk) -> None:
     assert "resumes with 0 simulations of run/journal.jsonl" in desk.optimize("--resume").err
     assert "resumes" not in desk.optimize("--force").err
 
 
-def test_numbers_and_words_agree(tmp_path: Path) -> None:
+def test_plural_follows_the_number(tmp_path: Path) -> None:
     assert (plural(1, "GPU"), plural(2, "GPU"), plural(1_000, "GPU")) == ("1 GPU", "2 GPUs", "1,000 GPUs")
     pool = {"hardware": "h100-sxm", "instances": 1, "engine": "vllm-0.24", "max_model_len": 8192}
     path = tmp_path / "plan.yaml"
@@ -97,7 +97,7 @@ def changed(run: Run, chosen: dict[str, Any], others: list[dict[str, Any]]) -> R
         ),
     ],
 )
-def test_edges_are_noted_where_something_lies_beyond(
+def test_edges_are_noted_only_if_values_lie_beyond(
     run: Run, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], others: list[dict[str, Any]], noted: bool
 ) -> None:
     monkeypatch.setattr(verdict, "neighbours", lambda run: [])

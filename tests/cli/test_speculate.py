@@ -30,7 +30,7 @@ def test_the_table_has_a_cell_for_every_batch_and_context(call: Call) -> None:
     assert ENGINES["vllm"].problems(json.loads(line)) == []
 
 
-def test_the_document_says_the_same(call: Call) -> None:
+def test_speculate_json_equals_the_table(call: Call) -> None:
     facts = call("speculate", *ASKED, "--drafter", EAGLE, "--json").json
     assert facts["batches"][-1] == 512
     assert facts["contexts"] == [512, 1024, 2048, 4096, 8192, 16384]
@@ -79,11 +79,11 @@ def test_a_page_is_written_once(call: Call, desk: Any) -> None:
         pytest.param("{kind: draft_model, model: gone}", "no model is called 'gone'", id="draft model"),
     ],
 )  # fmt: skip
-def test_a_drafter_that_cannot_be(call: Call, desk: Any, drafter: str, message: str) -> None:
+def test_impossible_drafter_is_refused(call: Call, desk: Any, drafter: str, message: str) -> None:
     assert message in desk.refused(call, "speculate", *ASKED, "--drafter", drafter)
 
 
-def test_an_acceptance_that_is_not_there(call: Call, desk: Any) -> None:
+def test_missing_acceptance_table_is_refused(call: Call, desk: Any) -> None:
     message = desk.refused(call, "speculate", *ASKED[:4], "--drafter", "eagle3", "--acceptance", "./gone.yaml")
     assert "gone.yaml" in message
 
@@ -157,7 +157,7 @@ def test_a_plan_with_a_chain_tells_vllm(call: Call, desk: Any) -> None:
         ("{kind: frontier, tokens: 4, chunks: 2, draft_share: 0.4, verify_share: 0.6}", 1),
     ],
 )
-def test_a_plan_may_draft_as_no_engine_does(call: Call, desk: Any, scheme: str, gpus: int) -> None:
+def test_plan_with_drafts_that_no_engine_supports_runs(call: Call, desk: Any, scheme: str, gpus: int) -> None:
     plan = PLAN.replace("{kind: eagle, checkpoint: org/head}", "{kind: draft_model, model: vicuna-7b}")
     files = simulated(call, desk, PLAN, plan.replace("{kind: dynamic_tree, steps: 2, topk: 2, tokens: 4}", scheme))
     assert files == {"none.txt": "No engine settings: no engine has settings for its drafts.\n"}
@@ -233,6 +233,6 @@ def test_a_study_with_a_drafter_tries_both_and_emits_what_it_chose(desk: Any) ->
                      "its vocabulary of 32000 is not the 128256", id="vocabulary"),
     ],
 )  # fmt: skip
-def test_a_study_whose_drafter_cannot_be(desk: Any, text: str, message: str) -> None:
+def test_study_with_an_impossible_drafter_is_refused(desk: Any, text: str, message: str) -> None:
     with_drafter(desk, text)
     assert message in desk.refused(desk.optimize)

@@ -57,7 +57,7 @@ def validate(call: Call, server: FakeServer, *more: object) -> Any:
     return call("validate", "plan.yaml", *loads, "--engine", server.url, *USUAL, *more)
 
 
-def test_a_validation_leaves_what_was_predicted_and_measured(call: Call, at: Path, server: FakeServer) -> None:
+def test_validation_writes_predicted_and_measured_values(call: Call, at: Path, server: FakeServer) -> None:
     said = validate(call, server, "--tolerance", 1e6, "--export", "vllm", "--export", "aiperf")
     assert said.code == 0, said
     assert "predictions are within" in said.out
@@ -77,7 +77,7 @@ def test_a_validation_leaves_what_was_predicted_and_measured(call: Call, at: Pat
     assert {c["metric"] for c in judged["loads"][0]["comparisons"]} >= {"ttft", "tpot", "itl", "e2el", "preemptions"}
 
 
-def test_outside_the_tolerance_the_exit_code_says_so(call: Call, at: Path, server: FakeServer) -> None:
+def test_exit_code_is_4_outside_the_tolerance(call: Call, at: Path, server: FakeServer) -> None:
     said = validate(call, server, "--tolerance", 1e-9, "--repeat", 1, "--json")
     assert said.code == 4
     assert said.json["within"] is False
@@ -110,7 +110,7 @@ def test_failed_requests_are_named_and_the_rest_is_kept(call: Call, at: Path) ->
     assert "cannot be reached" in dead.err
 
 
-def test_a_late_client_judges_nothing(call: Call, at: Path, server: FakeServer) -> None:
+def test_validation_with_a_late_client_is_not_judged(call: Call, at: Path, server: FakeServer) -> None:
     said = validate(call, server, "--max-lateness", 0)
     assert said.code == 1
     assert "the client itself was late" in said.err
@@ -118,7 +118,7 @@ def test_a_late_client_judges_nothing(call: Call, at: Path, server: FakeServer) 
     assert (at / "out" / "refused" / "30-rps-0.jsonl").is_file()
 
 
-def test_what_was_measured_already_is_judged(call: Call, at: Path, server: FakeServer) -> None:
+def test_validation_judges_existing_measurements(call: Call, at: Path, server: FakeServer) -> None:
     assert validate(call, server, "--tolerance", 1e6, "--export", "vllm").code == 0
     files = ("--from", "out/measured/30-rps-0.jsonl", "--from", "out/vllm/60-rps-0.json")
     said = call("validate", "plan.yaml", *files, "--out", "judged", "--tolerance", 1e6, "--json")
@@ -220,7 +220,7 @@ def test_vllm_is_stepped_by_its_own_processor_time(call: Call, at: Path, monkeyp
         (("--from", "nothing.json"), "nothing.json: no such file"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything(call: Call, at: Path, options: Any, said: str) -> None:
+def test_validation_refuses_impossible_runs_first(call: Call, at: Path, options: Any, said: str) -> None:
     done = call("validate", "plan.yaml", "--out", "out", *options)
     assert (done.code, done.out) == (2, ""), done
     assert said in done.err

@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
         ("qwen3-8b", FP32, "Qwen3ForCausalLM"),
     ],
 )
-def test_the_folder_holds_the_model(tmp_path: Path, name: str, more: tuple[str, ...], architecture: str) -> None:
+def test_weights_folder_holds_the_model(tmp_path: Path, name: str, more: tuple[str, ...], architecture: str) -> None:
     model = small(name, *more)
     write_weights(model, tmp_path / "out", seed=4)
     tensors = read(tmp_path / "out")
@@ -87,7 +87,7 @@ def test_the_folder_holds_the_model(tmp_path: Path, name: str, more: tuple[str, 
         ("gpt-oss-20b", "sinks|sliding"),
     ],
 )
-def test_what_cannot_be_written_is_named(name: str, said: str) -> None:
+def test_layer_that_cannot_be_written_is_named(name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Checkpoint.of(load_model(name))
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_written_is_named(name: str, said: str) -> None:
         (("layers.0.attention.output_bias=true", "layers.0.attention.qkv_bias=true"), None),
     ],
 )
-def test_a_layer_that_none_of_the_three_has_is_named(more: tuple[str, ...], said: str | None) -> None:
+def test_layer_that_no_architecture_has_is_named(more: tuple[str, ...], said: str | None) -> None:
     model = small("llama-3.1-8b", *more)
     if said is None:
         written = {tensor.name: tensor.shape for tensor in Checkpoint.of(model).tensors()}
@@ -123,7 +123,7 @@ def test_layers_that_differ_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.7, 1.0])
-def test_a_rigged_pair_accepts_what_it_was_told_to(tmp_path: Path, acceptance: float) -> None:
+def test_random_pair_accepts_the_requested_share_of_drafts(tmp_path: Path, acceptance: float) -> None:
     """By the arithmetic of the two networks: what a token's embedding scores highest, layers adding nothing."""
     target, draft = small("llama-3.1-8b"), small("llama-3.1-8b", "hidden_size=96", "layers.0.count=1")
     share = rigged_pair(target, draft, tmp_path / "pair", acceptance, seed=1)
@@ -150,7 +150,7 @@ def test_drafts_are_a_permutation_too() -> None:
     assert (follows[FIRST_TOKEN:] == drafted[FIRST_TOKEN:]).mean() == pytest.approx(0.6, abs=0.002)
 
 
-def test_one_token_alone_is_not_drafted_wrong() -> None:
+def test_single_wrong_draft_cannot_be_swapped() -> None:
     follows, drafted = permutations(100, 1 - 1 / (100 - FIRST_TOKEN), seed=0)
     assert (follows == drafted).all(), "it has nobody to swap with"
 
@@ -190,7 +190,7 @@ def test_a_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_weights_stay_until_the_new_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full as the second of two models is written."""
     model, out = small("llama-3.1-8b"), tmp_path / "pair"
     rigged_pair(model, model, out, 0.5)
@@ -212,7 +212,7 @@ def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["pair"], "nothing half-written beside it"
 
 
-def test_weights_are_no_file(tmp_path: Path) -> None:
+def test_weights_path_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(UsageError, match="out: is a file; name a folder"):
         write_weights(small("llama-3.1-8b"), tmp_path / "out", force=True)

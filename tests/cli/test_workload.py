@@ -42,7 +42,7 @@ def test_files_may_have_any_name(file: str, name: str, desk: Desk, call: Callabl
     assert yaml.safe_load((desk.folder / "load.yaml").read_text())["name"] == name
 
 
-def test_json_that_is_no_load_is_called_so(desk: Desk, call: Callable[..., Said]) -> None:
+def test_json_without_a_load_is_refused(desk: Desk, call: Callable[..., Said]) -> None:
     desk.write("other.json", json.dumps({"hello": [1, 2]}))
     model = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm")
     refused = desk.refused(call, "simulate", *model, "--workload", "./other.json")
@@ -64,7 +64,7 @@ def test_cuts_are_noted_and_written(desk: Desk, call: Callable[..., Said]) -> No
     assert "end the name in .yaml" in desk.refused(call, "workload", "azure.csv", "--out", "t.txt")
 
 
-def test_a_benchmark_of_today_is_simulated_as_it_is(desk: Desk, call: Callable[..., Said]) -> None:
+def test_benchmark_result_is_simulated_as_recorded(desk: Desk, call: Callable[..., Said]) -> None:
     lists = {"input_lens": [200] * 30, "output_lens": [20] * 30, "errors": [""] * 30}
     totals = {"request_throughput": 2.0, "total_input_tokens": 6000}
     desk.write("bench.json", json.dumps(totals | lists | {"start_times": [0.5 * i for i in range(30)]}))

@@ -10,7 +10,7 @@ from simtune.runs.run_reader import read_run
 from simtune.specs.plan_words import in_words
 
 
-def test_how_sure_a_choice_is(desk: Any) -> None:
+def test_worlds_state_confidence_in_the_choice(desk: Any) -> None:
     desk.study("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [512, 2048]")
     said = desk.optimize("--worlds", 6)
     assert said.code == 0, said
@@ -31,7 +31,7 @@ def test_how_sure_a_choice_is(desk: Any) -> None:
     assert json.loads(json.dumps(run.summary.confidence.to_data())) == sure
 
 
-def test_every_search_says_how_sure_its_limits_are(desk: Any) -> None:
+def test_search_states_probability_of_its_limits(desk: Any) -> None:
     said = desk.optimize("--jobs", 1)
     assert said.code == 0, said
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
@@ -50,7 +50,7 @@ def test_every_search_says_how_sure_its_limits_are(desk: Any) -> None:
     assert again.json["slo_probability"] == stated
 
 
-def test_where_worlds_are_simulated_they_say_it(desk: Any) -> None:
+def test_simulated_worlds_replace_the_estimated_probability(desk: Any) -> None:
     said = desk.optimize("--worlds", 4, "--json")
     assert said.json["uncertainty"]["worlds"] == 4
     assert "slo_probability" not in said.json

@@ -18,7 +18,7 @@ QUANTILES = [{"candidate": "chosen", "levels": [0.05, 0.5, 0.95], "values": [16.
 WORLDS = {"worlds": 20, "level": 0.9, "saturated_probability": 0.0, "slo_probability": 0.45}
 
 
-def test_worlds_say_how_likely_the_limits_hold_and_where_the_nearest_lies(make_run: RunMaker) -> None:
+def test_certainty_of_drawn_worlds_has_probability_and_nearest_limit(make_run: RunMaker) -> None:
     run = read_run(make_run())
     nearest = max(
         range(len(run.summary.slo)), key=lambda i: (run.summary.slo[i].value_s or 0) / run.summary.slo[i].limit_s
@@ -46,7 +46,7 @@ def stated(**changes: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_a_search_says_it_of_all_its_limits_and_what_would_be_safer(make_run: RunMaker) -> None:
+def test_certainty_of_a_search_covers_all_limits_and_names_a_safer_rate(make_run: RunMaker) -> None:
     run = read_run(make_run(slo_probability=stated(), uncertainty=None))
     assert [one.metric for one in run.summary.slo] == ["ttft", "tpot"]
     said = certainty(run.summary)
@@ -67,7 +67,7 @@ def test_a_search_says_it_of_all_its_limits_and_what_would_be_safer(make_run: Ru
         ({"value": None, "safe_rate_rps": None}, "and p99 TPOT is 20.0–34.0 ms."),
     ],
 )
-def test_what_is_sure_enough_or_has_no_rate_needs_no_safer_one(
+def test_certainty_names_no_safer_rate_if_sure_or_without_a_rate(
     make_run: RunMaker, changes: dict[str, object], last: str
 ) -> None:
     said = certainty(read_run(make_run(slo_probability=stated(**changes), uncertainty=None)).summary)
@@ -75,7 +75,7 @@ def test_what_is_sure_enough_or_has_no_rate_needs_no_safer_one(
     assert said.endswith(last)
 
 
-def test_without_worlds_that_is_said_with_the_cost_models_own_errors(make_run: RunMaker) -> None:
+def test_certainty_without_worlds_is_the_error_of_the_cost_model(make_run: RunMaker) -> None:
     shares = {"measured": 0, "interpolated": 1, "extrapolated": 0, "carried_over": 0, "data_sheet": 0}
     kinds = [("gemm", 0.6, 0.1), ("host", 0.4, 0.05)]
     operators = [{"operator": name, "share": share, "log_sd": sd, "basis": shares} for name, share, sd in kinds]
@@ -89,11 +89,11 @@ def test_without_worlds_that_is_said_with_the_cost_models_own_errors(make_run: R
 
 
 @pytest.mark.parametrize("changes", [{"slo": []}, {"cost_basis": None, "uncertainty": None}])
-def test_nothing_is_said_where_nothing_is_known_or_asked(make_run: RunMaker, changes: dict[str, object]) -> None:
+def test_certainty_is_absent_without_limits_or_known_errors(make_run: RunMaker, changes: dict[str, object]) -> None:
     assert certainty(read_run(make_run(**changes)).summary) is None
 
 
-def test_what_version_1_called_odds_is_read(make_run: RunMaker) -> None:
+def test_summary_version_1_with_key_odds_is_read(make_run: RunMaker) -> None:
     run = make_run(slo_probability=stated(), uncertainty=None)
     new = read_run(run).summary
     document = json.loads((run / "summary.json").read_text())

@@ -40,7 +40,7 @@ def pair(make_run: RunMaker, summary: dict[str, Any], **changed: Any) -> list[Na
     ]
 
 
-def test_only_what_differs_is_listed(make_run: RunMaker, optimized: Any) -> None:
+def test_plan_differences_list_only_settings_that_differ(make_run: RunMaker, optimized: Any) -> None:
     runs = pair(make_run, optimized[0], seed=7)
     assert compare.plan_differences(runs) == [
         ("seed", ("0", "7")),
@@ -80,7 +80,7 @@ def test_numbers_stand_beside_those_of_the_first_run(make_run: RunMaker, optimiz
     assert "P(SLO holds)" not in rows  # of neither run worlds were redrawn
 
 
-def test_the_chance_to_be_lower_follows_from_the_intervals_of_both(make_run: RunMaker) -> None:
+def test_probability_of_a_lower_number_follows_from_both_intervals(make_run: RunMaker) -> None:
     def worlds(low: float, high: float) -> dict[str, Any]:
         known = {"worlds": 20, "level": 0.9, "saturated_probability": 0.0, "slo_probability": 1.0}
         return known | {"intervals": {"metrics": {"ttft": {"p99": [low, high]}}}}
@@ -100,7 +100,7 @@ def test_the_chance_to_be_lower_follows_from_the_intervals_of_both(make_run: Run
     assert "P(lower)" not in compare.render(Compared((NamedRun("a", read_run(make_run())),) * 2))
 
 
-def test_watts_and_joules_stand_among_the_numbers(make_run: RunMaker, optimized: Any) -> None:
+def test_compared_numbers_include_power_and_energy(make_run: RunMaker, optimized: Any) -> None:
     duration = optimized[0]["duration_s"]
     measured = [make_run(energy_j=watts * duration, joules_per_token=watts / 1000) for watts in (500.0, 550.0)]
     runs = [NamedRun(str(i), read_run(folder)) for i, folder in enumerate(measured)]
@@ -133,7 +133,7 @@ def test_a_run_keeps_its_colour_through_the_page(make_run: RunMaker, optimized: 
     assert re.findall(r'<i class="dot" style="background: (#\w+)"></i>tomorrow', page) == [figures.COLOURS[1]] * 4
 
 
-def test_ten_runs_fit_into_one_page_that_loads_nothing(make_run: RunMaker) -> None:
+def test_compare_page_of_ten_runs_is_self_contained(make_run: RunMaker) -> None:
     runs = [NamedRun(f"run {i} <b>&", read_run(make_run())) for i in range(10)]
     page = compare.render(Compared(tuple(runs)))
     assert len(page.encode()) < MOST_BYTES
@@ -145,7 +145,7 @@ def test_ten_runs_fit_into_one_page_that_loads_nothing(make_run: RunMaker) -> No
     assert json.loads(reader.scripts["numbers"])["run 3 <b>&"]["GPUs"] == 8
 
 
-def test_names_that_are_equal_are_numbered() -> None:
+def test_equal_run_names_are_numbered() -> None:
     assert compare.distinct(["a", "b", "a"]) == ["a (1)", "b", "a (2)"]
 
 
@@ -162,7 +162,7 @@ def test_an_index_links_to_every_run(make_run: RunMaker, tmp_path: Path) -> None
     assert dict(zip(index.COLUMNS, row.cells, strict=True))["state"] == "meets its limits"
 
 
-def test_an_index_has_validations_and_reproductions_too(make_run: RunMaker, tmp_path: Path) -> None:
+def test_index_lists_validations_and_reproductions(make_run: RunMaker, tmp_path: Path) -> None:
     make_run()
     validated, listed = tmp_path / "validated", [tmp_path / "then.json", tmp_path / "now.json"]
     validated.mkdir()
@@ -186,7 +186,7 @@ def test_an_index_has_validations_and_reproductions_too(make_run: RunMaker, tmp_
     assert "1 latencies" not in svg
 
 
-def test_thumbnails_are_lines_on_one_axis_and_light(make_run: RunMaker) -> None:
+def test_thumbnails_share_one_axis_and_are_small(make_run: RunMaker) -> None:
     slow = {name: [20 * x for x in values] for name, values in read_run(make_run()).summary.quantiles or ()}
     settled, slower, lost = (
         read_run(make_run(**changes)).summary for changes in ({}, {"quantiles": slow}, {"saturated": True})
@@ -210,7 +210,7 @@ def test_thumbnails_are_lines_on_one_axis_and_light(make_run: RunMaker) -> None:
 
 
 @pytest.mark.parametrize(("relative", "shown"), [(0.0004, "="), (0.1234, "+12.3 %"), (-0.5, "−50.0 %")])
-def test_differences_in_words(relative: float, shown: str) -> None:
+def test_relative_difference_is_formatted_with_sign(relative: float, shown: str) -> None:
     assert compare.difference(relative) == shown
 
 
@@ -243,7 +243,7 @@ def finding(simulated: float | None, status: str) -> Finding:
     )
 
 
-def test_validations_stand_beside_each_other() -> None:
+def test_compare_page_puts_validations_side_by_side() -> None:
     pair = [NamedValidation("one", validation(0.2)), NamedValidation("two", validation(-0.05))]
     (row,) = side_by_side.errors(pair)
     assert row == (f"{HOSTILE}: TTFT mean", (("+20.0 %", True), ("−5.0 %", False)))
@@ -253,7 +253,7 @@ def test_validations_stand_beside_each_other() -> None:
     assert colours == [figures.COLOURS[3], figures.COLOURS[4], None]
 
 
-def test_published_systems_stand_beside_each_other() -> None:
+def test_compare_page_puts_published_systems_side_by_side() -> None:
     lists = [
         NamedFindings("then", Findings.of([finding(1.2, "differs")])),
         NamedFindings("now", Findings.of([finding(2.0, "assumed")])),
@@ -262,7 +262,7 @@ def test_published_systems_stand_beside_each_other() -> None:
     assert side_by_side.gains([NamedFindings("none", Findings.of([finding(None, "needs")]))]) == []
 
 
-def test_any_mix_makes_one_page(make_run: RunMaker, tmp_path: Path) -> None:
+def test_compare_page_mixes_runs_validations_and_reproductions(make_run: RunMaker, tmp_path: Path) -> None:
     run, other, listed = make_run(), tmp_path / "validated", tmp_path / "systems.json"
     other.mkdir()
     (other / "validation.json").write_text(json.dumps(validation(0.2).to_data()))
@@ -283,7 +283,7 @@ def test_any_mix_makes_one_page(make_run: RunMaker, tmp_path: Path) -> None:
         read_all([listed])
 
 
-def test_a_validation_shows_itself_in_a_notebook() -> None:
+def test_validation_has_a_notebook_representation() -> None:
     one = validation(0.2)
     assert "+20.0%, outside" in one._repr_html_()
     assert "<img" not in one._repr_html_()
@@ -293,11 +293,11 @@ def test_a_validation_shows_itself_in_a_notebook() -> None:
     assert one.to_arrow().column("error").to_pylist() == [0.2]
 
 
-def test_no_two_runs_have_one_colour() -> None:
+def test_series_colours_are_distinct() -> None:
     assert len({figures.series_colour(i) for i in range(24)}) == 24
 
 
-def test_quotes_stand_in_labels_as_they_are_and_long_names_are_cut_in_the_middle() -> None:
+def test_labels_keep_quotes_and_cut_long_names_in_the_middle() -> None:
     assert labels.escape("""<b>"a" & 'b'""") == """&lt;b&gt;"a" &amp; 'b'"""
     assert labels.briefs(["a" * 40]) == {"a" * 40: "a" * 40}
     long = "a" * 40 + "<" + "b" * 40
@@ -328,7 +328,7 @@ def test_plans_in_a_legend_are_not_cut_and_say_only_what_differs() -> None:
     assert labels.plan_labels(["<b>"]) == {"<b>": "&lt;b&gt;"}
 
 
-def test_a_narrow_logarithmic_axis_has_numbers_too() -> None:
+def test_narrow_logarithmic_axis_has_tick_labels() -> None:
     assert figures.log_ticks(1, 1000) == [1, 3, 10, 30, 100, 300, 1000]
     assert figures.log_ticks(107, 274) == [150, 200, 250]
     assert figures.log_ticks(40, 41) == [40, 41]

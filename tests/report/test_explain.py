@@ -47,7 +47,7 @@ def test_a_plan_is_explained_by_its_own_numbers() -> None:
     assert "prompts that begin alike share their blocks" in text
 
 
-def test_what_stands_beside_an_engine_is_said() -> None:
+def test_explanation_names_front_end_and_gpu_share() -> None:
     shared = {"hardware": "h100-sxm", "instances": 1, "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 2048}}
     shared |= {"max_model_len": 8192, "kv_cache": {"memory_utilization": 0.45}}
     half = {"processors": 0.5, "bandwidth": 0.4}
@@ -98,7 +98,7 @@ def test_what_stands_beside_an_engine_is_said() -> None:
         ),
     ],
 )
-def test_how_the_layers_are_cut_and_drafted_for_is_said(model: str, pool: dict[str, Any], said: str) -> None:
+def test_explanation_names_parallelism_and_drafter(model: str, pool: dict[str, Any], said: str) -> None:
     batching = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
     whole = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 2048, "batching": batching, **pool}
     plan = Plan.model_validate({"name": "p", "model": model, "pools": [whole]}, strict=False)
@@ -106,7 +106,7 @@ def test_how_the_layers_are_cut_and_drafted_for_is_said(model: str, pool: dict[s
     assert any(sentence.startswith(said) for sentence in sentences), sentences
 
 
-def test_who_changes_roles_is_said() -> None:
+def test_explanation_names_role_control() -> None:
     batching = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
     pools = [
         {
@@ -125,7 +125,7 @@ def test_who_changes_roles_is_said() -> None:
     assert "control: every 2 s one instance may take the other role" in whole
 
 
-def test_one_step_of_each_setting_is_a_candidate_of_the_search(make_run: RunMaker) -> None:
+def test_neighbours_are_candidates_one_setting_away(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = run.candidates[0]
     steps = neighbours(run)
@@ -150,7 +150,7 @@ def test_a_model_is_shown_with_the_cards_it_fits_on() -> None:
     assert weights(model) == "131.4 GiB"
 
 
-def test_a_plan_that_does_what_another_does_says_how_that_one_fared(make_run: RunMaker) -> None:
+def test_neighbour_equal_to_another_plan_has_the_effect_of_that_plan(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = next(c for c in run.candidates if c.status == "chosen")
     more = {"status": "infeasible", "max_num_seqs": chosen.max_num_seqs * 2}

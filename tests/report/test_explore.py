@@ -19,7 +19,7 @@ from simtune.runs.run_reader import read_run
 RunMaker = Callable[..., Path]
 
 
-def test_points_are_simulations_that_ran_to_their_end(make_run: RunMaker) -> None:
+def test_explorer_points_are_finished_simulations(make_run: RunMaker) -> None:
     run = read_run(make_run())
     simulated = [c for c in run.candidates if c.rate_rps is not None]
     swept = [p for p in run.summary.sweep or () if not p.saturated]
@@ -36,7 +36,7 @@ def test_sliders_begin_at_the_limits_of_the_study(make_run: RunMaker) -> None:
     assert explore.limits(free)["tpot"] == max(p["tpot"] for p in explore.points(run))
 
 
-def test_names_cannot_leave_the_data(make_run: RunMaker) -> None:
+def test_explorer_data_escapes_names(make_run: RunMaker) -> None:
     run = read_run(make_run())
     hostile = run.candidates[0].model_copy(update={"candidate": "</script><b>"})
     text = explore.document(run._replace(candidates=(hostile, *run.candidates[1:])))
@@ -67,7 +67,7 @@ def test_the_fragment_of_the_address_moves_the_limits(make_run: RunMaker, tmp_pa
     assert said == f"{words[best['name']]}: best of {count} that meet these limits at a rate that was simulated."
 
 
-def test_a_candidate_is_told_with_its_settings_and_command(make_run: RunMaker) -> None:
+def test_explorer_details_have_settings_and_launch_command(make_run: RunMaker) -> None:
     run = read_run(make_run(launch="vllm serve x --a 'b'"))
     told = explore.details(run)
     assert set(told) == {point["name"] for point in explore.points(run)}
@@ -80,7 +80,7 @@ def test_a_candidate_is_told_with_its_settings_and_command(make_run: RunMaker) -
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to run the page")
-def test_a_candidate_in_the_address_is_shown(make_run: RunMaker, tmp_path: Path) -> None:
+def test_explorer_opens_the_candidate_of_the_address(make_run: RunMaker, tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     run = read_run(make_run())
     first = run.candidates[0].model_copy(update={"candidate": hostile})

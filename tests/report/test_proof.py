@@ -34,7 +34,7 @@ PLANS = (
 )  # fmt: skip
 
 
-def test_every_plan_has_one_fate() -> None:
+def test_proof_gives_every_plan_one_fate() -> None:
     found = proof.groups(certificate(*PLANS), more_is_better=True)
     assert sum(len(group.plans) for group in found) == len(PLANS)
     assert proof.rows(found)[:2] == [("chosen", "1", "11.0"), ("ruled out by capacity", "2", "9.00")]
@@ -47,7 +47,7 @@ def test_every_plan_has_one_fate() -> None:
     assert by_fate["ruled out by floors"] == ["e"]
 
 
-def test_plans_stand_in_order_of_what_they_could_reach() -> None:
+def test_proof_figure_orders_plans_by_their_bound() -> None:
     sealed = certificate(*PLANS)
     figure = proof.fates_figure(sealed, proof.groups(sealed, more_is_better=True))
     points = {x: y for trace in figure["data"][:-1] for x, y in zip(trace["x"], trace["y"], strict=True)}
@@ -58,7 +58,7 @@ def test_plans_stand_in_order_of_what_they_could_reach() -> None:
     assert {trace["type"] for trace in figure["data"]} == {"scatter"}
 
 
-def test_the_course_has_both_lines() -> None:
+def test_proof_course_draws_best_plan_and_bound() -> None:
     course = (
         CourseRow(simulations=0, decided=0, plan="", value=None, bound=20.0),
         CourseRow(simulations=5, decided=9, plan="a", value=10.0, bound=12.0),
@@ -69,7 +69,7 @@ def test_the_course_has_both_lines() -> None:
     assert HOSTILE not in str(bound)
 
 
-def test_what_does_not_change_is_kept_by_its_ends() -> None:
+def test_search_course_keeps_only_the_ends_of_constant_parts() -> None:
     log, heard = CourseLog(), []
     listening = CourseLog(heard.append)
     for done, (value, bound) in enumerate([(None, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 8.0)]):
@@ -80,7 +80,7 @@ def test_what_does_not_change_is_kept_by_its_ends() -> None:
     assert len(heard) == 5
 
 
-def test_a_search_shows_its_proof() -> None:
+def test_report_of_a_search_has_the_proof_section() -> None:
     tuned = optimize(question(max_num_seqs=(8, 64), pp=(1, 2), requests=120), jobs=1)
     run = of_study(tuned, jobs=1).run
     assert run.course[-1].bound == tuned.bound

@@ -66,7 +66,7 @@ def test_latencies_leave_in_milliseconds() -> None:
     assert info.ms(None) == "–"
 
 
-def test_nearly_all_is_not_all() -> None:
+def test_percent_is_never_rounded_up_to_100() -> None:
     assert info.percent(0.9912) == "99.1 %"
     assert info.percent(1.0) == "100.0 %"
     assert info.percent(0.99999) == "> 99.9 %"
@@ -93,7 +93,7 @@ def test_the_headline_of_a_given_load_is_its_goodput(make_run: RunMaker) -> None
     assert "serves 23.1 requests/s, 2.89 per GPU, " in sentence(run)
 
 
-def test_a_saturated_plan_never_gets_a_calm_headline(make_run: RunMaker) -> None:
+def test_headline_of_a_saturated_plan_states_overload(make_run: RunMaker) -> None:
     run = make_run(saturated=True, offered_rate_rps=40.0, request_throughput_rps=31.2)
     assert sentence(run).endswith("cannot keep up with 40.0 requests/s: it finishes 31.2 a second.")
     labels = [label for label, _, _ in info.key_figures(read_run(run).summary)]
@@ -116,7 +116,7 @@ def test_a_missed_limit_is_the_headline(make_run: RunMaker) -> None:
     assert sentence(run).endswith("misses p99 TTFT ≤ 1,000 ms for chat (it reaches 1,340 ms) at 20.0 requests/s.")
 
 
-def test_without_limits_the_throughput_speaks(make_run: RunMaker) -> None:
+def test_headline_without_limits_states_throughput(make_run: RunMaker) -> None:
     run = make_run(searched=False, slo=[], request_throughput_rps=16.0, num_gpus=8)
     assert sentence(run).endswith("serves 16.0 requests/s, 2.00 per GPU, with no latency limit set.")
 
@@ -143,7 +143,7 @@ def test_settings_of_lists_are_numbered_and_switches_are_words(make_run: RunMake
     assert rows["pools.0.batching.max_num_batched_tokens"] == "8192"
 
 
-def test_specs_and_latencies_have_their_order_back_that_sorted_json_lost(make_run: RunMaker, optimized: Any) -> None:
+def test_settings_and_latencies_are_ordered_after_reading_sorted_json(make_run: RunMaker, optimized: Any) -> None:
     backwards = {key: dict(sorted(optimized[0][key].items())) for key in ("study", "metrics")}
     summary = read_run(make_run(**backwards)).summary
     assert summary.study
@@ -172,7 +172,7 @@ def test_two_equal_candidates_are_both_on_the_front() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=25))
-def test_the_front_is_what_brute_force_says(points: list[tuple[int, int]]) -> None:
+def test_pareto_front_equals_brute_force(points: list[tuple[int, int]]) -> None:
     found = info.pareto([at(x, y) for x, y in points])
     undominated = [(x, y) for x, y in points if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points)]
     assert sorted((p.x, p.y) for p in found.front) == sorted(undominated)
@@ -194,7 +194,7 @@ def test_runners_up_are_ranked_and_say_why_they_lost(make_run: RunMaker) -> None
     assert loser.why == f"{worse:.1f} % less goodput per GPU"
 
 
-def test_the_reason_of_the_search_comes_before_arithmetic(make_run: RunMaker) -> None:
+def test_reason_of_the_search_takes_precedence(make_run: RunMaker) -> None:
     summary = read_run(make_run()).summary
     best = candidate("best", goodput_rps_per_gpu=2.0)
     assert info.why_lost(candidate(reason="p99 TTFT too long"), best, summary) == "p99 TTFT too long"
@@ -203,7 +203,7 @@ def test_the_reason_of_the_search_comes_before_arithmetic(make_run: RunMaker) ->
     assert info.why_lost(candidate(), best, summary) == "goodput per GPU not known"
 
 
-def test_more_gpus_are_worse_when_gpus_are_what_is_saved(make_run: RunMaker) -> None:
+def test_more_gpus_lose_if_the_objective_is_gpus(make_run: RunMaker) -> None:
     summary = read_run(make_run(objective={"name": "gpus", "unit": "GPUs", "value": 4.0})).summary
     assert info.why_lost(candidate(num_gpus=6), candidate(num_gpus=4), summary) == "50.0 % more GPUs"
 
@@ -216,7 +216,7 @@ def test_candidates_are_counted_by_fate() -> None:
 # --- curves -----------------------------------------------------------------------------------------------
 
 
-def test_the_knee_is_the_last_rate_that_goodput_follows() -> None:
+def test_knee_is_the_last_rate_with_goodput_near_the_offered_rate() -> None:
     calm = [False] * 5
     assert info.knee([1, 2, 3, 4, 5], [1, 2, 2.9, 3, 1], calm) == 2
     assert info.knee([1, 2, 3], [1, 2, 3], calm[:3]) == 2
@@ -290,7 +290,7 @@ def test_one_token_answers_have_no_tpot_and_so_no_curve(make_run: RunMaker) -> N
 # --- time and memory --------------------------------------------------------------------------------------
 
 
-def test_what_the_step_time_rests_on_is_a_bar_a_table_and_a_note(make_run: RunMaker) -> None:
+def test_cost_basis_has_shares_rows_and_note(make_run: RunMaker) -> None:
     none = dict.fromkeys(("measured", "interpolated", "extrapolated", "carried_over", "data_sheet"), 0.0)
     whole = none | {"interpolated": 0.75, "extrapolated": 0.25}
     gemm = {"operator": "gemm", "share": 0.75, "log_sd": 0.1, "basis": none | {"interpolated": 1.0}}
@@ -363,7 +363,7 @@ def test_a_cache_larger_than_the_device_leaves_nothing_free(make_run: RunMaker) 
     assert [name for name, _, _ in found.parts] == ["weights", "KV cache", "activations and other"]
 
 
-def test_limits_are_written_as_people_say_them() -> None:
+def test_limit_is_formatted_with_statistic_metric_and_milliseconds() -> None:
     slo = SloLimit(request_class=None, metric="tpot", statistic="p99", limit_s=0.0405, value_s=None, met=False)
     assert info.limit(slo).replace(info.NO_BREAK, " ") == "p99 TPOT ≤ 40.5 ms"
 
@@ -380,7 +380,7 @@ def every_figure(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def test_plotly_knows_every_property_that_is_set(make_run: RunMaker) -> None:
+def test_figures_have_only_properties_that_plotly_accepts(make_run: RunMaker) -> None:
     from plotly.graph_objects import Figure
 
     drawn = every_figure(read_run(make_run()))

@@ -80,7 +80,7 @@ def read(page: str) -> Reader:
     return reader
 
 
-def test_the_page_of_a_search_tells_the_whole_story_in_order(make_run: RunMaker) -> None:
+def test_report_of_a_search_has_all_sections_in_order(make_run: RunMaker) -> None:
     reader = read(drawn(make_run()))
     assert reader.headings == [
         "In numbers",
@@ -193,7 +193,7 @@ def test_hostile_names_stay_text(make_run: RunMaker, optimized: tuple[dict[str, 
         ("seed", "Latency"),
     ],
 )
-def test_what_is_absent_is_explained_or_left_out(make_run: RunMaker, absent: str, words: str) -> None:
+def test_report_explains_or_omits_absent_data(make_run: RunMaker, absent: str, words: str) -> None:
     assert words in read(drawn(make_run(**{absent: None}))).words
 
 
@@ -216,7 +216,7 @@ def test_a_run_in_which_nothing_finished_still_makes_a_page(make_run: RunMaker) 
     assert "keeps no latency distribution" in words
 
 
-def test_saturation_interruption_and_validation_are_said_aloud(make_run: RunMaker, optimized: Any) -> None:
+def test_report_states_saturation_interruption_and_validation(make_run: RunMaker, optimized: Any) -> None:
     calm = read(drawn(make_run())).words
     assert "Saturated." not in calm
     assert "Interrupted." not in calm

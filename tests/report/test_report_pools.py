@@ -52,7 +52,7 @@ def apart(make_run: RunMaker) -> Path:
     )  # fmt: skip
 
 
-def test_the_headline_counts_the_instances_of_each_pool(apart: Path) -> None:
+def test_headline_has_servers_and_gpus_of_each_pool(apart: Path) -> None:
     run = read_run(apart)
     words = (
         "2 prefill servers of 2 h100-sxm GPUs with 64 seats, 1 decode server of 4 h200-sxm GPUs with 256 seats, "
@@ -87,7 +87,7 @@ def test_the_parts_of_a_request_add_up_to_its_time(apart: Path) -> None:
     assert sum(share for *_, share in parts) == pytest.approx(1.0)
 
 
-def test_times_between_tokens_have_a_row_and_absent_parts_have_none(apart: Path, make_run: RunMaker) -> None:
+def test_latency_rows_include_itl_and_omit_absent_parts(apart: Path, make_run: RunMaker) -> None:
     names = [row[0] for row in info.latency_rows(read_run(apart).summary)]
     assert names == ["TTFT", "TPOT", "ITL", "E2EL", "Queueing", "Prefill", "KV transfer", "Decode"]
     mixed = make_run(metrics={"ttft": block(0.3), "tpot": block(0.01), "e2el": block(2.0),

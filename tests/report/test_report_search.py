@@ -53,7 +53,7 @@ def with_others(run: Run, *changes: dict[str, Any]) -> Run:
     return run._replace(candidates=(chosen, *others))
 
 
-def test_the_proof_is_told(make_run: RunMaker) -> None:
+def test_report_states_the_proof(make_run: RunMaker) -> None:
     goal = {"name": "goodput_per_gpu", "unit": "requests/s/GPU", "value": 10.0}
     run = read_run(make_run(objective=goal | {"bound": 10.2, "gap": 0.02}))
     sentence = verdict.proof(run.summary)
@@ -65,7 +65,7 @@ def test_the_proof_is_told(make_run: RunMaker) -> None:
     assert verdict.proof(read_run(make_run(objective=goal)).summary) is None
 
 
-def test_how_sure_the_choice_is_is_told(make_run: RunMaker) -> None:
+def test_report_states_confidence_in_the_choice(make_run: RunMaker) -> None:
     run = read_run(make_run(confidence=SURE))
     assert info.rivals(run.summary) == [("rival", "80.0 %", "−2.0 % to unbounded")]
     assert info.to_measure(run.summary) == [("gemm", "60.0 %", "93.0 %", "gemm.bf16 m=8 on h100 (interpolated, ±10%)")]
@@ -76,7 +76,7 @@ def test_how_sure_the_choice_is_is_told(make_run: RunMaker) -> None:
     assert "How sure the choice is" not in render(read_run(make_run()))
 
 
-def test_every_knob_of_the_search_is_stepped(make_run: RunMaker) -> None:
+def test_neighbours_step_every_knob_of_the_search(make_run: RunMaker) -> None:
     run = read_run(make_run())
     run = with_others(
         run,
@@ -105,7 +105,7 @@ def test_every_knob_of_the_search_is_stepped(make_run: RunMaker) -> None:
     }
 
 
-def test_edges_are_those_of_plans_with_the_same_pools(make_run: RunMaker) -> None:
+def test_edge_notes_compare_plans_with_the_same_pools(make_run: RunMaker) -> None:
     run = with_others(
         read_run(make_run()), {"max_num_seqs": 128}, {"max_num_seqs": 512, "prefill": "p"}, {"attention_dp": 2}
     )

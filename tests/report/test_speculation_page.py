@@ -86,7 +86,7 @@ def facts(**changes: Any) -> DraftSchedule:
     return DraftSchedule.model_validate({**FACTS, **changes})
 
 
-def test_the_line_runs_where_speculation_ends() -> None:
+def test_speculation_map_draws_the_line_where_drafting_ends() -> None:
     """Below the one cell that is off; not beside the cell that nothing can get to."""
     (edge,) = off_line(facts())
     assert (edge.x, edge.y) == ((-0.5, 0.5), (1.5, 1.5))
@@ -97,7 +97,7 @@ def test_the_line_runs_where_speculation_ends() -> None:
     assert gain_figure(facts(cells=[[cell("1", 1.2)] * 2] * 3))["layout"]["shapes"] == []
 
 
-def test_the_map_shows_what_is_chosen_and_leaves_out_what_cannot_be() -> None:
+def test_speculation_map_shows_chosen_cells_and_omits_impossible_ones() -> None:
     (shown,) = gain_figure(facts())["data"]
     assert shown["text"][0] == ["T7<br>×2.50", "T9<br>×2.60"]
     assert (shown["z"][2], shown["text"][2]) == ([1.0, None], ["off<br>×1.00", ""])
@@ -111,7 +111,7 @@ def test_the_headline_counts_the_cells() -> None:
     assert "pays at no batch size" in headline(facts(gain=1.0))
 
 
-def test_a_tree_is_drawn_parents_above_children_and_nobody_on_another() -> None:
+def test_draft_tree_drawing_puts_parents_above_children_without_overlap() -> None:
     nodes = {node.path: node for node in drawn_tree(facts().draft)}
     assert nodes[(1,)].x == (nodes[(1, 1)].x + nodes[(1, 2)].x) / 2
     assert nodes[(1, 1)].parent == (nodes[(1,)].x, 1)
@@ -122,7 +122,7 @@ def test_a_tree_is_drawn_parents_above_children_and_nobody_on_another() -> None:
 
 
 @given(st.sets(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), max_size=20))
-def test_any_tree_has_room(nodes: set[tuple[int, ...]]) -> None:
+def test_draft_tree_drawing_fits_any_tree(nodes: set[tuple[int, ...]]) -> None:
     closed = {path[:depth] for path in nodes for depth in range(1, len(path) + 1)}
     shape = [{"path": list(path), "probability": 0.5 ** len(path)} for path in closed]
     drawn = drawn_tree(DraftShape.model_validate({"batch": 1, "context": 1, "nodes": shape}))
@@ -134,13 +134,13 @@ def test_any_tree_has_room(nodes: set[tuple[int, ...]]) -> None:
     assert all(level == sorted(level) for level in by_depth.values()), "edges never cross"
 
 
-def test_engines_are_told_or_it_is_said_why_not() -> None:
+def test_speculation_page_has_engine_settings_or_the_reason_without() -> None:
     told, not_told = engine_rows(facts())
     assert told == ("vLLM", "chain of 2", "1.60", "6.0 %", '{"method": "eagle3"}')
     assert not_told[-1] == "drafting pays nowhere"
 
 
-def test_a_page_of_its_own_loads_nothing_and_is_deaf_to_names() -> None:
+def test_speculation_page_is_self_contained_and_escapes_names() -> None:
     hostile = facts(drafter="<img src=x onerror=alert(1)>")
     written = render(hostile, "a<b>", "GPU & co")
     own = written.replace(plotly_js(), "")

@@ -41,13 +41,13 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_black_on_white_is_known() -> None:
+def test_contrast_of_black_on_white_is_21() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark", "print"])
-def test_texts_stand_out_of_what_they_are_written_on(theme: str) -> None:
+def test_text_colours_have_enough_contrast(theme: str) -> None:
     colours = themes()[theme]
     faint = {
         (text, ground): round(contrast(colours[text], colours[ground]), 2)
@@ -58,7 +58,7 @@ def test_texts_stand_out_of_what_they_are_written_on(theme: str) -> None:
     assert faint == {}
 
 
-def test_what_is_written_on_bars_stands_out_of_them() -> None:
+def test_text_on_bars_has_enough_contrast() -> None:
     inside = re.search(r"bartext-inside \{ fill: (#[0-9a-f]{6})", STYLE)
     assert inside is not None
     assert [c for c in figures.COLOURS if contrast(inside[1], c) < LEAST] == []

@@ -34,7 +34,7 @@ def made_up(per_span: int = 1, lives: int = 1) -> Swimlanes:
     )  # fmt: skip
 
 
-def test_the_table_shares_out_the_time_of_each_lane() -> None:
+def test_swimlane_table_shares_add_up_to_the_time_of_each_lane() -> None:
     (row,) = swimlanes_page.rows(made_up())
     assert row.cells == ("20.0 %", "0.0 %", "0.0 %", "50.0 %", "30.0 %")
     assert "8 steps in 2 spans; all of 1 requests." in swimlanes_page.note(made_up())
@@ -42,7 +42,7 @@ def test_the_table_shares_out_the_time_of_each_lane() -> None:
     assert "0 of 1 requests: the slowest" in swimlanes_page.note(made_up(lives=0))
 
 
-def test_the_page_carries_what_the_run_kept_and_nothing_that_acts(make_run: RunMaker) -> None:
+def test_swimlane_data_of_the_run_is_embedded_and_escaped(make_run: RunMaker) -> None:
     run = make_run(searched=False)
     (run / "swimlanes.json.gz").write_bytes(made_up().to_bytes())
     page = render(read_run(run))

@@ -24,7 +24,7 @@ def candidates(run: Run, **changed: Any) -> Run:
     return run._replace(candidates=(chosen, loser.model_copy(update=changed), *others))
 
 
-def test_the_bottleneck_is_said_in_one_sentence(make_run: RunMaker, optimized: Any) -> None:
+def test_bottleneck_is_one_sentence(make_run: RunMaker, optimized: Any) -> None:
     summary, _ = optimized
     e2el = summary["metrics"]["e2el"]
     decode = {**e2el, "mean": 0.9 * e2el["mean"]}
@@ -72,7 +72,7 @@ def test_a_value_at_the_edge_of_the_search_is_noted(make_run: RunMaker) -> None:
     assert verdict.edges(run._replace(candidates=())) == []
 
 
-def test_equal_results_are_called_equal(make_run: RunMaker) -> None:
+def test_plans_with_equal_results_are_called_equal(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = run.candidates[0]
     twin = chosen.model_copy(update={"max_num_seqs": 128, "status": "feasible", "reason": "", "rank": 2})
@@ -81,7 +81,7 @@ def test_equal_results_are_called_equal(make_run: RunMaker) -> None:
     assert info.why_lost(slower, chosen, run.summary) == "no better in goodput per GPU"
 
 
-def test_simulations_that_were_stopped_stand_apart(make_run: RunMaker) -> None:
+def test_stopped_simulations_are_drawn_apart(make_run: RunMaker) -> None:
     run = read_run(make_run())
     missed = [c for c in run.candidates if c.status == "infeasible"]
     stopped = tuple(c.model_copy(update={"finished": c is not missed[0]}) for c in run.candidates)
