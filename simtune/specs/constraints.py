@@ -29,10 +29,11 @@ POOL_NAMES = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "prefix_caching",
+    "max_model_len",
     "drafter",
 )
 """Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
-`kv_dtype` and `drafter` are '' if the plan names none.
+`kv_dtype` and `drafter` are '' if the plan names none; `max_model_len` is 0 unless it is searched.
 """
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""

@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from simtune.specs.base import (
+    Context,
     Count,
     Dtype,
     ErrorAt,
@@ -143,6 +144,11 @@ class Search(Part):
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
     prefix_caching: Switch | None = Field(None, description="as the engine sets it, else off, unless given")
+    max_model_len: Annotated[Seq[Context], Field(min_length=1, strict=False)] | None = Field(
+        None,
+        description="longest prompt + output that the engine is set up for, for which some engines keep room; no less "
+        "than the longest request. That one, rounded up to 256, unless given",
+    )
     instances: Choices | None = Field(None, description="any number that the devices allow unless given")
     routers: Annotated[Seq[Routing], Field(min_length=1, strict=False)] | None = Field(
         None, description="routers in place of the study's one"

@@ -44,6 +44,8 @@ class PlanCache:
         self.question = question
         every = list(candidates)
         self.max_model_len = question.length_limit(every)
+        self._longest = question.longest_request(every) if question.study.search.max_model_len else 0
+        """Tokens of the longest request; 0 unless max_model_len is searched."""
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
         self._settled_objects: dict[int, tuple[PoolChoice, PoolChoice | Refused]] = {}
@@ -115,7 +117,8 @@ class PlanCache:
         try:
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
-            if refusal := self._too_small_a_budget(pool, self.stream(candidate)):
+            refusal = self._too_short(choice) or self._too_small_a_budget(pool, self.stream(candidate))
+            if refusal:
                 return Refused("does_not_fit", refusal)
             if draft is None:
                 return choice
@@ -128,6 +131,17 @@ class PlanCache:
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
+
+    def _too_short(self, choice: PoolChoice) -> str:
+        """Return why a pool would refuse the longest request; empty if it would not."""
+        longest = choice.shape.max_model_len
+        if not longest or longest >= self._longest:
+            return ""
+        return f"max_model_len ({longest}) is less than the longest request of the load ({self._longest:,} tokens)"
+
+    def _length(self, choice: PoolChoice) -> int:
+        """Return the max_model_len of a pool."""
+        return choice.shape.max_model_len or self.max_model_len
 
     @staticmethod
     def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
@@ -188,7 +202,7 @@ class PlanCache:
             pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
             factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(
-                pool, q.model, q.profiles[choice.shape.gpu], self.max_model_len, q.drafting_of(choice), factors
+                pool, q.model, q.profiles[choice.shape.gpu], self._length(choice), q.drafting_of(choice), factors
             )
         return self._costs[key]
 
@@ -250,14 +264,14 @@ class PlanCache:
 
     def _deployed(self, choice: PoolChoice) -> DeployedPool:
         pool, hardware = self.pool(choice), self.question.profiles[choice.shape.gpu]
-        return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self.max_model_len, 0)
+        return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self._length(choice), 0)
 
     def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
         caches = self.pool(choice).kv_cache.prefix_caching
         key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
             tables, role = self.costs(choice).tables, choice.shape.role
-            self._capacities[key] = PoolCapacity(tables, stream, role, self.max_model_len, caches=caches)
+            self._capacities[key] = PoolCapacity(tables, stream, role, self._length(choice), caches=caches)
         return self._capacities[key]
 
 

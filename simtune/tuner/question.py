@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -237,10 +237,19 @@ class Question:
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
+        return max(length_limit(self.model, stream) for stream in self._longest_draws(candidates))
+
+    def longest_request(self, candidates: Iterable[Candidate]) -> int:
+        """Return the tokens of the longest request that may be simulated, prompt and output."""
+        streams = self._longest_draws(candidates)
+        return max(int((stream.prompt_tokens + stream.output_tokens).max()) for stream in streams)
+
+    def _longest_draws(self, candidates: Iterable[Candidate]) -> Iterator[RequestStream]:
+        """Yield every draw of the requests, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
         requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
-        draws = range(1 + self.study.search.confirm.draws)
-        return max(length_limit(self.model, self.draws.stream(requests, draw)) for draw in draws)
+        for draw in range(1 + self.study.search.confirm.draws):
+            yield self.draws.stream(requests, draw)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in

@@ -13,9 +13,9 @@ as the world that is stretched by
 
 w_k the share of kind k in the steps that the metric is made of: those that decode, each as often as it decodes
 requests, for TPOT; those with prompt tokens for TTFT; both for E2EL and families. Time that is neither kernel nor
-collective has its share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in their latencies;
-this doubt is stated with the probability, and so is that of the interpolation. The estimate is compared with a
-simulation of every world by `benchmarks/tuner/test_slo_probability.py`.
+collective has its share, and no error. Two worlds with the same sum may differ in which kinds take longer, and then in
+their latencies; this doubt is stated with the probability, and so is that of the interpolation. The estimate is
+compared with a simulation of every world by `benchmarks/tuner/test_slo_probability.py`.
 """
 
 from __future__ import annotations

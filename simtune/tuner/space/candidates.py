@@ -46,6 +46,8 @@ class PoolShape:
     role: Role = "mixed"
     weight_dtype: str = ""
     """Empty for the dtype of the model's checkpoint."""
+    max_model_len: int = 0
+    """0 for the longest request that may be simulated."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -62,7 +64,9 @@ class PoolShape:
         """Name of the shape, e.g. tp2-pp1, with the settings that differ from the usual ones."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
-        return "-".join([f"tp{self.tp}-pp{self.pp}", *more, *([f"kv-{self.kv_dtype}"] if self.kv_dtype else [])])
+        more += [f"kv-{self.kv_dtype}"] if self.kv_dtype else []
+        more += [f"len{self.max_model_len}"] if self.max_model_len else []
+        return "-".join([f"tp{self.tp}-pp{self.pp}", *more])
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ class PoolChoice:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "prefix_caching": bool(self.prefix_caching),
+            "max_model_len": shape.max_model_len,
             "drafter": self.drafter,
         }
 
@@ -161,7 +166,7 @@ class PoolChoice:
                 "max_num_batched_tokens": self.max_num_batched_tokens,
                 **({} if study.batching is None else study.batching.model_dump(exclude_unset=True, exclude_none=True)),
             },
-            "max_model_len": max_model_len,
+            "max_model_len": self.shape.max_model_len or max_model_len,
             "speculation": self.speculation,
             **({"weight_dtype": self.shape.weight_dtype} if self.shape.weight_dtype else {}),
             **({"kv_cache": kv_cache} if kv_cache else {}),
@@ -545,8 +550,9 @@ def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
     gpus = choices.gpus or [entry.profile for entry in study.hardware]
     cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
     dtypes = (choices.kv_dtype or ("",), choices.weight_dtype or ("",))
-    for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype in product(gpus, *cuts, *dtypes):
-        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype)
+    lengths = study.search.max_model_len or (0,)
+    for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype, longest in product(gpus, *cuts, *dtypes, lengths):
+        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest)
 
 
 def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:
