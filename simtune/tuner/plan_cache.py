@@ -232,6 +232,21 @@ class PlanCache:
                 self._known[choice.alone] = pool
         return deployment
 
+    def judged_deployment(self, candidate: Candidate, max_model_len: int) -> Deployment:
+        """Return the deployment of a settled candidate for requests of up to `max_model_len` tokens, with the margins
+        with which it is judged."""
+        q, costs = self.question, None
+        if q.study.slo.confidence is not None:
+            pools = {choice: self.pool(choice) for choice in candidate.pools}
+            costs = {
+                pool.name: compiled_costs(
+                    pool, q.model, q.profiles[choice.shape.gpu], max_model_len, q.drafting_of(choice),
+                    self._margins(pool, choice),
+                )
+                for choice, pool in pools.items()
+            }  # fmt: skip
+        return q.deploy(candidate, max_model_len, costs)
+
     def memory(self, choice: PoolChoice) -> Memory:
         """Return the memory of an instance of a settled pool."""
         return self._memories[choice.alone]

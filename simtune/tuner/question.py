@@ -174,12 +174,10 @@ class Question:
         if study.slo.confidence is None:
             return
         wrong = ""
-        if study.objective in ("e2el", "joules_per_token", "pareto"):
-            wrong = f"objective {study.objective} is of the predicted times; use a rate, gpus or usd_per_million_tokens"
-        elif study.day is not None:
-            wrong = "a day is judged as predicted; remove day"
-        elif not study.slo.limits() and not any(c.slo for c in self.workload.classes):
-            wrong = "the slo has no limit to keep; add one"
+        of_times = self.objective.floor is not None or self.objective.needs_power or study.objective == "pareto"
+        limited = study.slo.limits() or any(c.slo for c in self.workload.classes)
+        if not of_times and not limited:
+            wrong = f"the slo has no limit to keep, and {study.objective} does not depend on step times; add a limit"
         elif any(pool.costs is not None for pool in study.fixed):
             wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
         if wrong:
