@@ -165,6 +165,8 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
     low, high, draws = s.objective.low, s.objective.high, s.objective.draws
     if low is not None and high is not None and low < high and draws:
         unit += f", {in_words(low)}–{in_words(high)} by {len(draws)} draws"
+    if s.study is not None and s.study.slo.confidence is not None:
+        unit += f", in {percent(s.study.slo.confidence)} of worlds"
     return [(words.get(s.objective.name, s.objective.name), in_words(s.objective.value), unit)]
 
 

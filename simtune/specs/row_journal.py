@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from simtune.errors import SimtuneError, UsageError
 from simtune.specs.input_files import JsonError, parse_json, read_bytes
@@ -47,12 +47,11 @@ class RowJournal:
         rows stay.
         """
         text = json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False)
-        # It begins on a new line, since an earlier one may have been cut short; in one write, so that lines of several
-        # processes do not mix.
-        line = f"\n{text}\n".encode()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab", buffering=0) as file:
+            with self.file.open("ab+", buffering=0) as file:
+                line = f"{_line_break(file)}{text}\n".encode()
+                # One write, so that lines of several processes do not mix.
                 written = file.write(line)
                 os.fsync(file.fileno())
         except OSError as error:
@@ -68,6 +67,14 @@ class RowJournal:
         return SimtuneError(
             f"{self.file}: cannot be written ({why}); what it holds is kept: make room and {self._resume}"
         )
+
+
+def _line_break(file: BinaryIO) -> str:
+    """Return what ends a last line that was cut short: nothing if none was."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return ""
+    file.seek(-1, os.SEEK_END)
+    return "" if file.read(1) == b"\n" else "\n"
 
 
 def _hash(key: object, row: object) -> str:

@@ -53,6 +53,7 @@ class PlanCache:
         self._sustained: dict[tuple[PoolChoice, int], float] = {}
         self._ways: dict[PoolShape, str] = {}
         self._streams: dict[int, RequestStream] = {}
+        self._long_streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
         self._round_costs: dict[tuple[object, ...], RoundCost] = {}
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
@@ -65,6 +66,13 @@ class PlanCache:
         if requests not in self._streams:
             self._streams[requests] = self.question.stream(candidate)
         return self._streams[requests]
+
+    def _capacity_stream(self, candidate: Candidate) -> RequestStream:
+        """Return the requests that the capacity of a candidate is of (`Question.capacity_stream`)."""
+        requests = self.question.num_requests(candidate)
+        if requests not in self._long_streams:
+            self._long_streams[requests] = self.question.capacity_stream(candidate)
+        return self._long_streams[requests]
 
     # --- whether it fits --------------------------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class PlanCache:
 
         A weight is the requests per second that one core of the pool sustains, over those of the first pool's.
         """
-        stream, rps_per_core = self.stream(candidate), []
+        stream, rps_per_core = self._capacity_stream(candidate), []
         for choice in candidate.pools:
             rps_per_core.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
         weights = [float(f"{rps / rps_per_core[0]:.{DIGITS}g}") for rps in rps_per_core]
@@ -232,13 +240,28 @@ class PlanCache:
                 self._known[choice.alone] = pool
         return deployment
 
+    def judged_deployment(self, candidate: Candidate, max_model_len: int) -> Deployment:
+        """Return the deployment of a settled candidate for requests of up to `max_model_len` tokens, with the margins
+        with which it is judged."""
+        q, costs = self.question, None
+        if q.study.slo.confidence is not None:
+            pools = {choice: self.pool(choice) for choice in candidate.pools}
+            costs = {
+                pool.name: compiled_costs(
+                    pool, q.model, q.profiles[choice.shape.gpu], max_model_len, q.drafting_of(choice),
+                    self._margins(pool, choice),
+                )
+                for choice, pool in pools.items()
+            }  # fmt: skip
+        return q.deploy(candidate, max_model_len, costs)
+
     def memory(self, choice: PoolChoice) -> Memory:
         """Return the memory of an instance of a settled pool."""
         return self._memories[choice.alone]
 
     def capacity(self, candidate: Candidate) -> RateBound:
         """Return the requests per second that no schedule of a settled candidate exceeds."""
-        stream = self.stream(candidate)
+        stream = self._capacity_stream(candidate)
         bounds = []
         for choice in candidate.pools:
             where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
@@ -252,7 +275,7 @@ class PlanCache:
         settled = self._settled_alone(alone, candidate)
         if isinstance(settled, Refused):
             return None
-        return settled.devices, self._sustains(settled, self.stream(candidate))
+        return settled.devices, self._sustains(settled, self._capacity_stream(candidate))
 
     def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
         """Return the requests per second that an instance could sustain at most."""

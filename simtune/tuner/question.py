@@ -27,6 +27,8 @@ from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
 
+CAPACITY_REQUESTS = 8000
+"""Least number of requests whose mean lengths a capacity is of."""
 SAMPLED_CORES = 4
 """Cores that are simulated during the search, if a deployment has more; the chosen plan is confirmed on all cores."""
 
@@ -182,12 +184,10 @@ class Question:
         if study.slo.confidence is None:
             return
         wrong = ""
-        if study.objective in ("e2el", "joules_per_token", "pareto"):
-            wrong = f"objective {study.objective} is of the predicted times; use a rate, gpus or usd_per_million_tokens"
-        elif study.day is not None:
-            wrong = "a day is judged as predicted; remove day"
-        elif not study.slo.limits() and not any(c.slo for c in self.workload.classes):
-            wrong = "the slo has no limit to keep; add one"
+        of_times = self.objective.floor is not None or self.objective.needs_power or study.objective == "pareto"
+        limited = study.slo.limits() or any(c.slo for c in self.workload.classes)
+        if not of_times and not limited:
+            wrong = f"the slo has no limit to keep, and {study.objective} does not depend on step times; add a limit"
         elif any(pool.costs is not None for pool in study.fixed):
             wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
         if wrong:
@@ -233,6 +233,12 @@ class Question:
         number = self.num_requests(candidate, requests)
         stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
+
+    def capacity_stream(self, candidate: Candidate) -> RequestStream:
+        """Return the requests that the capacity of a candidate is of: enough for their mean lengths to be those of the
+        load, as runs are made longer than the study's own number; of a batch all that there are."""
+        requests = self.num_requests(candidate)
+        return self.draws.stream(requests if self.workload.batch else max(requests, CAPACITY_REQUESTS))
 
     def arrivals(self, requests: int) -> int:
         """Return the arrivals that bring a number of simulated requests: fewer than these if families arrive."""

@@ -191,6 +191,17 @@ def test_costs_from_outside_cannot_be_redrawn() -> None:
         confidence([], Slo(), worlds=2)
 
 
+def test_a_rate_at_the_capacity_lies_within_the_interval_of_the_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without errors every world is the predicted one, so that the interval is the headline itself."""
+    monkeypatch.setattr("simtune.tuner.doubt.confidence.spreads", lambda deployment, run: {})
+    load = LOAD.model_copy(update={"requests": 60})
+    one_card = {"devices": 1, "tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    tuned = optimize(question(workload=load, slo=Slo(ttft_s={"p50": 60.0}), **one_card), jobs=1)
+    assert tuned.chosen.bounded_by == "capacity"
+    quantiles = of_search(tuned, worlds=2, jobs=1).quantiles[0]
+    assert quantiles.at(0.05) == quantiles.at(0.95) == pytest.approx(tuned.value)
+
+
 def test_of_a_search() -> None:
     """By rate: in worlds with no error at all the values are those of the search."""
     load = LOAD.model_copy(update={"requests": 120})

@@ -12,11 +12,14 @@ from simtune.errors import UsageError
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.pool import Batching, Pool
-from simtune.specs.study import Confirmation
+from simtune.specs.study import Confirmation, Day, DayWindow
+from simtune.specs.workload import Slo
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.doubt.margin import margin
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.day import day_of
+from simtune.tuner.search.front import answer
 from tests.cli.conftest import STUDY
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -68,13 +71,38 @@ def test_worlds_that_are_simulated_keep_it_as_often_as_was_asked(file: str) -> N
     assert shares[0.9] >= max(0.85, shares[None]), shares
 
 
-REFUSED = {
-    "objective e2el is of the predicted times": {"objective": "e2el"},
-    "objective pareto is of the predicted times": {"objective": "pareto"},
-}
+@pytest.mark.parametrize("objective", ["e2el", "joules_per_token"])
+def test_a_value_at_a_given_load_is_the_one_with_the_margin(file: str, objective: str) -> None:
+    confirm = {"search": load_question(file).study.search.model_copy(update={"confirm": Confirmation(draws=0)})}
+    asked = [question(level, file=file, objective=objective, **confirm) for level in (0.9, None)]
+    sure, predicted = (optimize(each, jobs=1) for each in asked)
+    assert sure.value > predicted.value
+    assert sure.chosen.reason.endswith("in 90% of the worlds")
+    mean_s = sure.result.statistic("e2el", "mean")
+    assert mean_s is not None
+    assert objective != "e2el" or mean_s < sure.value, "the report shows it as predicted"
+    audit = Audit(certificate_of(sure), sure.question)
+    assert audit.run(), audit.problems
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_confidence_cannot_be_asked_of_is_refused(file: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        optimize(question(0.9, file=file, **REFUSED[message]), jobs=1)
+def test_a_front_and_a_day_are_judged_with_the_margin(file: str) -> None:
+    search = load_question(file).study.search.model_copy(update={"confirm": Confirmation(draws=0), "front": 2})
+    fronts = [answer(question(level, file=file, objective="pareto", search=search), jobs=1) for level in (0.9, None)]
+    at_lowest = [tuned.ladder.points[-1] for tuned in fronts if tuned.ladder is not None]
+    assert at_lowest[0].output_tokens_per_s_per_user < at_lowest[1].output_tokens_per_s_per_user
+    latencies = []
+    for level in (0.9, None):
+        day = Day(startup_s=10.0, windows=(DayWindow(hours=24, rate_rps=2.0),))
+        tuned = optimize(question(level, file=file, search=search, day=day), jobs=1)
+        planned = day_of(tuned, jobs=1)
+        assert planned is not None
+        assert planned.hours[0].meets_slo
+        latencies.append(planned.hours[0].tpot_p99_s or 0.0)
+    assert latencies[0] > latencies[1]
+
+
+def test_confidence_needs_a_limit_where_the_objective_does_not_depend_on_times(file: str) -> None:
+    asked = question(0.9, file=file, objective="gpus")
+    asked = replace(asked, study=asked.study.model_copy(update={"slo": Slo(confidence=0.9)}))
+    with pytest.raises(UsageError, match="gpus does not depend on step times; add a limit"):
+        optimize(asked, jobs=1)

@@ -69,6 +69,8 @@ class RivalPlan:
     of a family or the energy of an output token; 0 if the SLO is missed."""
     cores: int | None = None
     """Engine cores that are simulated for all of them; None for all."""
+    long_stream: RequestStream | None = None
+    """Requests that the capacity of the plan is of; None for `stream`."""
 
 
 # --- what is said of it -----------------------------------------------------------------------------------
@@ -182,8 +184,9 @@ def confidence(
     runs = [_as_chosen(c, slo, seed) for c in contenders]
     errors = draws(worlds, seed)
     tasks: list[_InWorld] = []
+    ladder = RateLadder(contenders[0].rate_rps or 1.0, tolerance)
     for contender, run in zip(contenders, runs, strict=True):
-        tasks += _tasks(contender, spreads(contender.deployment, run), errors, slo, tolerance, seed)
+        tasks += _tasks(contender, spreads(contender.deployment, run), errors, slo, ladder, seed)
     with executor(jobs, len(tasks)) as pool:
         worth = []
         for value in ordered_map(pool, _InWorld.run, tasks):
@@ -200,13 +203,35 @@ def confidence(
 
 
 def _tasks(
-    c: RivalPlan, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, tolerance: float, seed: int
+    c: RivalPlan, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, ladder: RateLadder, seed: int
 ) -> Iterator[_InWorld]:
     """Yield a contender in every world, with the errors that its own steps may have."""
+    long_stream = c.stream if c.long_stream is None else c.long_stream
     blueprint, judged = Blueprint.of(c.deployment), (c.rate_rps, c.weight, c.worth, c.cores)
     for i, acceptance_errors in enumerate(drawn[ACCEPTANCE].tolist()):
         factors = {kind: math.exp(sd * float(drawn[kind][i])) for kind, sd in log_sd.items()}
-        yield _InWorld(blueprint, c.stream, slo, judged, factors, acceptance_errors, tolerance, seed)
+        yield _InWorld(blueprint, c.stream, long_stream, slo, judged, factors, acceptance_errors, ladder, seed)
+
+
+@dataclass(frozen=True)
+class RateLadder:
+    """Rates at which all plans are tried, on both sides of that of the chosen plan.
+
+    Its own rate is a rung: otherwise the worlds would show a lower rate where the next rung is above what the plan
+    sustains, and the headline would lie outside their interval.
+    """
+
+    begin_rps: float
+    tolerance: float
+    """Relative step."""
+
+    def rate_rps(self, rung: int) -> float:
+        """Return the rate of a rung; 0 is that of the chosen plan."""
+        return float(self.begin_rps * (1 + self.tolerance) ** rung)
+
+    def below(self, rate_rps: float) -> int:
+        """Return the highest rung that is not above a rate."""
+        return math.floor(math.log(rate_rps / self.begin_rps) / math.log(1 + self.tolerance) + 1e-9)
 
 
 def _as_chosen(c: RivalPlan, slo: Slo, seed: int) -> Result:
@@ -220,18 +245,19 @@ class _InWorld:
 
     blueprint: Blueprint
     stream: RequestStream
+    long_stream: RequestStream
     slo: Slo
     judged: tuple[float | None, float, str, int | None]
     factors: Mapping[str, float]
     acceptance_errors: float
-    tolerance: float
+    ladder: RateLadder
     seed: int
 
     def run(self) -> float:
         """Return the value of the contender in the world."""
         rate, weight, worth, cores = self.judged
         deployment = self.blueprint.deploy(self.factors, self.acceptance_errors)
-        sustained = sustained_rps(deployment, self.stream)
+        sustained = sustained_rps(deployment, self.long_stream)
         if rate is not None:
             return self._highest_rate(deployment, rate, cores, sustained) / weight
         result = deployment.simulate(self.stream, self.slo, cores=cores, seed=self.seed)
@@ -241,19 +267,19 @@ class _InWorld:
         return 1 / (weight if worth == "weight" else _AT_GIVEN_LOAD[worth](result))
 
     def _highest_rate(self, deployment: Deployment, near: float, cores: int | None, sustained: float) -> float:
-        """Return the highest rung (1 + tolerance)^k of the ladder within the SLO, if all below are, and not above the
-        sustained rate; 0 if there is none."""
-        step = 1 + self.tolerance
+        """Return the highest rung of the ladder within the SLO, if all below are, and not above the sustained rate; 0
+        if there is none."""
+        ladder = self.ladder
 
         def meets(rung: int) -> bool:
-            if step**rung > sustained:
+            if ladder.rate_rps(rung) > sustained:
                 return False
-            stream = self.stream.at_rate(step**rung)
+            stream = self.stream.at_rate(ladder.rate_rps(rung))
             result = deployment.simulate(stream, self.slo, cores=cores, stop_when_lost=True, seed=self.seed)
             return result.meets_slo
 
-        rung = highest(meets, math.floor(math.log(near) / math.log(step) + 1e-9))
-        return 0.0 if rung is None else step**rung
+        rung = highest(meets, ladder.below(near))
+        return 0.0 if rung is None else ladder.rate_rps(rung)
 
 
 _AT_GIVEN_LOAD: dict[str, Callable[[Result], float]] = {

@@ -96,7 +96,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     # As many requests as the chosen plan was reported on: a shorter load ends before an overload is felt.
     stream = question.draws.stream(max(question.num_requests(candidate), tuned.result.stream.arrivals), 0)
     facts, objective = question.facts(candidate, stream), question.objective
-    contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES)
+    long_stream = question.capacity_stream(candidate)
+    contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES, long_stream=long_stream)
     if isinstance(objective, RateObjective):
         return replace(contender, rate_rps=_near_rps(question, trial), weight=1 / objective.worth(facts))
     if isinstance(objective, MeanLatency):

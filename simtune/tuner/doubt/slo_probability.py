@@ -339,11 +339,10 @@ class _FewWorlds:
         show it."""
         result = self.tuned.result
         offered = result.stream.offered_rate_rps if self.rate_rps is None else self.rate_rps
-        return (
-            math.inf
-            if offered is None or result.stream.batch
-            else math.log(sustained_rps(self.tuned.deployment, result.stream) / offered)
-        )
+        if offered is None or result.stream.batch:
+            return math.inf
+        stream = self.tuned.question.capacity_stream(self.tuned.chosen.candidate)
+        return math.log(sustained_rps(self.tuned.deployment, stream) / offered)
 
     @property
     def piling_up(self) -> dict[float, list[float]]:

@@ -302,7 +302,8 @@ class Confirmer:
         row.simulations += 1
         row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=stream.arrivals))
         if judged.meets_slo:
-            row.take(result.summary(), rate)
+            # A rate is kept as it was judged; a value at the given load is the one that is reached with the margin.
+            row.take((result if objective.searches_rate else judged).summary(), rate)
             if not objective.searches_rate:
                 row.best = objective.value(best.facts, row.judged)
             return ConfirmedPlan(best, deployment, result, draws)

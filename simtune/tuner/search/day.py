@@ -4,8 +4,9 @@ A replica is the smallest part of the plan that is a plan of its own: an instanc
 the plan's ratio. For each window the search finds the fewest replicas that meet the SLO at its rate: that number is
 simulated, and one less is simulated too, unless no schedule of it sustains the rate. A number meets the SLO if it does
 so in a run of ten lifetimes or more and on each of the fresh draws that the study asks for; the window of a trace has
-its own requests, and is not drawn anew. The day is known beforehand, so replicas start early enough to serve when
-their window begins; the time until then is paid as well. The day repeats: its first window follows the last.
+its own requests, and is not drawn anew. With a confidence all of it is judged with the margin of the search. The day is
+known beforehand, so replicas start early enough to serve when their window begins; the time until then is paid as well.
+The day repeats: its first window follows the last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -183,6 +185,10 @@ class _WindowTask:
     """Requests per second that a replica was found to serve within the SLO: the starting point; None if there is
     none."""
 
+    @cached_property
+    def _plan_cache(self) -> PlanCache:
+        return PlanCache(self.question, [self.unit])
+
     def run(self) -> DayHour:
         window = self.window
         if not window.rate_rps:
@@ -236,15 +242,15 @@ class _WindowTask:
 
     def _least(self) -> int:
         """Return the number of replicas below which no schedule sustains the rate."""
-        plan_cache = PlanCache(self.question, [self.unit])
-        settled = plan_cache.settled(self.unit)
+        settled = self._plan_cache.settled(self.unit)
         assert isinstance(settled, Candidate)
-        return max(1, math.ceil(self.window.rate_rps / plan_cache.capacity(settled).rps - 1e-9))
+        return max(1, math.ceil(self.window.rate_rps / self._plan_cache.capacity(settled).rps - 1e-9))
 
     def _result(self, candidate: Candidate, requests: int, draw: int = 0) -> Result:
         question, stream = self.question, self._stream(candidate, requests, draw)
         longest = max(self.max_model_len, length_limit(question.model, stream))
-        return question.deploy(candidate, longest).simulate(stream, question.study.slo, cores=SAMPLED_CORES)
+        deployment = self._plan_cache.judged_deployment(candidate, longest)
+        return deployment.simulate(stream, question.study.slo, cores=SAMPLED_CORES)
 
     def _stream(self, candidate: Candidate, requests: int, draw: int) -> RequestStream:
         """Return the requests of the window at its mean rate: of a draw, or the window's own requests of a trace."""

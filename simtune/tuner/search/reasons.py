@@ -12,6 +12,11 @@ from simtune.tuner.trial import Trial
 
 def praise(row: Trial, question: Question, value: float) -> str:
     """Return why the chosen plan was chosen."""
+    confidence = question.study.slo.confidence
+    return _praise(row, question, value) + ("" if confidence is None else f", in {confidence:.0%} of the worlds")
+
+
+def _praise(row: Trial, question: Question, value: float) -> str:
     objective = question.objective
     if objective.searches_rate:
         return f"meets the SLO up to {row.rate_rps:.4g} requests/s, {value:.4g} {objective.unit}"
