@@ -178,7 +178,7 @@ def test_nothing_is_leaked_whatever_happens(policy: type[VllmFcfs], features: st
 
         def send(request: Request) -> None:
             known = request.prompt_tokens + request.emitted
-            prefill.add(Request(request.id, known, 1, request.priority, request.blocks, hold=True))
+            prefill.add(Request(request.id, known, 1, request.priority, blocks=request.blocks, hold=True))
 
         def lose_prefill() -> None:
             for _, request, reserved in transfers.values():
