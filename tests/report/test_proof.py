@@ -70,7 +70,8 @@ def test_the_course_has_both_lines() -> None:
 
 
 def test_what_does_not_change_is_kept_by_its_ends() -> None:
-    log, heard = CourseLog(), []
+    log = CourseLog()
+    heard: list[SearchCourse] = []
     listening = CourseLog(heard.append)
     for done, (value, bound) in enumerate([(None, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 8.0)]):
         now = SearchCourse(done, 5, None, value, bound, 5 - done, done)
