@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from hypothesis import event
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
@@ -37,9 +38,9 @@ COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core
 
 
 def stream_of(
-    arrival_s: Sequence[float] | None,
-    prompt: Sequence[int],
-    output: Sequence[int],
+    arrival_s: Sequence[float] | NDArray[np.floating] | None,
+    prompt: Sequence[int] | NDArray[np.integer],
+    output: Sequence[int] | NDArray[np.integer],
     *,
     users: int = 0,
     think_s: float = 0.0,

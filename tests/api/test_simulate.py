@@ -171,7 +171,7 @@ def test_a_study_of_objects() -> None:
     study = simtune.Study(
         name="mine",
         model="what the model argument is",
-        hardware=HardwareCount(profile="what the hardware argument is", devices=2),
+        hardware=(HardwareCount(profile="what the hardware argument is", devices=2),),
         workload="what the workload argument is",
         slo=Slo(ttft_s={"p99": 1.0}, tpot_s={"p99": 0.03}),
         search=Search(

@@ -27,7 +27,7 @@ def test_a_plan_that_keeps_its_limits_is_not_called_saturated(rate: float) -> No
 @pytest.mark.slow
 def test_the_better_plan_is_found() -> None:
     """The certificate of 300 requests said that nothing is more than 3.2 % better than 34.3 requests/s on 3 GPUs."""
-    tuned = optimize(load_question(CASE / "certificate.yaml", ()), jobs=1)
+    tuned = optimize(load_question(str(CASE / "certificate.yaml"), ()), jobs=1)
     assert tuned.chosen.rate_rps is not None
     assert tuned.chosen.rate_rps > 1.1 * 34.3
     assert tuned.confirmed is not None
@@ -36,7 +36,7 @@ def test_the_better_plan_is_found() -> None:
 @pytest.mark.slow
 def test_a_rate_found_with_400_requests_holds_with_16_000() -> None:
     """24.45 requests/s were certified, of which 16 to 17 are served."""
-    question = load_question(CASE / "short-load.yaml", ())
+    question = load_question(str(CASE / "short-load.yaml"), ())
     tuned = optimize(question, jobs=1)
     deployment = question.deploy(tuned.chosen.candidate, tuned.deployment.max_model_len)
     for seed in (101, 102):

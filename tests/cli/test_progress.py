@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.cli.conftest import Desk, Said
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until it is set."""
     now = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -18,7 +19,6 @@ from typing import Any
 
 import pytest
 import yaml
-from numpy._core import _multiarray_umath as features
 
 import simtune.api  # noqa: F401 (loaded before anything of it is replaced: it keeps what it finds on loading)
 from simtune.report import page
@@ -72,6 +72,7 @@ def test_time_of_day_is_in_the_manifest_only(tiny_run: Path) -> None:
             assert (tiny_run / name).read_bytes()[4:10] == bytes(4) + b"\x02\xff", "gzip's own time stamp and system"
 
 
+features: Any = importlib.import_module("numpy._core._multiarray_umath")
 WIDE = [name for name in features.__cpu_dispatch__ if features.__cpu_features__[name]]
 """What this processor has beyond what numpy needs, such as AVX2 and AVX-512."""
 ELSEWHERE = {

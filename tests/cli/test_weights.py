@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,7 +157,7 @@ def test_single_wrong_draft_cannot_be_swapped() -> None:
 
 
 def test_weights_that_do_not_fit_on_the_disk_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
     model = small("llama-3.1-8b")
     with pytest.raises(UsageError, match=r"out: 0\.0 GB of weights do not fit on 0\.0 GB of free disk"):
         write_weights(model, tmp_path / "out")

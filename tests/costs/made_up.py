@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from simtune.specs.hardware import (
     BaseFit,
     Calibration,
@@ -33,7 +35,7 @@ def operator(
     dtype: str = "bf16",
     kv_dtype: str | None = None,
     variant: str | None = None,
-    **base: float,
+    **base: Any,
 ) -> Operator:
     """An operator with round numbers: 1 TFLOP/s, 1 GB/s, 1 us overhead, 1 ns a block, no overlap (p = 1)."""
     numbers = {"flops_per_s": 1e12, "bytes_per_s": 1e9, "overhead_s": 1e-6, "block_s": 1e-9, "overlap_p": 1.0}
@@ -50,7 +52,7 @@ def operator(
 
 
 def hardware(
-    *, host_step_s: float = 0.0, host_per_sequence_s: float = 0.0, memory_bytes: float = 1e9, **base: float
+    *, host_step_s: float = 0.0, host_per_sequence_s: float = 0.0, memory_bytes: float = 1e9, **base: Any
 ) -> Hardware:
     """Eight made-up devices in a node; every operator has the same base parameters."""
     operators = {
@@ -114,7 +116,7 @@ def model(
     tie: bool = False,
 ) -> Model:
     """A tiny model; `window` makes all of its layers sliding ones."""
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     attention = FullAttention(**sizes) if window is None else SlidingAttention(**sizes, window=window)
     group = LayerGroup(
         count=layers,

@@ -283,7 +283,10 @@ class TestCommand:
             simtune.simulate("chat", model="llama-2-70b", hardware=p, rate_rps=0.5, requests=40)
             for p in (str(out), "h100-sxm")
         )
-        assert slow.statistic("tpot", "mean") > 1.2 * fast.statistic("tpot", "mean")
+        slow_s, fast_s = slow.statistic("tpot", "mean"), fast.statistic("tpot", "mean")
+        assert slow_s is not None
+        assert fast_s is not None
+        assert slow_s > 1.2 * fast_s
 
     def test_in_place_only_when_told_so(self, tmp_path: Path) -> None:
         folder, log = tmp_path / "mine", own_log(tmp_path / "steps.jsonl")

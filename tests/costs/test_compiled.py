@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simtune.arrays import Array
 from simtune.costs.bounds import CostBounds, least_costs
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel, StepWork
@@ -62,7 +63,8 @@ def bent(device: Hardware) -> Hardware:
         "prefill_attention": {"tokens": 3000},
         "moe": {"tokens": 700},
     }
-    operators, arrays = dict(device.operators), {}
+    operators = dict(device.operators)
+    arrays: dict[str, Array] = {}
     for key, operator in device.operators.items():
         if operator.kind in sizes:
             logs = {name: rng.uniform(0, np.log2(most), 60) for name, most in sizes[operator.kind].items()}

@@ -34,7 +34,7 @@ def test_time_does_not_fall_beyond_the_last_knot() -> None:
 
 def test_few_knots_follow_many_noisy_rows() -> None:
     rng = np.random.default_rng(0)
-    x = 2.0 ** np.arange(8, 31)
+    x = 2.0 ** np.arange(8.0, 31.0)
     measured = link(x) * np.exp(0.03 * rng.standard_normal(len(x)))
     measured[5] *= 30  # one interrupted measurement
     line = curve.fit_curve({"devices": 4}, x, measured)
@@ -48,7 +48,8 @@ def test_few_knots_follow_many_noisy_rows() -> None:
 
 def test_knots_are_fewer_than_rows() -> None:
     for rows in range(4, 30):
-        line = curve.fit_curve({}, 2.0 ** np.arange(rows), link(2.0 ** np.arange(rows)))
+        x = 2.0 ** np.arange(float(rows))
+        line = curve.fit_curve({}, x, link(x))
         assert len(line.x) < rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -81,13 +81,13 @@ class TestContextParallelism:
         env = simpy.Environment()
         arrived = [[env.event() for _ in range(ranks)] for _ in range(ranks)]
 
-        def link(rank: int) -> Iterator[simpy.Event]:
+        def link(rank: int) -> Generator[simpy.Event]:
             for turn in range(ranks - 1):
                 yield arrived[rank][turn]
                 yield env.timeout(send)
                 arrived[(rank + 1) % ranks][turn + 1].succeed()
 
-        def attend(rank: int) -> Iterator[simpy.Event]:
+        def attend(rank: int) -> Generator[simpy.Event]:
             for turn in range(ranks):
                 yield arrived[rank][turn]
                 yield env.timeout(compute)
@@ -142,12 +142,12 @@ class TestOffload:
         env = simpy.Environment()
         here = simpy.Store(env, capacity=2)
 
-        def link() -> Iterator[simpy.Event]:
+        def link() -> Generator[simpy.Event]:
             for _ in range(layers * steps):
                 yield env.timeout(send)
                 yield here.put(None)
 
-        def device() -> Iterator[simpy.Event]:
+        def device() -> Generator[simpy.Event]:
             for _ in range(layers * steps):
                 yield here.get()
                 yield env.timeout(compute)
@@ -227,7 +227,7 @@ class TestAfd:
         env = simpy.Environment()
         stations = [simpy.Resource(env) for _ in times]
 
-        def part() -> Iterator[simpy.Event]:
+        def part() -> Generator[simpy.Event]:
             for _ in range(rounds):
                 for station, seconds in zip(stations, times, strict=True):
                     with station.request() as turn:

@@ -147,7 +147,7 @@ def test_rounded_times_count_for_less_where_they_are_short() -> None:
 @pytest.mark.parametrize("kind", [kind for kind, form in OPERATORS.items() if form.splits != (RANDOM,)])
 def test_no_split_trains_on_what_it_tests(kind: OperatorKind) -> None:
     rng = np.random.default_rng(0)
-    shape = {name: 2.0 ** rng.integers(0, 18, 400) for name in OPERATORS[kind].shape}
+    shape = {name: 2.0 ** rng.integers(0, 18, 400).astype(np.float64) for name in OPERATORS[kind].shape}
     if "devices" in shape:
         shape["devices"] = rng.choice([2.0, 4.0, 8.0], 400)
     table = Table(kind, "bf16", shape, np.ones(400), PUBLISHED, ("x",))
@@ -210,7 +210,8 @@ def test_a_residual_finds_what_the_base_does_not_know() -> None:
 
 def test_only_the_users_own_points_are_kept_as_they_are() -> None:
     """Of published tables no time is in the profile: their curves are fitted, with fewer knots than rows."""
-    for kind, names in (("gemm", ("n", "k")), ("all_reduce", ("devices",))):
+    kinds: dict[OperatorKind, tuple[str, ...]] = {"gemm": ("n", "k"), "all_reduce": ("devices",)}
+    for kind, names in kinds.items():
         size = "m" if kind == "gemm" else "bytes"
         shape = {size: np.tile(2.0 ** np.arange(4, 24), 3), **{name: np.repeat([2.0, 4.0, 8.0], 20) for name in names}}
         seconds = base_seconds(OPERATORS[kind].terms(shape, Setting.of(PROCESSORS, "bf16", None)), **BASE)

@@ -280,7 +280,7 @@ def test_a_draft_is_verified_against_one_reading_of_the_cache() -> None:
 
     def tree(width: int) -> float:
         flops, moved = width * 4 * 3 * 4 * 16 * 1000 / 0.7e12, (kv + width * q) / 0.7e9
-        return 11e-6 + (flops**3 + moved**3) ** (1 / 3)
+        return float(11e-6 + (flops**3 + moved**3) ** (1 / 3))
 
     assert eight == pytest.approx(one * tree(8) / tree(1), rel=1e-6)
     assert "tree_attention.bf16" in step.estimated
@@ -485,7 +485,7 @@ def test_slices_of_experts_must_come_out_even_over_all_groups() -> None:
 def test_gathered_tokens_are_those_of_all_groups(settings: dict[str, Any]) -> None:
     """Ten tokens in each of two groups: both ranks gather twenty, and scatter the sums of as many."""
     m, device = model(feed_forward=moe()), hardware()
-    collectives = {f"{kind}.bf16": operator(kind) for kind in ("all_gather", "reduce_scatter")}  # type: ignore[arg-type]
+    collectives = {f"{kind}.bf16": operator(kind) for kind in ("all_gather", "reduce_scatter")}
     device = device.model_copy(update={"operators": device.operators | collectives})
     exchange = settings.get("expert_exchange", "deepep")
     gathering = pool(attention_dp=2, expert_parallel=bool(settings)).model_copy(update={"expert_exchange": exchange})
@@ -498,7 +498,7 @@ def test_gathered_tokens_are_those_of_all_groups(settings: dict[str, Any]) -> No
 def test_slices_on_two_groups_are_slices_on_two_ranks() -> None:
     """As many tokens in all, and half of every expert: the kernel has the same to do."""
     m = model(feed_forward=moe())
-    groups, ranks = (StepModel(m, hardware(), pool(**p)) for p in ({"attention_dp": 2}, {"tp": 2}))
+    groups, ranks = (StepModel(m, hardware(), p) for p in (pool(attention_dp=2), pool(tp=2)))
     assert groups.routed(np.array([8.0]))["moe"] == ranks.routed(np.array([16.0]))["moe"]
 
 
@@ -584,8 +584,8 @@ def test_inputs_are_quantised_apart_but_for_those_behind_a_norm_in_an_all_reduce
 def test_queries_beside_a_cache_of_8_bits_are_quantised_apart_where_a_plan_says_so() -> None:
     """64 values of 4 heads; attention inside is that of the cache, whatever quantises its queries."""
     work, tokens = StepWork(4, 40, (), 4), np.array([4.0])
-    for dtype, own in (("fp8", sheet(2e-6, 3 * 4 * 64) + 4e-10), ("bf16", 0.0)):
-        its = pool(kv_cache=KvCache(dtype=dtype))
+    for cache, own in ((KvCache(dtype="fp8"), sheet(2e-6, 3 * 4 * 64) + 4e-10), (KvCache(dtype="bf16"), 0.0)):
+        its = pool(kv_cache=cache)
         fused, apart = (
             StepModel(model(), hardware(), its.model_copy(update={"quantising": how})) for how in ("fused", "queries")
         )

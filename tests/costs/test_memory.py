@@ -116,7 +116,7 @@ def published(name: str) -> Model:
     return from_config(config, name, ["dtype=bf16"])
 
 
-def on_h100(**parallelism: int) -> Pool:
+def on_h100(**parallelism: Any) -> Pool:
     return Pool(
         hardware="h100-sxm",
         instances=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ from tests.costs.made_up import hardware
 PROCESSORS = 8
 
 
-def terms(kind: OperatorKind, dtype: str = "bf16", kv_dtype: str | None = None, **shape: float) -> Terms:
+def terms(kind: OperatorKind, dtype: str = "bf16", /, **shape: Any) -> Terms:
     """The terms of one call, as plain numbers."""
+    kv_dtype = shape.pop("kv_dtype", None)
     arrays = {name: np.array([float(value)]) for name, value in shape.items()}
     found = OPERATORS[kind].terms(arrays, Setting.of(PROCESSORS, dtype, kv_dtype))
     return Terms(*(float(x[0]) for x in found))  # type: ignore[arg-type]
@@ -306,7 +307,7 @@ def test_bytes_of_collectives() -> None:
     whole = terms("all_reduce", devices=4, bytes=1000.0)
     assert whole.bytes == 2 * 3 / 4 * 1000
     for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        assert terms(kind, devices=4, bytes=1000.0).bytes == whole.bytes / 2  # type: ignore[arg-type]
+        assert terms(kind, devices=4, bytes=1000.0).bytes == whole.bytes / 2
     assert terms("send_recv", bytes=1000.0).bytes == 1000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,8 +162,11 @@ def test_what_a_time_rests_on() -> None:
     m, n = np.array([4.0, 3.0, at_point, 100.0, 300.0]), np.array([64.0, 64.0, 48.0, 48.0, 48.0])
     expected = [Basis.MEASURED, Basis.INTERPOLATED, Basis.MEASURED, Basis.INTERPOLATED, Basis.EXTRAPOLATED]
     assert gemm.basis(m=m, n=n, k=32).tolist() == expected
-    for kind, basis in (("transferred", Basis.CARRIED_OVER), ("data-sheet", Basis.DATA_SHEET)):
-        moved = own.model_copy(update={"provenance": Provenance(kind=kind, source="a sheet")})
+    for origin, basis in (
+        (Provenance(kind="transferred", source="a sheet"), Basis.CARRIED_OVER),
+        (Provenance(kind="data-sheet", source="a sheet"), Basis.DATA_SHEET),
+    ):
+        moved = own.model_copy(update={"provenance": origin})
         assert set(Predictor(moved, 8, residual()[1]).basis(m=m, n=n, k=32).tolist()) == {basis}
     theirs = own.model_copy(update={"provenance": Provenance(kind="published-tables", source="them")})
     assert Basis.MEASURED not in Predictor(theirs, 8, residual()[1]).basis(m=m, n=n, k=32), "their rows are not kept"
@@ -235,7 +239,8 @@ def test_arrays_that_are_missing_or_not_theirs(profile: Path) -> None:
     np.savez(file, **{"gemm.bf16.points": np.array([object()])}, allow_pickle=True)
     with pytest.raises(SpecError, match=r"arrays\.npz: cannot be read"):
         predicted(load_hardware(str(profile)))
-    np.savez(file, **{name: array[1:] for name, array in residual()[1].items()})
+    shortened: dict[str, Any] = {name: array[1:] for name, array in residual()[1].items()}
+    np.savez(file, **shortened)
     with pytest.raises(SpecError, match="16 points and 1 features"):
         predicted(load_hardware(str(profile)))
     file.unlink()

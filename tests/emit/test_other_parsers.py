@@ -68,7 +68,8 @@ def plan_of(engine: str, pool: dict[str, Any], named: str | None = "") -> Plan:
         pool,
         {"hardware": "h100-sxm", "engine": engine if named == "" else named, "instances": 1, "max_model_len": 8192},
     )
-    pools, link = [merged(own, preset)], {}
+    pools = [merged(own, preset)]
+    link: dict[str, Any] = {}
     if "role" in pool:
         pools, link = [*pools, {**pools[0], "role": "decode", "name": "b"}], {"link": {}}
     return Plan.model_validate({"name": "p", "model": MODEL.name, "pools": pools, **link})
@@ -96,8 +97,8 @@ def test_sglang_reads_every_setting(tmp_path: Path, engine: str | None) -> None:
                 path.write_text(text)
                 said.append((name, yaml.safe_load(text), path))
     (bad := tmp_path / "bad.yaml").write_text("max-running-requestz: 8\n")
-    path = os.pathsep.join(map(str, folders))
-    run = ended([PYTHON, HERE / "read_by_sglang.py", *(path for _, _, path in said), bad], path)
+    packages = os.pathsep.join(map(str, folders))
+    run = ended([PYTHON, HERE / "read_by_sglang.py", *(path for _, _, path in said), bad], packages)
     assert run.returncode == 0, run.stderr[-4000:]
     *answers, refused = json.loads(run.stdout.splitlines()[-1])
     assert "error" in refused

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import pytest
 from simtune.emit import ENGINES
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_model, names
-from simtune.specs.model import Model
+from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedForward
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
 from simtune.specs.schemes import ByBatch, Chain
 from simtune.specs.study import Study
-from simtune.tuner.space.candidates import space_of
+from simtune.tuner.space.candidates import PoolShape, space_of
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 RELEASES = Path(os.environ.get("RELEASES", Path(PYTHON).parents[1] / "releases" if PYTHON else ""))
@@ -105,6 +106,8 @@ def read(release: str, tmp_path: Path) -> Read:
 def config_of(model: Model, **more: Any) -> dict[str, Any]:
     """As much of a config.json as vLLM's checks look at."""
     (group,) = model.layers
+    assert isinstance(group.attention, FullAttention)
+    assert isinstance(group.feed_forward, DenseFeedForward | MoeFeedForward)
     moe = group.feed_forward.kind == "moe"
     return {
         "architectures": ["MixtralForCausalLM" if moe else "LlamaForCausalLM"],
@@ -130,7 +133,7 @@ def plan_of(release: str, model: Model, pool: dict[str, Any]) -> Plan:
         preset = load_engine(release).settings(load_hardware("h100-sxm").device, model)
         pool = {**merged(pool, preset), "engine": release}
     pools = [pool] if pool.get("role") is None else [{"name": "a", **pool}, {"name": "b", **pool, "role": "decode"}]
-    link = {} if pool.get("role") is None else {"link": {}}
+    link: dict[str, Any] = {} if pool.get("role") is None else {"link": {}}
     return Plan.model_validate({"name": "plan", "model": "a model", "pools": pools, **link})
 
 
@@ -187,8 +190,13 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {key: (value, found.get(key)) for key, value in said.items() if value != found.get(key)}
 
 
+def settings_of_shape(engine: dict[str, Any], shape: PoolShape) -> dict[str, Any]:
+    """Settings of instances of a shape, given those of an engine."""
+    return {"hardware": shape.gpu, **engine}
+
+
 def test_every_plan_that_an_example_may_choose(release: str, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = []
+    cases: list[tuple[str, Pool, Model]] = []
     for path in sorted(EXAMPLES.glob("*/study.yaml")):
         monkeypatch.chdir(path.parent)
         study = Study.from_file(path)
@@ -197,12 +205,9 @@ def test_every_plan_that_an_example_may_choose(release: str, read: Read, monkeyp
             continue
         preset = {} if release == NEWEST else load_engine(release).settings(load_hardware("h100-sxm").device, model)
         engine = {} if release == NEWEST else {"engine": release}
+        of_shape = partial(settings_of_shape, {**preset, **engine})
         for candidate in space_of(study).candidates:
-            plan = candidate.plan(
-                study,
-                min(8192, model.max_position),
-                lambda shape, more=(preset, engine): {"hardware": shape.gpu, **more[0], **more[1]},
-            )
+            plan = candidate.plan(study, min(8192, model.max_position), of_shape)
             if any(pool.parallelism.pp > 1 and pool.schedules_async for pool in plan.pools):
                 continue
             cases += settings_of(plan, model)
@@ -221,10 +226,10 @@ def test_every_option_is_read_or_refused_with_reason(release: str, read: Read) -
             refused += [(name, *case) for case in settings_of(plan_of(NEWEST, model, pool), model)]
     answers = read([case[1:] for case in said + refused])
     assert {
-        name: w for (name, _, pool, _), found in zip(said, answers, strict=False) if (w := wrong(pool, found))
+        name: w for (name, _, read_as, _), found in zip(said, answers, strict=False) if (w := wrong(read_as, found))
     } == {}
-    for (name, _, pool, _), found in zip(refused, answers[len(said) :], strict=True):
-        assert wrong(pool, found), f"{name} is refused, and yet read: {found}"
+    for (name, _, read_as, _), found in zip(refused, answers[len(said) :], strict=True):
+        assert wrong(read_as, found), f"{name} is refused, and yet read: {found}"
 
 
 def test_unknown_names_are_refused(release: str, read: Read) -> None:
@@ -262,5 +267,5 @@ def test_drafts_are_read_or_refused_with_reason(release: str, read: Read, tmp_pa
     answers = read([case[1:] for case in said + refused])
     differ = {case[0]: w for case, found in zip(said, answers, strict=False) if (w := wrong(case[2], found))}
     assert differ == {}
-    for (name, _, pool, _), found in zip(refused, answers[len(said) :], strict=True):
-        assert wrong(pool, found), f"{name} is refused, and yet read: {found}"
+    for (drafts_of, _, read_as, _), found in zip(refused, answers[len(said) :], strict=True):
+        assert wrong(read_as, found), f"{drafts_of} is refused, and yet read: {found}"

@@ -210,7 +210,7 @@ class PlainSglang(PlainEngine):
                 budget -= chosen[one]
         while self.waiting and budget and not self.full:
             one = self.waiting[0]
-            spare = self.free * self.size
+            spare: float = self.free * self.size
             spare -= sum(self.left(r) * (self.ratio if r.decoding else 1) for r in self.running)
             fits = not self.running or one.known + self.left(one) < spare - 1e-9
             if len(self.running) >= self.seqs or self.need(one.known) > self.free or not fits:

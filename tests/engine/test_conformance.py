@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simtune.engine import POLICIES, Request, Scheduler, Step
+from simtune.engine import POLICIES, Request, Scheduler, Step, TransformersFifo
 from simtune.testing import PolicySuite
 from simtune.testing.driver import to_the_end
 from tests.engine.small import SMALL
@@ -342,7 +342,7 @@ def test_prompts_of_a_step_of_vllm_of_2023_count_as_the_longest_of_them() -> Non
 
 def test_residents_that_transformers_resets_in_one_step_return_in_order_of_admission() -> None:
     """Four residents fill eight blocks and need one more each; of those reset the one admitted first returns first."""
-    engine = POLICIES["transformers-fifo"](
+    engine = TransformersFifo(
         num_blocks=8, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=32, safety_margin=0.0
     )
     for number in range(4):
@@ -360,7 +360,8 @@ def test_residents_that_transformers_resets_in_one_step_return_in_order_of_admis
 
 def test_tensorrt_llm_keeps_room_for_whole_answers_or_pauses() -> None:
     """Four blocks. Reserved for 8 tokens of answer, one request is all there is room for; else the last is paused."""
-    load, memory = ((0, 8, 6), (0, 4, 6)), {"num_blocks": 4, "max_model_len": 16, "max_new_tokens": 8}
+    load = ((0, 8, 6), (0, 4, 6))
+    memory: dict[str, Any] = {"num_blocks": 4, "max_model_len": 16, "max_new_tokens": 8}
     in_turn = story("tensorrt-llm", *load, **memory)
     assert in_turn == [{0: 8}, *[{0: 1}] * 5, {1: 4}, *[{1: 1}] * 5]
     memory |= {"num_blocks": 4, "capacity_scheduler_policy": "MAX_UTILIZATION"}

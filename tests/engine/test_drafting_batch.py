@@ -107,7 +107,9 @@ class World:
         class Engine(base):  # type: ignore[misc, valid-type]
             def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
                 if self.async_scheduling:
-                    return super()._new_batch(speculation)
+                    ahead: Batch = super()._new_batch(speculation)
+                    return ahead
+                assert speculation is not None
                 return batch(self.kv.block_size, speculation, self.max_model_len)
 
         engine = Engine(
@@ -190,10 +192,12 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
             decodes, tokens = given.num_decodes, given.verify_tokens
             log.append((step, decodes, given.context_tokens, tokens, given.draft_depth))
             decodes, tokens = decodes - given.discarded, tokens - given.discarded_tokens
+            contexts = given.contexts if times > 1 else ()
+            assert contexts is not None
             if times > 1:
-                assert given.discarded or given.contexts[0] + tokens == given.context_tokens
+                assert given.discarded or contexts[0] + tokens == given.context_tokens
                 saved_in_vain.append(given.discarded)
-            for i, computed in enumerate(given.contexts[1:times] if times > 1 else (), start=1):
+            for i, computed in enumerate(contexts[1:times], start=1):
                 log.append((step + i, decodes, computed + tokens, tokens, given.draft_depth))
             log += [(step, "chunk", c.request.id, c.tokens) for c in given.chunks]
             progress = engine.complete(times)
@@ -205,7 +209,8 @@ def test_a_jump_is_as_many_single_steps(scheme: str, ahead: bool) -> None:
             events += 1
         return log, events
 
-    saved, saved_in_vain = 0, []
+    saved = 0
+    saved_in_vain: list[int] = []
 
     @given(st.integers(0, 2**32))
     @many

@@ -105,7 +105,7 @@ def test_every_step_is_that_of_the_plain_engine(policy: str) -> None:
     ],
 )
 def test_what_is_not_modelled_is_refused(policy: str, options: dict[str, Any]) -> None:
-    usual = {
+    usual: dict[str, Any] = {
         "num_blocks": 8,
         "block_size": 4,
         "max_num_seqs": 2,

@@ -36,7 +36,7 @@ def used_blocks(scheduler: VllmFcfs) -> int:
 
 
 def finish(scheduler: Scheduler) -> list[Request]:
-    finished = []
+    finished: list[Request] = []
     while (step := scheduler.schedule()) is not None:
         finished += scheduler.complete(step.repeat).finished
     return finished
@@ -73,7 +73,7 @@ def test_an_expected_request_has_a_seat_and_blocks_and_decodes_when_it_is_receiv
     ("changes", "room"),
     [({"max_num_seqs": 1}, False), ({}, True), ({"num_blocks": 12, "watermark_blocks": 7}, False)],
 )
-def test_without_room_nothing_is_reserved(changes: dict[str, int], room: bool) -> None:
+def test_without_room_nothing_is_reserved(changes: dict[str, Any], room: bool) -> None:
     decode = engine(**changes)
     assert decode.expect(Request(0, 8, 5, emitted=1))
     free = decode.kv.free
@@ -178,7 +178,7 @@ def test_nothing_is_leaked_whatever_happens(policy: type[VllmFcfs], features: st
 
         def send(request: Request) -> None:
             known = request.prompt_tokens + request.emitted
-            prefill.add(Request(request.id, known, 1, request.priority, request.blocks, hold=True))
+            prefill.add(Request(request.id, known, 1, request.priority, blocks=request.blocks, hold=True))
 
         def lose_prefill() -> None:
             for _, request, reserved in transfers.values():

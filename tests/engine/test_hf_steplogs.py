@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,8 +71,8 @@ def test_schedules_exactly_as_transformers_did(name: str, data_dir: Path) -> Non
     ("change", "message"),
     [({"chunked_prefill": False}, "always cuts prompts"), ({"watermark_blocks": 1}, "by safety_margin")],
 )
-def test_settings_that_transformers_does_not_have_are_refused(change: dict[str, int], message: str) -> None:
-    settings = {
+def test_settings_that_transformers_does_not_have_are_refused(change: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {
         "num_blocks": 8,
         "block_size": 4,
         "max_num_seqs": 2,

@@ -10,7 +10,8 @@ from simtune.engine import DecodeBatch, Request
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "step"]), st.integers(1, 50)), max_size=60))
 def test_it_is_that_of_the_member_who_has_most(moves: list[tuple[str, int]]) -> None:
-    batch, inside, left = DecodeBatch(16), [], []
+    batch, inside = DecodeBatch(16), []
+    left: list[Request] = []
     for number, (move, size) in enumerate(moves):
         if move == "join":
             again = left.pop() if left and size % 3 == 0 else Request(number, prompt_tokens=size, output_tokens=10_000)

@@ -30,7 +30,7 @@ def serve(scheduler: VllmFcfs, *requests: Request) -> list[int]:
     """Tokens found cached for each, served together."""
     for request in requests:
         assert scheduler.add(request)
-    past = {}
+    past: dict[Request, int] = {}
     while (step := scheduler.schedule()) is not None:
         past |= {chunk.request: chunk.past for chunk in step.chunks if chunk.request in step.admitted}
         scheduler.complete(step.repeat)

@@ -203,7 +203,9 @@ def log_of(number: int, model: ModelConfig) -> list[dict[str, Any]]:
     options, requests = options_of(world), requests_of(world)
     engine = Engine(options, model)
     options["free_blocks_at_start"] = engine.free
-    left, steps, under_way, empty = list(requests), [], [], 0
+    left, empty = list(requests), 0
+    steps: list[dict[str, Any]] = []
+    under_way: list[tuple[SchedulerOutput, dict[str, Any]]] = []
     while left or engine.scheduler.has_unfinished_requests() or under_way:
         while left and (left[0]["at_step"] <= len(steps) or engine.idle):
             left[0]["at_step"] = len(steps)  # never idle: a log does not say what was heard before one came

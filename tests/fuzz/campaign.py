@@ -140,11 +140,11 @@ class Desk:
         if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
             self._mutated(number)
             ended = self.ask(case.command, cpu_s=LONG_S)
-        said = [(self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr")]
+        out, err = ((self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
         answers = (0, 3, *_ANSWERS.get(case.command[0], ()))
         made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in answers else set())
         left = {path.name for path in self._folder.iterdir()} - before - made
-        return Answer(number, case, how, ended["code"], *said, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
+        return Answer(number, case, how, ended["code"], out, err, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
 
     def _mutated(self, number: int) -> tuple[corpus.Case, str]:
         """The corpus anew with input `number`'s mutation in it; its command, and what was done to the file."""

@@ -336,7 +336,7 @@ def cases() -> list[Case]:
     found += [Case(f, sweep) for f in ("load.yaml", "model.yaml")]
     found += [Case(f, ("workload", f, "--json")) for f in ("trace.csv", "own.csv", "trace.jsonl")]
     for config in ("llama", "moe"):
-        command = (
+        on_config = (
             "simulate",
             "--model",
             f"./{config}",
@@ -346,7 +346,7 @@ def cases() -> list[Case]:
             "./load.yaml",
             "--json",
         )
-        found.append(Case(f"{config}/config.json", command))
+        found.append(Case(f"{config}/config.json", on_config))
     optimize = ("optimize", "study.yaml", "--out", "out", "--jobs", "1", "--json")
     found += [Case(f, optimize) for f in ("study.yaml", "study.yaml", "load.yaml", "model.yaml")]
     found += [Case("study.yaml", (*optimize, "--dry-run"))]

@@ -93,7 +93,7 @@ def _profile(out: Path) -> None:
     module = ModuleType("simtune.profiling.rig")
     module.TorchRig = Rig  # type: ignore[attr-defined]
     sys.modules["simtune.profiling.rig"] = module
-    run.profile = lambda rig, *a, **n: whole(rig, *a, **{**n, "clock": rig.clock, "started": 0.0})  # type: ignore[assignment]
+    run.profile = lambda rig, *a, **n: whole(rig, *a, **{**n, "clock": rig.clock, "started": 0.0})
     Path("tiny.yaml").write_text(model().to_yaml())
     _simtune("profile", "--model", "tiny.yaml", "--budget", "20s", "--out", str(out), "--quiet")
 

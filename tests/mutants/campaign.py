@@ -111,7 +111,8 @@ def batches(tests: Sequence[TestFile]) -> Iterator[list[str]]:
     """Their names: first what takes few seconds together, then some more, then all that is left."""
     left = list(tests)
     for most in BATCHES_S:
-        batch, seconds = [], 0.0
+        batch: list[str] = []
+        seconds = 0.0
         while left and (not batch or seconds + left[0].seconds <= most):
             seconds += left[0].seconds
             batch.append(left.pop(0).name)

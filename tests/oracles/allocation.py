@@ -17,14 +17,15 @@ Use = tuple[float, float, float, float]
 
 def _uses_of_a_node(nodes: Nodes, rates: Sequence[InstanceRate]) -> set[Use]:
     kinds = [r for r in rates if r.gpu == nodes.gpu and r.gpus <= nodes.gpus_per_node]
-    uses = set()
+    uses: set[Use] = set()
     for counts in product(*(range(nodes.gpus_per_node // r.gpus + 1) for r in kinds)):
         gpus = sum(n * r.gpus for n, r in zip(counts, kinds, strict=True))
         if gpus <= nodes.gpus_per_node:
             served = {"prefill": 0.0, "decode": 0.0, "mixed": 0.0}
             for n, r in zip(counts, kinds, strict=True):
                 served[r.role] += n * r.rate_rps
-            uses.add(tuple(round(x, 9) for x in (*served.values(), gpus * nodes.price_per_gpu_hour)))
+            prefill, decode, mixed = (round(x, 9) for x in served.values())
+            uses.add((prefill, decode, mixed, round(gpus * nodes.price_per_gpu_hour, 9)))
     return uses
 
 
@@ -39,7 +40,7 @@ def _every_use(fleet: Fleet, rates: Sequence[InstanceRate]) -> Iterator[list[tup
         single = _uses_of_a_node(nodes, rates)
         single = {u for u in single if not any(_beaten(u, v) for v in single)}
         wide = [r for r in rates if r.gpu == nodes.gpu and r.gpus > nodes.gpus_per_node]
-        whole = []
+        whole: list[list[tuple[str, Use]]] = []
         for counts in product(*(range(nodes.nodes * nodes.gpus_per_node // r.gpus + 1) for r in wide)):
             spanned = sum(n * r.gpus for n, r in zip(counts, wide, strict=True))
             if any(r.gpus % nodes.gpus_per_node for n, r in zip(counts, wide, strict=True) if n):
@@ -47,9 +48,11 @@ def _every_use(fleet: Fleet, rates: Sequence[InstanceRate]) -> Iterator[list[tup
             left = nodes.nodes - spanned // nodes.gpus_per_node
             if left < 0:
                 continue
-            served = [sum(n * r.rate_rps for n, r in zip(counts, wide, strict=True) if r.role == role)
-                      for role in ("prefill", "decode", "mixed")]  # fmt: skip
-            across = (nodes.rack, (*served, spanned * nodes.price_per_gpu_hour))
+            prefill, decode, mixed = (
+                sum(n * r.rate_rps for n, r in zip(counts, wide, strict=True) if r.role == role)
+                for role in ("prefill", "decode", "mixed")
+            )
+            across = (nodes.rack, (prefill, decode, mixed, spanned * nodes.price_per_gpu_hour))
             whole += [[across, *((nodes.rack, use) for use in combo)] for combo in product(single, repeat=left)]
         ways.append(whole)
     for combo in product(*ways):
@@ -80,6 +83,7 @@ def served(fleet: Fleet, uses: Sequence[tuple[str, Use]], kv_bytes: float) -> fl
         rows.append(np.ones(n * n))
         limits.append(fleet.link_bytes_per_s / kv_bytes)
     found = linprog(-np.ones(n * n), A_ub=np.array(rows), b_ub=np.array(limits))
+    assert found.fun is not None, found.message
     return float(-found.fun) + mixed
 
 

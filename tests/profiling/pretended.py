@@ -69,7 +69,7 @@ class PretendedRig:
     def seconds(self, task: MeasurementTask) -> float:
         if task.kind in OPERATORS:
             shape = {name: np.array([float(x)]) for name, x in task.shape.items()}
-            terms = OPERATORS[task.kind].terms(shape, Setting.of(4, task.dtype, task.kv_dtype))  # type: ignore[index]
+            terms = OPERATORS[task.kind].terms(shape, Setting.of(4, task.dtype, task.kv_dtype))
             exact = float(base_seconds(terms, **BASE)[0])
         elif task.kind == "step":
             exact = 1e-3 * (task.shape["decodes"] + task.shape["tokens"])

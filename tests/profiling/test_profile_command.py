@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +41,7 @@ class Rig(PretendedRig):
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rig]]:
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Rig]:
     """Instead of torch: rigs whose clock is that of the run."""
     from simtune.profiling import run
 

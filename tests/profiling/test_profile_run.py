@@ -25,6 +25,7 @@ from simtune.profiling.measurement_journal import FILE, Journal, task_of
 from simtune.profiling.measurement_plan import Limits, MeasurementTask, work
 from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
+from simtune.specs.hardware import OperatorKind
 from simtune.specs.pool import Batching, Pool
 from tests.profiling.pretended import BASE, COST_S, PretendedRig, model, profile
 
@@ -49,17 +50,24 @@ def test_a_run_finds_the_device_it_was_made_on(tmp_path: Path) -> None:
 
 def test_links_between_ranks_are_their_fastest_and_their_shortest_message() -> None:
     best = _BestRates(Limits(1e9, 0.02, 2.0**39, 2.0**38, 2.0**36))
-    for kind, size, seconds in (("send_recv", 1e3, 2e-6), ("send_recv", 1e8, 1e-2), ("all_reduce", 1e8, 3e-2)):
+    messages: list[tuple[OperatorKind, float, float]] = [
+        ("send_recv", 1e3, 2e-6),
+        ("send_recv", 1e8, 1e-2),
+        ("all_reduce", 1e8, 3e-2),
+    ]
+    for kind, size, seconds in messages:
         shape = {"bytes": size} if kind == "send_recv" else {"devices": 2, "bytes": size}
         best.take(MeasuredPoint(kind=kind, dtype="bf16", shape=shape, seconds=seconds, spread=0.0))
     moved = work(MeasurementTask("send_recv", "bf16", {"bytes": 1e8}))[1]
     link = best.links["intra_node"]
-    assert (link.latency_s, link.bytes_per_s) == (2e-6, pytest.approx(moved / 1e-2))
+    assert link.latency_s == 2e-6
+    assert link.bytes_per_s == pytest.approx(moved / 1e-2)
 
 
 def test_a_line_that_was_cut_short_is_measured_again_and_that_is_said(tmp_path: Path) -> None:
     profile(PretendedRig(), tmp_path / "p1", budget_s=20)
-    file, said = tmp_path / "p1" / FILE, []
+    file = tmp_path / "p1" / FILE
+    said: list[str] = []
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
     rig = PretendedRig()

@@ -115,6 +115,8 @@ def test_among_others_only_what_is_measured_counts() -> None:
     made: list[str] = []
     others = [lambda: made.append("a"), lambda: made.append("b")]
     timer = AmongOthers(Pretended(*(Sample(1e-3 * i, i != 2) for i in range(1, 4))), others)
-    assert timer.sample([nothing], 0, 3) == Sample(pytest.approx(2e-3), False)
+    sample = timer.sample([nothing], 0, 3)
+    assert sample.seconds == pytest.approx(2e-3)
+    assert sample.clean is False
     assert made == ["a", "b", "a"]
     assert timer.name == "pretended"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_certainty_of_drawn_worlds_has_probability_and_nearest_limit(make_run: R
     nearest = max(
         range(len(run.summary.slo)), key=lambda i: (run.summary.slo[i].value_s or 0) / run.summary.slo[i].limit_s
     )
-    slo = [{"value_s": [0.9, 0.95]} for _ in run.summary.slo]
+    slo: list[dict[str, Any]] = [{"value_s": [0.9, 0.95]} for _ in run.summary.slo]
     slo[nearest] = {"value_s": [0.024, None]}
     run = read_run(
         make_run(confidence=SURE | {"quantiles": QUANTILES}, uncertainty=WORLDS | {"intervals": {"slo": slo}})

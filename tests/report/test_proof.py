@@ -70,7 +70,8 @@ def test_proof_course_draws_best_plan_and_bound() -> None:
 
 
 def test_search_course_keeps_only_the_ends_of_constant_parts() -> None:
-    log, heard = CourseLog(), []
+    log = CourseLog()
+    heard: list[SearchCourse] = []
     listening = CourseLog(heard.append)
     for done, (value, bound) in enumerate([(None, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 9.0), (5.0, 8.0)]):
         now = SearchCourse(done, 5, None, value, bound, 5 - done, done)

@@ -127,7 +127,7 @@ def test_the_objective_in_seconds_is_shown_in_milliseconds(make_run: RunMaker) -
 
 
 def test_settings_keep_the_keys_of_their_file() -> None:
-    hardware = HardwareCount(profile="h100-sxm", devices=8)
+    hardware = (HardwareCount(profile="h100-sxm", devices=8),)
     search = Search(tp=(1, 2), requests=None)
     study = Study(name="s", model="m", hardware=hardware, workload="w", slo=Slo(ttft_s={"p99": 1.0}), search=search)
     rows = info.settings(study)

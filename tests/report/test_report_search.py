@@ -128,10 +128,8 @@ def test_each_kind_of_gpu_has_its_own_price(tmp_path: Path) -> None:
     )
     question = load_question(str(file), ())
     each = {name: hardware.device.price_per_hour_usd for name, hardware in question.profiles.items()}
-    prefill, decode = (
-        PoolChoice(PoolShape(gpu, tp, role=role), 1, 64, 2048)
-        for gpu, tp, role in (("h100-sxm", 2, "prefill"), ("l40s", 4, "decode"))
-    )
+    prefill = PoolChoice(PoolShape("h100-sxm", 2, role="prefill"), 1, 64, 2048)
+    decode = PoolChoice(PoolShape("l40s", 4, role="decode"), 1, 64, 2048)
     assert each["h100-sxm"]
     assert each["l40s"]
     usd = question.usd_per_hour(Candidate((prefill, decode)))

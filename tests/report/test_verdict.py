@@ -33,7 +33,8 @@ def test_bottleneck_is_one_sentence(make_run: RunMaker, optimized: Any) -> None:
     sentence = verdict.bottleneck(run.summary)
     assert sentence is not None
     assert "; 90% of a request's time is decode; " in sentence
-    gemm, total = 4.4e-3 + 2.2e-6 * 32, sum(p.seconds for p in run.summary.breakdown[0].parts)  # type: ignore[index]
+    assert run.summary.breakdown is not None
+    gemm, total = 4.4e-3 + 2.2e-6 * 32, sum(p.seconds for p in run.summary.breakdown[0].parts)
     assert f"{gemm / total:.0%} of a decode, 32 sequences at 1,400 tokens each step is matrix products" in sentence
     used = summary["timeline"]["kv_used"]
     assert f"the KV cache is {sum(used) / len(used):.0%} full on average, {max(used):.0%} at most" in sentence

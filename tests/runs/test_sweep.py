@@ -6,6 +6,7 @@ import csv
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,12 @@ def test_points_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: py
         file.write('{"key": "cut o')
     asked: list[Point] = []
     run = Point.run
-    monkeypatch.setattr(sweeps.Point, "run", lambda point: asked.append(point) or run(point))
+
+    def noted(point: Point) -> Any:
+        asked.append(point)
+        return run(point)
+
+    monkeypatch.setattr(sweeps.Point, "run", noted)
     both = list(sweep(todo, RowJournal(journal.file), jobs=1))
     assert asked == todo[1:]
     assert both[0] == first[0]

@@ -29,7 +29,7 @@ def deployed(policy: str, *, apart: bool = False, kv_cache: KvCache | None = Non
         {"policy": policy, "max_num_seqs": 16, "max_num_batched_tokens": 2048} | more, strict=False
     )
     pool = Pool(hardware="h100-sxm", instances=1, batching=batching, max_model_len=2048, kv_cache=kv_cache or KvCache())
-    pools = (pool,)
+    pools: tuple[Pool, ...] = (pool,)
     if apart:
         pools = tuple(pool.model_copy(update={"name": role, "role": role}) for role in ("prefill", "decode"))
     plan = Plan(name="p", model="llama-3.1-8b", pools=pools, link=KvLink() if apart else None)
@@ -58,7 +58,7 @@ def test_settings_reach_the_scheduler() -> None:
     cache = KvCache(num_blocks=1001, watermark=0.05)
     (core,) = deployed("vllm-fcfs", kv_cache=cache).pools[0].cores(1, None)
     assert core.scheduler.watermark_blocks == 50
-    options = {"long_prefill_token_threshold": 64, "scheduler_reserve_full_isl": False}
+    options: dict[str, Any] = {"long_prefill_token_threshold": 64, "scheduler_reserve_full_isl": False}
     (core,) = deployed("vllm-priority", **options).pools[0].cores(1, None)
     assert {name: getattr(core.scheduler, name) for name in options} == options
 

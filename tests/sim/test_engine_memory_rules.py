@@ -110,7 +110,8 @@ def test_seats_of_a_hybrid_model_are_fitted_to_memory() -> None:
     one = fixed.model_copy(update={"batching": pool.batching.model_copy(update={"max_num_seqs": 1})})
     state = kv_capacity(HYBRID, hardware, one).seat_bytes
     states = int(held * 0.9 / 1.9 / state)
-    assert (memory.seats, memory.seat_bytes) == (states // 3, pytest.approx(states * state))
+    assert memory.seats == states // 3
+    assert memory.seat_bytes == pytest.approx(states * state)
     assert memory.kv_bytes == pytest.approx(held - states * state)
     assert memory.seat_bytes / memory.kv_bytes == pytest.approx(0.9, rel=0.01)
 
@@ -202,6 +203,8 @@ def test_room_is_kept_for_what_clients_ask_for(engine: str) -> None:
     rates = {}
     for most in (None, 100, 1_000, 15_000):
         stream = build_stream(load.model_copy(update={"max_tokens": most}), None, requests=80, seed=0)
-        rates[most] = deployment.simulate(stream, Slo()).summary().output_tokens_per_s
+        rate = deployment.simulate(stream, Slo()).summary().output_tokens_per_s
+        assert rate is not None
+        rates[most] = rate
     assert rates[100] == rates[None], "fewer tokens than the output has are its own length"
     assert rates[None] >= rates[1_000] > 1.3 * rates[15_000]

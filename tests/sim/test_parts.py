@@ -61,7 +61,11 @@ def test_a_policy_takes_the_settings_of_what_it_offers(name: str) -> None:
 def test_a_router_of_ones_own_does_not_deal_in_turn_by_inheritance() -> None:
     """Some of its cores do not stand for all, unless it says so itself."""
     assert RoundRobin.deals_in_turn
-    assert not type("Mine", (RoundRobin,), {}).deals_in_turn
+
+    class Mine(RoundRobin):
+        pass
+
+    assert not Mine.deals_in_turn
 
 
 # --- instances that stand for all --------------------------------------------------------------------------
@@ -206,14 +210,14 @@ def test_a_router_of_ones_own_is_given_what_it_needs_and_its_options(own: str) -
         ("nowhere:Newest", {}, "pools.0.batching.policy: nowhere:Newest: there is no module nowhere in "),
     ],
 )
-def test_a_policy_that_cannot_be_had(own: str, policy: str, options: dict[str, int], message: str) -> None:
+def test_a_policy_that_cannot_be_had(own: str, policy: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PartError) as caught:
         deployed(policy.format(own=own), **options)
     assert message.format(own=own) in str(caught.value)
 
 
 def test_a_policy_of_the_package_blames_options_where_there_are_any() -> None:
-    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
+    limits: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
     plain = Batching(policy="sglang", **limits)
     optional = Batching(policy="sglang", options={"schedule_conservativeness": 1.0}, **limits)
     settings = {"num_blocks": 0, "block_size": 1, "max_model_len": 1, **limits}
@@ -253,7 +257,7 @@ def test_a_router_that_cannot_be_had(own: str, router: dict[str, Any], message: 
         ),
     ],
 )
-def test_a_policy_that_fails(own: str, policy: str, options: dict[str, int], message: str) -> None:
+def test_a_policy_that_fails(own: str, policy: str, options: dict[str, Any], message: str) -> None:
     deployment = deployed(f"{own}:{policy}", **options)
     with pytest.raises(PartError) as caught:
         deployment.simulate(stream())

@@ -22,7 +22,7 @@ from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Failure, KvLink, Plan
-from simtune.specs.pool import Batching, Pool
+from simtune.specs.pool import Batching, Pool, Role
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
 from simtune.testing.clusters import stream_of
 from simtune.workload.requests import RequestStream, build_stream
@@ -140,7 +140,8 @@ def test_a_link_that_is_the_bottleneck_is_busy_as_in_a_tandem() -> None:
     """Transfers of 5 s after prefills of 4 s: whoever comes last in a busy period leaves as if one after the other."""
     result = Apart(bytes_per_s=80.0, decode_step_s=1e-6).run(poisson(0.15, 4, 5_000))
     ready, sent = result.first_token_s, np.sort(result.transferred_s)
-    ends, now = [], 0.0
+    ends: list[tuple[float, bool]] = []
+    now = 0.0
     for at in ready.tolist():
         if at >= now and ends:
             ends[-1] = (now, True)
@@ -197,9 +198,10 @@ def test_instances_with_a_link_each_do_not_slow_one_another() -> None:
 
 def plan(link: KvLink, prefills: int = 2, block_size: int = 16) -> Plan:
     batching = Batching(max_num_seqs=64, max_num_batched_tokens=4096)
+    instances: dict[Role, int] = {"prefill": prefills, "decode": 1}
     pools = [
         Pool(name=role, role=role, hardware="h100-sxm", instances=n, batching=batching, max_model_len=8192)
-        for role, n in (("prefill", prefills), ("decode", 1))
+        for role, n in instances.items()
     ]
     pools = [p.model_copy(update={"kv_cache": p.kv_cache.model_copy(update={"block_size": block_size})}) for p in pools]
     return Plan(name="apart", model="llama-3.1-8b", pools=tuple(pools), link=link)

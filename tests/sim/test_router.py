@@ -146,7 +146,8 @@ def test_weights_are_interleaved_smoothly() -> None:
     # Every turn all gain their weight and the chosen one pays 7: (5 1 1) (3 2 2) (1 3 3) (6 -3 4) (4 -2 5) (9 -1 -1)..
     assert chosen(router, map(ask, range(7))) == [0, 0, 1, 0, 2, 0, 0]
     up[0].up = False
-    assert sorted(chosen(router, map(ask, range(4)))) == [1, 1, 2, 2], "the others share alike"
+    numbers = [number for number in chosen(router, map(ask, range(4))) if number is not None]
+    assert sorted(numbers) == [1, 1, 2, 2], "the others share alike"
 
 
 def test_fewest_under_way_ties_to_the_first() -> None:

@@ -29,7 +29,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.feedback import GainRule, StepRule
 from simtune.specs.plan import KvLink, Plan
-from simtune.specs.pool import Batching, Pool
+from simtune.specs.pool import Batching, Pool, Role
 from simtune.specs.schemes import (
     Adaptive,
     BatchRange,
@@ -205,7 +205,8 @@ def test_drafts_in_clusters(name: str, apart: bool) -> None:
             "speculation": drafting_terms(spec, sampler(scheme, rates, cluster.stream)),
             "prefix_caching": caching,
         }
-        front, back = (kind and replace(kind, budget=max(8, kind.budget)) for kind in (cluster.front, cluster.back))
+        front = replace(cluster.front, budget=max(8, cluster.front.budget))
+        back = cluster.back and replace(cluster.back, budget=max(8, cluster.back.budget))
         check(replace(cluster, front=front, back=back, async_scheduling=ahead, options=options, cores=[]))
 
     drafting()
@@ -630,10 +631,12 @@ def test_a_drafter_of_both_pools_has_its_keys_and_values_sent(
     front: str | None, back: str, kv_bytes_per_token: int
 ) -> None:
     """Layers x heads x width x 2 bytes, keys and values: of llama-3.1-8b, and of what drafts beside it."""
-    own = {"hardware": HARDWARE.name, "instances": 1, "max_model_len": 2048}
+    own: dict[str, Any] = {"hardware": HARDWARE.name, "instances": 1, "max_model_len": 2048}
     batching = Batching(max_num_seqs=16, max_num_batched_tokens=512)
-    pools, drafting = [], {}
-    for name, drafter in (("prefill", front), ("decode", back)):
+    pools = []
+    drafting: dict[str, Drafting] = {}
+    drafters: dict[Role, str | None] = {"prefill": front, "decode": back}
+    for name, drafter in drafters.items():
         spec = None
         if drafter is not None:
             which, draft = DRAFTERS[drafter]

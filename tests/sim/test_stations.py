@@ -141,7 +141,8 @@ def test_stages_that_lead_nowhere_are_refused_with_their_place(stages: str, mess
 
 
 def test_a_stage_that_ends_after_the_end_of_the_clock_is_named() -> None:
-    slow = [{"name": "read", "pool": "mixed", "seconds_per_token": 1e9}, {"name": "guard", "pool": "mixed"}]
+    reading = {"name": "read", "pool": "mixed", "seconds_per_token": 1e9}
+    slow: list[dict[str, Any]] = [reading, {"name": "guard", "pool": "mixed"}]
     with pytest.raises(UsageError, match=r"plan p: stages: requests leave read after up to .* counts to 49"):
         simulated(slow)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,8 +82,8 @@ def test_invariants(world: Setting) -> None:
         with_chunks = [r for r in outcome.records if r.core == number and r.prefill_tokens]
         assert core.most_tokens == max((r.num_decodes + r.prefill_tokens for r in with_chunks), default=0)
     # First-come-first-served on every core, as far as nobody was preempted.
-    for core in range(world.cores):
-        here = done & (outcome.core == core) & (outcome.preemptions == 0)
+    for number in range(world.cores):
+        here = done & (outcome.core == number) & (outcome.preemptions == 0)
         assert (np.diff(outcome.scheduled[here]) >= 0).all()
 
 
@@ -108,7 +109,8 @@ def test_a_tiny_world_by_hand() -> None:
     outcome = world.run(record=True)
 
     def seconds(ticks: np.ndarray) -> list[float]:
-        return (ticks / TICKS_PER_SECOND).tolist()
+        found: list[float] = (ticks / TICKS_PER_SECOND).tolist()
+        return found
 
     # t=0: 3 tokens of A, 1 of B.  t=1: A decodes, 3 of B: B is done at 2.  t=2: A decodes, C's prompt: A done at 3.
     # t=3: C decodes and is done at 4.
@@ -152,14 +154,15 @@ def test_requests_may_come_as_long_as_the_clock_counts() -> None:
 def test_a_newcomer_waits_for_the_step_that_was_dispatched_before_it_came(at_s: float, scheduled_s: float) -> None:
     """Asynchronously; all steps take a second. B comes in the step from 2 to 3: the one from 3 to 4 is scheduled."""
 
-    def run(**how: bool) -> list[int]:
+    def run(**how: Any) -> list[int]:
         scheduler = VllmFcfs(
             num_blocks=100, block_size=1, max_num_seqs=4, max_num_batched_tokens=4, max_model_len=100,
             async_scheduling=True,
         )  # fmt: skip
         stream = stream_of([0.0, at_s], [1, 1], [10, 1])
         outcome = World([EngineCore(scheduler, LinearCosts(step_s=1.0))], stream, **how).run()
-        return outcome.scheduled.tolist()
+        scheduled: list[int] = outcome.scheduled.tolist()
+        return scheduled
 
     assert run() == run(single_steps=True) == run(record=True) == [0, scheduled_s * TICKS_PER_SECOND]
 

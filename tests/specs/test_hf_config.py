@@ -55,6 +55,13 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k != key}
 
 
+def attention(model: Model) -> FullAttention:
+    """Attention of the first layers."""
+    first = model.layers[0].attention
+    assert isinstance(first, FullAttention)
+    return first
+
+
 def windows(model: Model) -> list[int | None]:
     """The window of every layer in order."""
     return [
@@ -69,8 +76,8 @@ def windows(model: Model) -> list[int | None]:
 
 def test_head_dim_is_derived_only_when_it_is_not_given() -> None:
     assert read(TINY).layers[0].attention == FullAttention(heads=4, kv_heads=2, head_dim=16)
-    assert read({**TINY, "head_dim": 48}).layers[0].attention.head_dim == 48
-    assert read({**TINY, "head_dim": None}).layers[0].attention.head_dim == 16
+    assert attention(read({**TINY, "head_dim": 48})).head_dim == 48
+    assert attention(read({**TINY, "head_dim": None})).head_dim == 16
     qwen = {**TINY, "architectures": ["Qwen3ForCausalLM"]}  # its default is 128, not hidden_size / heads
     assert read(qwen).layers[0].attention == FullAttention(heads=4, kv_heads=2, head_dim=128, qk_norm=True)
     assert "66 is no multiple of 4 heads; give head_dim" in refusal({**TINY, "hidden_size": 66})[0]
@@ -83,7 +90,7 @@ def test_head_dim_is_derived_only_when_it_is_not_given() -> None:
 def test_kv_heads_that_are_not_told_are_those_of_the_architecture(architecture: str, kv_heads: int) -> None:
     """As `transformers` fills them in: one for each query head, or a number of its own."""
     config = without({**TINY, "architectures": [architecture], "num_attention_heads": 16}, "num_key_value_heads")
-    assert read(config).layers[0].attention.kv_heads == kv_heads
+    assert attention(read(config)).kv_heads == kv_heads
 
 
 @pytest.mark.parametrize("experts", ALIASES["experts"])
@@ -92,7 +99,7 @@ def test_experts_go_by_many_names(experts: str, per_token: str) -> None:
     config = without(without(MOE, "num_experts"), "num_experts_per_tok")
     model = read({**config, experts: 16, per_token: 4})
     assert model.layers[0].feed_forward == MoeFeedForward(experts=16, experts_per_token=4, intermediate_size=48)
-    assert model.layers[0].attention.head_dim == 32
+    assert attention(model).head_dim == 32
 
 
 def test_two_names_that_disagree_are_refused() -> None:
@@ -313,7 +320,8 @@ def test_an_unknown_architecture_is_named_with_the_known_ones_and_no_relative_is
 def test_a_layer_kind_that_is_not_modelled_is_refused_by_its_key(key: str) -> None:
     (told,) = refusal({**TINY, key: 3})
     assert told == f"config.json:13:2: {key}: {NOT_MODELLED[key]}: not modelled"
-    for nothing in (None, 0, False, []):
+    empty: tuple[Any, ...] = (None, 0, False, [])
+    for nothing in empty:
         assert read({**TINY, key: nothing}) == read(TINY)
 
 
@@ -547,7 +555,7 @@ def test_a_setting_is_of_the_config_or_of_the_model_that_was_read() -> None:
     ]
     model = from_config(document, "tiny", settings)
     assert (model.num_layers, model.dtype, model.weight_dtype, model.name) == (2, "fp16", "fp8", "mine")
-    assert model.layers[0].attention.head_dim == 64
+    assert attention(model).head_dim == 64
     assert windows(model) == [None, 8]
     assert from_config(document, "tiny", ["layers.0.count=7"]).num_layers == 7
 
@@ -604,8 +612,11 @@ def test_chunks_and_experts_of_llama_4_alternate_with_full_and_dense_layers() ->
     model = read({**config, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2})
     assert windows(model) == [16, None, 16, None]
     assert [g.feed_forward.kind for g in model.layers] == ["dense", "moe", "dense", "moe"]
-    assert model.layers[0].feed_forward.intermediate_size == 320
-    assert model.layers[1].feed_forward.shared_intermediate_size == 160
+    dense, moe, *_ = (group.feed_forward for group in model.layers)
+    assert isinstance(dense, DenseFeedForward)
+    assert isinstance(moe, MoeFeedForward)
+    assert dense.intermediate_size == 320
+    assert moe.shared_intermediate_size == 160
     by_list = read({**config, "moe_layers": [0], "no_rope_layers": [1, 1, 1, 0]})
     assert windows(by_list) == [16, 16, 16, None]
     assert [g.feed_forward.kind for g in by_list.layers] == ["moe", "dense", "dense"]
@@ -654,9 +665,9 @@ def test_granite_4_mixes_mamba_and_attention() -> None:
 
 def test_falcon_shares_one_kv_head_or_as_many_as_it_says() -> None:
     falcon = {**without(TINY, "num_key_value_heads"), "architectures": ["FalconForCausalLM"]}
-    assert read(falcon).layers[0].attention.kv_heads == 1
-    assert read({**falcon, "multi_query": False}).layers[0].attention.kv_heads == 4
-    assert read({**falcon, "new_decoder_architecture": True, "num_kv_heads": 2}).layers[0].attention.kv_heads == 2
+    assert attention(read(falcon)).kv_heads == 1
+    assert attention(read({**falcon, "multi_query": False})).kv_heads == 4
+    assert attention(read({**falcon, "new_decoder_architecture": True, "num_kv_heads": 2})).kv_heads == 2
 
 
 def test_sparse_attention_is_told_by_the_architecture_that_has_it() -> None:

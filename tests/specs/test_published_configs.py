@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_every_family_has_a_published_config() -> None:
     assert missing == {"granite_hybrid"}
 
 
-DAMAGES = (None, 0, -1, 3, "x", [1], {}, True, 1.5, [])
+DAMAGES: tuple[Any, ...] = (None, 0, -1, 3, "x", [1], {}, True, 1.5, [])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

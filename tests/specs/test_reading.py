@@ -10,6 +10,7 @@ import pickle
 import socket
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +154,8 @@ def test_json_is_strict(text: str, words: str) -> None:
 
 
 def test_json_that_is_right_is_read() -> None:
-    for value in ([[]] * 300, {"a": -(2**63) + 1, "b": [1.5, None, "x", {}]}, "[" * 300):
+    values: tuple[Any, ...] = ([[]] * 300, {"a": -(2**63) + 1, "b": [1.5, None, "x", {}]}, "[" * 300)
+    for value in values:
         assert parse_json(json.dumps(value)) == value
 
 

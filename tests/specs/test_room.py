@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from typing import Any
@@ -37,5 +38,5 @@ def test_windows_reports_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel32 = Kernel
 
     monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr(room.ctypes, "windll", Library, raising=False)
+    monkeypatch.setattr(ctypes, "windll", Library, raising=False)
     assert room._windows_memory() == (float(16 << 30), float(9 << 30))

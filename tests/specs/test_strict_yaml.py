@@ -44,7 +44,7 @@ def read(text: str) -> object:
 def test_a_scalar_is_what_it_looks_like(text: str, value: object) -> None:
     found = read(f"x: {text}")
     assert found == {"x": value}
-    assert type(found["x"]) is type(value)  # type: ignore[index]
+    assert type(found["x"]) is type(value)
 
 
 def test_a_repeated_key_is_an_error_that_names_both_lines() -> None:

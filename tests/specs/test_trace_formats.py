@@ -14,7 +14,7 @@ from simtune.specs.trace_formats import LogReading
 from simtune.specs.traces import Trace, read_trace
 
 # As vllm/benchmarks/serve.py writes it with --save-result --save-detailed; the third request failed.
-VLLM = {
+VLLM: dict[str, Any] = {
     "date": "20260301-093000",
     "endpoint_type": "openai-chat",
     "model_id": "meta-llama/Llama-3.1-8B-Instruct",
@@ -47,7 +47,7 @@ def aiperf(start_ns: int, prompt: int, output: int, **more: Any) -> dict[str, An
 
 
 START = 1_770_000_000_000_000_000
-AIPERF = [
+AIPERF: list[dict[str, Any]] = [
     aiperf(START + 1_500_000_000, 30, 3, metadata={"x_correlation_id": "b"}),
     aiperf(START, 550, 40, metadata={"x_correlation_id": "a"}),
     aiperf(START + 2_000_000_001, 900, 9, metadata={"x_correlation_id": "a", "turn_index": 1}),
@@ -119,7 +119,7 @@ SHAREGPT = [
     {"id": "two", "conversations": [{"from": "system", "value": "s" * 64}, {"from": "gpt", "value": "ok"}]},
 ]
 
-OPENAI = [
+OPENAI: list[dict[str, Any]] = [
     {
         "timestamp": "2026-03-01T10:30:00+01:00",
         "session_id": "x",
@@ -326,7 +326,8 @@ def test_a_log_without_times_is_lengths_only(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_without_a_successful_request_is_no_load(tmp_path: Path) -> None:
-    for ended in ({"successful": []}, {"errored": [1]}, "none"):
+    endings: tuple[Any, ...] = ({"successful": []}, {"errored": [1]}, "none")
+    for ended in endings:
         said = refused(document(tmp_path, {"benchmarks": [{"requests": ended}]}))
         assert said == "requests.successful: no successful request is in this benchmark"
     failed = VLLM | {"errors": ["out of memory"] * len(VLLM["input_lens"])}

@@ -197,7 +197,8 @@ def test_requests_that_differ(oracle: Any) -> None:
 def test_a_short_list_of_ranks_continues_as_a_power(oracle: Any) -> None:
     case = oracle["zipf_rank_fit"]
     p1, s, errors = from_few_ranks(case["counts"], case["misses"])
-    assert (p1, s) == (pytest.approx(case["fit"][0], abs=1e-5), pytest.approx(case["fit"][1], abs=1e-4))
+    assert p1 == pytest.approx(case["fit"][0], abs=1e-5)
+    assert s == pytest.approx(case["fit"][1], abs=1e-4)
     assert abs(p1 - case["true"][0]) < 3 * errors[0]
     assert abs(s - case["true"][1]) < 3 * errors[1]
     assert errors[0] == pytest.approx(np.sqrt(p1 * (1 - p1) / 20000), rel=0.2), "about that of a binomial share"
@@ -345,13 +346,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     for name, content in (("a.json", "{}"), ("b.csv", "x,y\n1,2\n"), ("c.json", "[1]"), ("d.csv", "")):
         with pytest.raises(SpecError, match="no acceptance found; known formats are"):
             read_acceptance([write(tmp_path, name, content)])
-    for content, why in (
+    for facts, why in (
         ({"spec_decode_per_position_acceptance_rates": [0.5]}, "spec_decode_num_drafts is missing"),
         ({"accept_length": [2.0]}, "float"),
         ({"pooled_spec_decode_acceptance_histogram": {"many": 1}}, "many"),
     ):
         with pytest.raises(SpecError, match=f"malformed: .*{why}"):
-            read_acceptance([write(tmp_path, "odd.json", content)], draft_tokens=3)
+            read_acceptance([write(tmp_path, "odd.json", facts)], draft_tokens=3)
     with pytest.raises(SpecError, match="taken: depth 1: candidates taken more often"):
         read_acceptance([write(tmp_path, "odd.csv", "depth,rank,taken,reached\n1,1,9,4\n")])
     with pytest.raises(SpecError, match=r"odd\.csv:2: has 1 values, the header names 2"):

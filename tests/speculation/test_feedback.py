@@ -69,11 +69,11 @@ def test_steps_spend_their_time_at_each_length_as_the_chain_they_make(rule: Step
     stationary = np.real(vectors[:, np.argmax(np.real(values))])
     stationary /= stationary.sum()
     scheme = Adaptive(start=3, max_tokens=MOST, rule=rule)
-    lengths, kept = rounds(scheme, alpha)
+    lengths, drafts_kept = rounds(scheme, alpha)
     share = np.bincount(lengths, minlength=MOST + 1)[1:] / len(lengths)
     assert share == pytest.approx(stationary, abs=0.03)
     by_length = np.array([sum(alpha**d for d in range(1, k + 1)) for k in range(1, MOST + 1)])
-    assert kept.mean() == pytest.approx(float(stationary @ by_length), rel=0.03)
+    assert drafts_kept.mean() == pytest.approx(float(stationary @ by_length), rel=0.03)
 
 
 @pytest.mark.parametrize(("alpha", "cost"), [(0.5, 0.05), (0.7, 0.05), (0.8, 0.2), (0.9, 0.1), (0.3, 0.5)])

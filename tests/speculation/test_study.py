@@ -80,7 +80,7 @@ def pool(max_num_seqs: int = 256, **more: Any) -> Pool:
 
 
 def question(*drafts: Draft, workload: Workload | None = None, **search: Any) -> Question:
-    space = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    space: dict[str, Any] = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
     space |= {"confirm": Confirmation(draws=0), **search}
     workload = workload or load()
     study = Study(
@@ -311,6 +311,7 @@ def test_the_capacity_bound_holds_with_drafts(scheme: Scheme, workload: Workload
     (deployed,) = deployment.pools
     bound = Capacity(deployed.costs.tables, stream, 8192).rps(deployed)  # type: ignore[attr-defined]
     served = deployment.simulate(stream, q.study.slo).summary().request_throughput_rps
+    assert served is not None
     assert 0.1 * bound < served <= bound
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -234,12 +234,14 @@ class Falling(LinearCosts):
 class Tired(LinearCosts):
     """Takes longer the more it is asked."""
 
+    asked: Iterator[int]
+
     def __init__(self) -> None:
         super().__init__(1e-3)
         object.__setattr__(self, "asked", itertools.count())
 
     def mixed(self, *args: Any) -> int:
-        return super().mixed(*args) + next(self.asked)  # type: ignore[attr-defined]
+        return super().mixed(*args) + next(self.asked)
 
 
 class Tilting(ImbalancedCosts):
@@ -284,7 +286,7 @@ class TestLinear(CostSuite):
 class TestFunction(CostSuite):
     """A function given as such."""
 
-    def costs(num_decodes, context_tokens, chunks):  # type: ignore[no-untyped-def, misc]
+    def costs(num_decodes, context_tokens, chunks):  # type: ignore[no-untyped-def]
         return 1e-3 + 1e-9 * context_tokens + 1e-6 * sum(tokens for _, tokens in chunks)
 
 

@@ -221,7 +221,8 @@ def test_whether_the_answer_is_proved_is_said(monkeypatch: pytest.MonkeyPatch) -
         def actualSolve(self, problem: Any) -> int:
             problem.assignVarsVals({v.name: 0.0 for v in problem.variables()})
             problem.assignStatus(pulp.LpStatusOptimal, self.sol_status)
-            return pulp.LpStatusOptimal
+            status: int = pulp.LpStatusOptimal
+            return status
 
     whole = integer_programs._solver
     for sol_status, ends in ((pulp.LpSolutionIntegerFeasible, None), (pulp.LpSolutionNoSolutionFound, "allow more")):

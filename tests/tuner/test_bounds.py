@@ -37,9 +37,9 @@ from simtune.tuner.bounds.limits import of_statistics
 from simtune.tuner.bounds.windows import Jobs, first_come, of_each
 from simtune.tuner.space.candidates import Candidate
 from simtune.workload.requests import RequestStream, build_stream
+from tests.costs.made_up import hardware as experts_hardware
+from tests.costs.made_up import pool as experts_pool
 from tests.sim.test_data_parallel import EXPERTS
-from tests.sim.test_data_parallel import hardware as experts_hardware
-from tests.sim.test_data_parallel import pool as experts_pool
 from tests.speculation.test_study import draft
 from tests.speculation.test_study import question as drafting_question
 from tests.tuner.bound_worlds import plans, worlds
@@ -65,7 +65,8 @@ def pool(role: Any = "mixed", *, blocks: int = 2000, policy: str = "vllm-fcfs", 
 
 
 def deployed(*pools: Pool, costs: StepCosts | None = COSTS, **given: Any) -> Deployment:
-    apart = {} if len({p.role for p in pools}) == 1 else {"link": KvLink(bytes_per_s=5e9, setup_s=1e-4, descriptor_s=0)}
+    link = KvLink(bytes_per_s=5e9, setup_s=1e-4, descriptor_s=0)
+    apart: dict[str, Any] = {} if len({p.role for p in pools}) == 1 else {"link": link}
     return deploy(Plan(name="plan", model=MODEL.name, pools=pools, **apart, **given), MODEL, HARDWARE, costs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import Infeasible
+from simtune.specs.pool import Role
 from simtune.specs.study import StudyLimits
 from simtune.specs.workload import FixedLength, Slo
 from simtune.tuner.bounds import relaxation
@@ -72,7 +73,7 @@ def test_no_allocation_passes_a_bound_whatever_the_worths(aim: Aim) -> None:
 
 def test_worths_that_prove_nothing() -> None:
     most, cheapest = Relaxation(LINKED, RATES, "most"), Relaxation(LINKED, RATES, "least cost", 5.0)
-    even = {"prefill": 1.0, "decode": 1.0}
+    even: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
     too_large = dict.fromkeys(even, 1e308)
     for worths in (
         Worths({}),
@@ -80,7 +81,7 @@ def test_worths_that_prove_nothing() -> None:
         Worths(even, -1.0, -1.0),
         Worths(even, math.nan, math.nan),
         Worths(even, math.inf, math.inf),
-        Worths(too_large),  # type: ignore[arg-type]
+        Worths(too_large),
     ):
         assert most.bound(worths) == math.inf
         assert cheapest.bound(worths) == 0.0

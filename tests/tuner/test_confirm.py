@@ -18,8 +18,9 @@ from simtune.tuner.doubt.draw_spread import allowance, spread
 from simtune.tuner.objectives import Goodput, Miss, PlanFacts
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.climb import LoadDraws, Simulation
+from simtune.tuner.search.climb import Simulation
 from simtune.tuner.search.confirm import highest_rung, num_draws
+from simtune.tuner.search.draws import LoadDraws
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import build_stream
 from tests.tuner.test_search import HARDWARE, LOAD, question

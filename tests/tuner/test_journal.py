@@ -123,7 +123,8 @@ def _kill_and_resume(folder: Path, kills: int, jobs: int, seed: int) -> None:
     (folder / "study.yaml").write_text(STUDY)
     undisturbed = subprocess.run(_command("one", jobs), cwd=folder, capture_output=True, text=True)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    journal, rng, resume = folder / "two" / "journal.jsonl", random.Random(seed), []
+    journal, rng = folder / "two" / "journal.jsonl", random.Random(seed)
+    resume: list[str] = []
     for _ in range(kills):
         process = subprocess.Popen(
             _command("two", jobs, *resume), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -124,7 +124,7 @@ def test_pools_that_draft(speculation: Speculation, asynchronous: bool, role: Ro
         pool(*limits, role).model_copy(update=drafts)
         for limits in product((5, 12, 128), (128, 160, 1024), (400, 900, 6000))
     ]
-    costs = {role: compiled_costs(pools[-1], MODEL, HARDWARE, 4096, Drafting(ACCEPTANCE))}
+    costs: dict[str, StepCosts] = {role: compiled_costs(pools[-1], MODEL, HARDWARE, 4096, Drafting(ACCEPTANCE))}
     front = () if role == "mixed" else (pool(64, 1024, 6000, "prefill"),)
     plans = [deployed(*front, its, costs=costs) for its in pools]
     requests, told, differ = stream(10.0), 0, 0

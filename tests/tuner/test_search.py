@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from simtune.costs.compiled import CompiledCosts
 from simtune.errors import Infeasible, UsageError
+from simtune.sim.deployment import Deployment
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import (
@@ -31,6 +33,7 @@ from simtune.tuner.search import rate_sweep
 from simtune.tuner.search.best_first import SearchCourse, optimize
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.expressible import space_for
+from simtune.workload.requests import RequestStream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
 
@@ -68,6 +71,13 @@ def question(
         search=Search(**{**search, **given}),
     )
     return Question(study, model, (HARDWARE,), workload, None)
+
+
+def capacity_rps(deployment: Deployment, stream: RequestStream) -> float:
+    """Upper bound on the requests per second that the first pool of a deployment serves."""
+    costs = deployment.costs
+    assert isinstance(costs, CompiledCosts)
+    return Capacity(costs.tables, stream, 8192).rps(deployment.pools[0])
 
 
 def candidates(q: Question) -> tuple[Candidate, ...]:
@@ -250,7 +260,7 @@ def test_no_schedule_beats_the_capacity_bound(
     candidate = Candidate.mixed("h100-sxm", tp, max_num_seqs=seqs, max_num_batched_tokens=max(seqs, tokens))
     deployment = q.deploy(candidate, 8192)
     stream = q.stream(candidate)
-    bound = Capacity(deployment.costs.tables, stream, 8192).rps(deployment.pools[0])
+    bound = capacity_rps(deployment, stream)
     served = len(stream) / deployment.simulate(stream).duration_s
     assert served <= bound * (1 + 1e-9)
 
@@ -262,7 +272,7 @@ def test_the_bound_is_not_idle_talk() -> None:
     candidate = Candidate.mixed("h100-sxm", 1, max_num_seqs=256, max_num_batched_tokens=2048)
     deployment = q.deploy(candidate, 8192)
     stream = q.stream(candidate)
-    bound = Capacity(deployment.costs.tables, stream, 8192).rps(deployment.pools[0])
+    bound = capacity_rps(deployment, stream)
     assert len(stream) / deployment.simulate(stream).duration_s > 0.6 * bound
 
 

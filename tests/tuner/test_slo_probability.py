@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.tuner.test_search import LOAD, question
 
 WORLDS = 30
 """Of which all are simulated here."""
-ONE_CUT = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+ONE_CUT: dict[str, Any] = {"tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
 
 
 def stated(tuned: Tuned) -> SloProbability | None:

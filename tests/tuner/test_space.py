@@ -92,6 +92,7 @@ def test_a_study_says_policy_and_router_of_all_its_plans() -> None:
     plan = candidate.plan(asked, 4096)
     batching = plan.pools[0].batching
     assert (batching.policy, batching.prediction_sigma, batching.max_num_seqs) == ("shortest-predicted-first", 0.1, 64)
+    assert isinstance(plan.router, OwnRouting)
     assert (plan.router.kind, plan.router.options) == ("mine.router:Mine", {"a": 1})
 
 

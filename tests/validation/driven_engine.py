@@ -74,8 +74,11 @@ class PretendedDriver:
         executor = PretendedExecutor(COSTS, time)
         counting = StepCount(executor)
         (core,) = deployment_of(tiny(), self.size).pools[0].cores(1, None)
-        ticking: Any = (counting, counting) if clock == "steps" else (executor, time)
-        served = EngineLoop(core.scheduler, *ticking, stream_of(requests)).run()
+        load = stream_of(requests)
+        if clock == "steps":
+            served = EngineLoop(core.scheduler, counting, counting, load).run()
+        else:
+            served = EngineLoop(core.scheduler, executor, time, load).run()
         o = served.outcome
         rows = (np.stack([o.arrival, o.first_token, o.finish], axis=-1) / 2.0**40).tolist()
         steps = []

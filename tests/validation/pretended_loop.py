@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simtune.api import load_question
-from simtune.tuner.search.best_first import Tuned
+from simtune.tuner.trial import Tuned
 from simtune.validation.closed_loop import LoopRound, LoopSettings, TuningLoop
 from simtune.validation.servers.driven_engines import EngineSize
 from tests.validation.driven_engine import PretendedDriver

@@ -57,6 +57,8 @@ def test_every_request_is_sent_as_drawn_and_every_token_stamped() -> None:
     assert all(r["max_tokens"] == 8 and r["ignore_eos"] and r["temperature"] == 0 for r in server.requests)
     for i, r in enumerate(traffic.requests):
         assert r.due_s == pytest.approx(i / 200)
+        assert r.due_s is not None
+        assert r.sent_s is not None
         assert r.sent_s >= r.due_s - 1e-4
         assert r.times_s is not None
         assert len(r.times_s) <= 8, "what came together counts as one"

@@ -3,6 +3,8 @@ every instant what the simulator says it does."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -94,7 +96,7 @@ def test_steps_say_what_they_computed() -> None:
 
 
 def test_a_scheduler_that_runs_ahead_is_refused() -> None:
-    settings = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings: dict[str, Any] = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     ahead = VllmFcfs(**settings, max_model_len=256, async_scheduling=True)
     with pytest.raises(ValueError, match="asynchronously"):
         EngineLoop(ahead, PretendedExecutor(COSTS, PretendedClock()), PretendedClock(), stream(3, 0.0))

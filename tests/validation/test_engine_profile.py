@@ -83,7 +83,9 @@ def test_what_was_held_out_is_foretold(tmp_path: Path) -> None:
 
 def accepting(session: DesignedSession, tokens: float, seats: int, budget: int, drafts: int) -> list[int]:
     """Decodes of every step without a prompt, where each request gets so many tokens a step."""
-    waiting, running, pure = [[r.prompt_tokens, r.output_tokens] for r in session.requests], [], []
+    waiting = [[r.prompt_tokens, r.output_tokens] for r in session.requests]
+    running: list[list[float]] = []
+    pure: list[int] = []
     while waiting or running:
         left, chunks = budget - (1 + drafts) * len(running), 0
         decoding = list(running)

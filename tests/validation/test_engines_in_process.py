@@ -187,7 +187,7 @@ def test_the_decoder_is_measured_by_both_clocks(clock: Clock) -> None:
     engine.close()
 
 
-TRANSFORMERS = {"policy": "transformers-fifo", "kv_cache": KvCache(num_blocks=60, prefix_caching=False)}
+TRANSFORMERS: dict[str, Any] = {"policy": "transformers-fifo", "kv_cache": KvCache(num_blocks=60, prefix_caching=False)}
 
 
 @pytest.mark.parametrize("changed", [{}, {"policy": "transformers-fifo", "async_scheduling": True}])

@@ -58,7 +58,7 @@ def test_answers_of_one_token_stay_with_the_prefill_server() -> None:
     assert [(r.error, r.output_tokens) for r in traffic.requests] == [(None, 1)] * 3
     assert decode.requests == []
     assert all("kv_transfer_params" not in asked for asked in prefill.requests)
-    assert np.isfinite([r.finish_s for r in traffic.requests]).all()
+    assert np.isfinite(np.array([r.finish_s for r in traffic.requests], dtype=np.float64)).all()
 
 
 def test_a_server_that_says_nothing_has_closed() -> None:

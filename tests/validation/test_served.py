@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from tests.validation.served import Served, compare
 
 
 def served(*rows: tuple[float, float, float, float, int]) -> Served:
-    *times, tokens = (np.array(column) for column in zip(*rows, strict=True))
-    return Served(*times, output_tokens=tokens)
+    return Served(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def test_latencies_and_queues_by_hand() -> None:
@@ -40,12 +40,13 @@ def test_errors_are_of_the_prediction() -> None:
 def test_a_simulation_is_served_as_its_summary_says() -> None:
     result = simtune.simulate("chat", model="llama-3.1-8b", hardware="h100-sxm", rate_rps=4, requests=50)
     found = Served.of(result)
-    metrics = result.summary().metrics
+    metrics: dict[str, Any] = dict(result.summary().metrics.items())
     for row in compare(found, found):
         assert row.error == 0
         assert row.predicted_s == pytest.approx(getattr(metrics[row.metric], row.statistic))
     running, waiting = found.in_flight(found.finish_s.max())
-    assert (running, waiting) == (0, 0)
+    assert running == 0
+    assert waiting == 0
     finish = result.outcome.finish.copy()
     finish[3] = -1
     lost = replace(result, outcome=replace(result.outcome, finish=finish))

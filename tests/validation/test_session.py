@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ class Noting:
 
     def run(self, plan: Plan, stream: RequestStream, *, label: str, seed: int = 0) -> MeasuredRun:
         self.runs.append((plan.name, label, seed))
-        times = {"due_s": 0.0, "sent_s": 0.0, "first_token_s": 1.0, "finish_s": 2.0}
+        times: dict[str, Any] = {"due_s": 0.0, "sent_s": 0.0, "first_token_s": 1.0, "finish_s": 2.0}
         request = MeasuredRequest(request=0, prompt_tokens=20, output_tokens=8, **times)
         return MeasuredRun(MeasuredFacts(label=label, engine=EngineFacts(engine="noting")), (request,))
 
