@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ def test_evenly_keeps_the_time() -> None:
 
 
 def basis(**shares: float) -> CostBasis:
-    known = dict.fromkeys(("measured", "interpolated", "extrapolated", "carried_over", "data_sheet"), 0.0) | shares
+    kinds = ("measured", "interpolated", "extrapolated", "carried_over", "data_sheet")
+    known: dict[str, Any] = {**dict.fromkeys(kinds, 0.0), **shares}
     return CostBasis(
         **known, operators=(OperatorBasis(operator="gemm", share=1.0, log_sd=0.1, basis=BasisShares(**known)),)
     )

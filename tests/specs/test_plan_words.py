@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Literal
 
 import pytest
 
@@ -91,9 +92,10 @@ def test_words_have_the_servers_and_gpus_of_the_plan() -> None:
 
 def test_a_plan_file_has_the_words_of_its_pools() -> None:
     batching = Batching(max_num_seqs=256, max_num_batched_tokens=8192)
+    kinds: list[tuple[Literal["prefill", "decode"], int, int]] = [("prefill", 2, 2), ("decode", 1, 4)]
     pools = [
         Pool(name=role, role=role, hardware="h100-sxm", instances=n, parallelism=Parallelism(tp=tp), batching=batching)
-        for role, n, tp in (("prefill", 2, 2), ("decode", 1, 4))
+        for role, n, tp in kinds
     ]
     plan = Plan(name="mine", model="llama-3.1-8b", pools=tuple(pools), link=KvLink())
     words = "2 prefill servers of 2 GPUs, 1 decode server of 4 GPUs, 256 seats, 8,192 tokens a step"

@@ -195,7 +195,13 @@ def test_a_rate_at_the_capacity_lies_within_the_interval_of_the_worlds(monkeypat
     """Without errors every world is the predicted one, so that the interval is the headline itself."""
     monkeypatch.setattr("simtune.tuner.doubt.confidence.spreads", lambda deployment, run: {})
     load = LOAD.model_copy(update={"requests": 60})
-    one_card = {"devices": 1, "tp": (1,), "pp": (1,), "max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    one_card: dict[str, Any] = {
+        "devices": 1,
+        "tp": (1,),
+        "pp": (1,),
+        "max_num_seqs": (64,),
+        "max_num_batched_tokens": (2048,),
+    }
     tuned = optimize(question(workload=load, slo=Slo(ttft_s={"p50": 60.0}), **one_card), jobs=1)
     assert tuned.chosen.bounded_by == "capacity"
     quantiles = of_search(tuned, worlds=2, jobs=1).quantiles[0]
