@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
-from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
@@ -22,7 +21,8 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.drafting import Draft
-from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts, RateObjective
+from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
+from simtune.tuner.question_checks import check
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream, build_stream
@@ -91,118 +91,7 @@ class Question:
     def check(self) -> None:
         """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
         have."""
-        study, name = self.study, self.study.name
-        for setting, objective in (
-            ("objective", self.objective),
-            *(("limit", limit.objective) for limit in self.limits),
-        ):
-            self._check_profiles(setting, objective)
-            self._check_load(setting, objective)
-        self._check_families()
-        self._check_engine()
-        self._check_day()
-        self._check_confidence()
-        requests = study.search.requests
-        if self.workload.batch and requests not in (None, self.workload.requests):
-            raise UsageError(
-                f"{name}: search.requests is {requests}, but workload {self.workload.name} is a batch of "
-                f"{self.workload.requests} requests; remove search.requests"
-            )
-        if not self.searches_rate:
-            return
-        if isinstance(self.workload.arrivals, ClosedLoop):
-            raise UsageError(
-                f"{name}: objective {study.objective} looks for a request rate, but workload "
-                f"{self.workload.name} is a closed loop; use objective e2el or gpus"
-            )
-        if self.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in self.workload.classes):
-            raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
-
-    def _check_profiles(self, setting: str, objective: Objective) -> None:
-        """Raise UsageError if an objective, or a limit on one, needs figures that a hardware profile does not have."""
-        name = self.study.name
-        for profile, hardware in self.profiles.items():
-            if objective.needs_prices and hardware.device.price_per_hour_usd is None:
-                raise UsageError(
-                    f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
-                    "set device.price_per_hour_usd in it"
-                )
-            if objective.needs_power and hardware.device.power is None:
-                raise UsageError(
-                    f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
-                    "none; set device.power with tdp_w and idle_w in it"
-                )
-
-    def _check_load(self, setting: str, objective: Objective) -> None:
-        """Raise UsageError if an objective, or a limit on one, does not apply to the kind of load."""
-        name, load = self.study.name, self.workload
-        if objective.needs_batch and not load.batch:
-            raise UsageError(
-                f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
-                "batch: true in it if it ends with its last request, or use objective e2el"
-            )
-        if objective.needs_graph and not load.graph:
-            raise UsageError(
-                f"{name}: {setting} {objective.name} is of families, but workload {load.name} has none; give it a "
-                "request graph (graph), or use objective e2el"
-            )
-        if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
-            seeks = "looks for" if setting == "objective" else "is on"
-            raise UsageError(
-                f"{name}: {setting} {objective.name} {seeks} a request rate, but workload {load.name} is a batch; use "
-                "makespan, e2el, gpus or usd_per_million_tokens, or remove batch"
-            )
-
-    def _check_families(self) -> None:
-        """Raise UsageError for limits on families that the load does not have, and for pools that families cannot
-        have."""
-        study, load = self.study, self.workload
-        if study.slo.family_s and not load.graph:
-            raise UsageError(
-                f"{study.name}: slo.family_s limits families of a request graph, and workload {load.name} has none; "
-                "remove it, or give the workload a graph"
-            )
-        if load.graph and "prefill-decode" in study.search.layouts:
-            raise UsageError(
-                f"{study.name}: search.layouts has prefill-decode, but the request graph of workload {load.name} needs "
-                "pools of role mixed; write layouts: [mixed]"
-            )
-
-    def _check_engine(self) -> None:
-        """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itself."""
-        if self.engine is None:
-            return
-        for settings in (self.engine.pool, *(case.pool for case in self.engine.cases)):
-            if keys := settings.get("parallelism"):
-                raise UsageError(
-                    f"{self.study.name}: engine preset {self.study.engine} sets parallelism ({', '.join(keys)}), which "
-                    "a search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
-                )
-
-    def _check_confidence(self) -> None:
-        study = self.study
-        if study.slo.confidence is None:
-            return
-        wrong = ""
-        of_times = self.objective.floor is not None or self.objective.needs_power or study.objective == "pareto"
-        limited = study.slo.limits() or any(c.slo for c in self.workload.classes)
-        if not of_times and not limited:
-            wrong = f"the slo has no limit to keep, and {study.objective} does not depend on step times; add a limit"
-        elif any(pool.costs is not None for pool in study.fixed):
-            wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
-        if wrong:
-            raise UsageError(f"{study.name}: slo.confidence: {wrong}, or remove confidence")
-
-    def _check_day(self) -> None:
-        day, name = self.study.day, self.study.name
-        if day is None:
-            return
-        if isinstance(self.workload.arrivals, ClosedLoop):
-            raise UsageError(f"{name}: a day has rates, and workload {self.workload.name} is a closed loop")
-        if day.trace_window_h is not None and (self.trace is None or self.trace.arrival_s is None):
-            raise UsageError(
-                f"{name}: day.trace_window_h cuts a trace, and workload {self.workload.name} replays none; give windows"
-            )
+        check(self)
 
     def cores_apart(self, candidate: Candidate) -> bool:
         """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends

@@ -1,0 +1,173 @@
+"""Checks of a study against its workload and its hardware profiles, before anything is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from simtune.errors import UsageError
+from simtune.specs.hardware import Hardware
+from simtune.specs.preset import EnginePreset
+from simtune.specs.study import Study
+from simtune.specs.traces import Trace
+from simtune.specs.workload import ClosedLoop, Workload
+from simtune.tuner.objectives import Limit, Objective, RateObjective
+
+
+class LoadedStudy(Protocol):
+    """A study with its inputs, as far as the checks read it (`simtune.tuner.question.Question`)."""
+
+    @property
+    def study(self) -> Study:
+        """The study."""
+
+    @property
+    def workload(self) -> Workload:
+        """Workload of the study."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """Trace that the workload replays."""
+
+    @property
+    def engine(self) -> EnginePreset | None:
+        """Engine preset of the study."""
+
+    @property
+    def profiles(self) -> Mapping[str, Hardware]:
+        """Hardware by the name that the study gives."""
+
+    @property
+    def objective(self) -> Objective:
+        """Objective of the study."""
+
+    @property
+    def limits(self) -> Sequence[Limit]:
+        """Limits of the study on other objectives."""
+
+    @property
+    def searches_rate(self) -> bool:
+        """True if the search varies the rate."""
+
+
+def check(question: LoadedStudy) -> None:
+    """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
+    have."""
+    study, name = question.study, question.study.name
+    for setting, objective in (
+        ("objective", question.objective),
+        *(("limit", limit.objective) for limit in question.limits),
+    ):
+        _check_profiles(question, setting, objective)
+        _check_load(question, setting, objective)
+    _check_families(question)
+    _check_engine(question)
+    _check_day(question)
+    _check_confidence(question)
+    requests = study.search.requests
+    if question.workload.batch and requests not in (None, question.workload.requests):
+        raise UsageError(
+            f"{name}: search.requests is {requests}, but workload {question.workload.name} is a batch of "
+            f"{question.workload.requests} requests; remove search.requests"
+        )
+    if not question.searches_rate:
+        return
+    if isinstance(question.workload.arrivals, ClosedLoop):
+        raise UsageError(
+            f"{name}: objective {study.objective} looks for a request rate, but workload "
+            f"{question.workload.name} is a closed loop; use objective e2el or gpus"
+        )
+    if question.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in question.workload.classes):
+        raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+
+def _check_profiles(question: LoadedStudy, setting: str, objective: Objective) -> None:
+    """Raise UsageError if an objective, or a limit on one, needs figures that a hardware profile does not have."""
+    name = question.study.name
+    for profile, hardware in question.profiles.items():
+        if objective.needs_prices and hardware.device.price_per_hour_usd is None:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} needs prices, but hardware profile {profile} has none; "
+                "set device.price_per_hour_usd in it"
+            )
+        if objective.needs_power and hardware.device.power is None:
+            raise UsageError(
+                f"{name}: {setting} {objective.name} needs power figures, but hardware profile {profile} has "
+                "none; set device.power with tdp_w and idle_w in it"
+            )
+
+
+def _check_load(question: LoadedStudy, setting: str, objective: Objective) -> None:
+    """Raise UsageError if an objective, or a limit on one, does not apply to the kind of load."""
+    name, load = question.study.name, question.workload
+    if objective.needs_batch and not load.batch:
+        raise UsageError(
+            f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
+            "batch: true in it if it ends with its last request, or use objective e2el"
+        )
+    if objective.needs_graph and not load.graph:
+        raise UsageError(
+            f"{name}: {setting} {objective.name} is of families, but workload {load.name} has none; give it a "
+            "request graph (graph), or use objective e2el"
+        )
+    if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
+        seeks = "looks for" if setting == "objective" else "is on"
+        raise UsageError(
+            f"{name}: {setting} {objective.name} {seeks} a request rate, but workload {load.name} is a batch; use "
+            "makespan, e2el, gpus or usd_per_million_tokens, or remove batch"
+        )
+
+
+def _check_families(question: LoadedStudy) -> None:
+    """Raise UsageError for limits on families that the load does not have, and for pools that families cannot
+    have."""
+    study, load = question.study, question.workload
+    if study.slo.family_s and not load.graph:
+        raise UsageError(
+            f"{study.name}: slo.family_s limits families of a request graph, and workload {load.name} has none; "
+            "remove it, or give the workload a graph"
+        )
+    if load.graph and "prefill-decode" in study.search.layouts:
+        raise UsageError(
+            f"{study.name}: search.layouts has prefill-decode, but the request graph of workload {load.name} needs "
+            "pools of role mixed; write layouts: [mixed]"
+        )
+
+
+def _check_engine(question: LoadedStudy) -> None:
+    """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itquestion."""
+    if question.engine is None:
+        return
+    for settings in (question.engine.pool, *(case.pool for case in question.engine.cases)):
+        if keys := settings.get("parallelism"):
+            raise UsageError(
+                f"{question.study.name}: engine preset {question.study.engine} sets parallelism ({', '.join(keys)}), "
+                "which a search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
+            )
+
+
+def _check_confidence(question: LoadedStudy) -> None:
+    study = question.study
+    if study.slo.confidence is None:
+        return
+    wrong = ""
+    of_times = question.objective.floor is not None or question.objective.needs_power or study.objective == "pareto"
+    limited = study.slo.limits() or any(c.slo for c in question.workload.classes)
+    if not of_times and not limited:
+        wrong = f"the slo has no limit to keep, and {study.objective} does not depend on step times; add a limit"
+    elif any(pool.costs is not None for pool in study.fixed):
+        wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
+    if wrong:
+        raise UsageError(f"{study.name}: slo.confidence: {wrong}, or remove confidence")
+
+
+def _check_day(question: LoadedStudy) -> None:
+    day, name = question.study.day, question.study.name
+    if day is None:
+        return
+    if isinstance(question.workload.arrivals, ClosedLoop):
+        raise UsageError(f"{name}: a day has rates, and workload {question.workload.name} is a closed loop")
+    if day.trace_window_h is not None and (question.trace is None or question.trace.arrival_s is None):
+        raise UsageError(
+            f"{name}: day.trace_window_h cuts a trace, and workload {question.workload.name} replays none; give windows"
+        )
