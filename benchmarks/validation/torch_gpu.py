@@ -128,10 +128,10 @@ def check_graphs(executor: Any) -> float:
     """
     import torch
 
-    from simtune.validation.servers.cached_decoder import _Span
+    from simtune.validation.servers.cached_decoder import _TokenSpan
 
     rows, positions, ids = list(range(5)), [40, 3, 17, 30, 25], [7, 100, 2000, 5, 64]
-    spans = [_Span(row, at, past, 1) for at, (row, past) in enumerate(zip(rows, positions, strict=True))]
+    spans = [_TokenSpan(row, at, past, 1) for at, (row, past) in enumerate(zip(rows, positions, strict=True))]
     replayed = executor._graphs.run(ids, positions, rows).float().clone()
     launched = executor._forward(torch.tensor(ids), torch.tensor(positions), spans, [True] * 5)
     assert launched is not None

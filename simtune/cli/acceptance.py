@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.numbers import Whole
+from simtune.cli.numbers import WholeRange
 from simtune.cli.output import json_option, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Acceptance spec to write.")
 @click.option(
-    "--draft-tokens", type=Whole(1, 1024), help="Draft tokens of each round, if the file does not contain them."
+    "--draft-tokens", type=WholeRange(1, 1024), help="Draft tokens of each round, if the file does not contain them."
 )
 @click.option("--model", help="The model to use of a table with several.")
 @json_option

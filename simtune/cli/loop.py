@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import TRIALS, Real, Whole
+from simtune.cli.numbers import TRIALS, RealRange, WholeRange
 from simtune.cli.output import json_option, milliseconds, print_json, print_table, write_run
 from simtune.errors import UsageError
 
@@ -31,11 +31,15 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
     "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
 )
 @click.option(
-    "--budget", type=Real(least=1, most=1e7), default=120.0, show_default=True, help="Time for the profile, in seconds."
+    "--budget",
+    type=RealRange(least=1, most=1e7),
+    default=120.0,
+    show_default=True,
+    help="Time for the profile, in seconds.",
 )
-@click.option("--tolerance", type=Real(most=1), default=0.1, show_default=True, help="Largest error of each mean.")
+@click.option("--tolerance", type=RealRange(most=1), default=0.1, show_default=True, help="Largest error of each mean.")
 @click.option("--rounds", type=TRIALS, default=3, show_default=True, help="Most rounds.")
-@click.option("--requests", type=Whole(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
+@click.option("--requests", type=WholeRange(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
 @click.option(
     "--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Clock of the replays."
 )

@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import GPUS, LONGEST_S, Real
+from simtune.cli.numbers import GPUS, LONGEST_S, RealRange
 from simtune.cli.output import force_option
 from simtune.errors import SimtuneError, UsageError
 
-POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
+POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
 
 
 @click.command()
@@ -34,7 +34,7 @@ POSITIVE = Real(above=0, most=1e3 * LONGEST_S)
 @click.option("--objective", help="What to optimize, e.g. gpus: the number of GPUs needed; goodput_per_gpu by default.")
 @click.option(
     "--confidence",
-    type=Real(least=0.5, most=0.99),
+    type=RealRange(least=0.5, most=0.99),
     help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
 @force_option

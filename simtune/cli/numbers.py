@@ -11,7 +11,7 @@ LARGEST_RATE, LONGEST_S = 1e9, 2.0**22
 """Requests per second, and simulated seconds, as `simtune.specs.base` has them (which loads pydantic)."""
 
 
-class Whole(click.IntRange):
+class WholeRange(click.IntRange):
     """A whole number between two bounds."""
 
     def __init__(self, least: int, most: int) -> None:
@@ -24,7 +24,7 @@ class Whole(click.IntRange):
         return super().convert(value, param, ctx)
 
 
-class Real(click.FloatRange):
+class RealRange(click.FloatRange):
     """A finite number above `above` or from `least` on, and at most `most`."""
 
     def __init__(self, *, above: float | None = None, least: float = 0.0, most: float, below: bool = False) -> None:
@@ -42,12 +42,12 @@ class Real(click.FloatRange):
 SMALLEST = 1e-18
 """Smallest number of an option; the inverse of a smaller one would be no number."""
 
-JOBS = Whole(1, 10_000)
-SEED = Whole(0, 2**63 - 1)
-REQUESTS = Whole(1, 10**9)
+JOBS = WholeRange(1, 10_000)
+SEED = WholeRange(0, 2**63 - 1)
+REQUESTS = WholeRange(1, 10**9)
 WORLDS = 100_000
 """Most redrawn worlds."""
-GPUS = Whole(1, 100_000)
-RATE = Real(above=0, most=LARGEST_RATE)
-TRIALS = Whole(1, 10_000)
+GPUS = WholeRange(1, 100_000)
+RATE = RealRange(above=0, most=LARGEST_RATE)
+TRIALS = WholeRange(1, 10_000)
 """Rounds, repetitions and parts."""

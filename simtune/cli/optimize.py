@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.numbers import JOBS, WORLDS, Real, Whole
+from simtune.cli.numbers import JOBS, WORLDS, RealRange, WholeRange
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -62,14 +62,14 @@ if TYPE_CHECKING:
 @click.option("--cluster-fallback", is_flag=True, help="Continue without the cluster if it does not answer.")
 @click.option(
     "--worlds",
-    type=Whole(2, WORLDS),
+    type=WholeRange(2, WORLDS),
     default=None,
     help="Simulate this many worlds in which operators are off; report how often the plan beats its rivals, and what "
     "to measure.",
 )
 @click.option(
     "--robust",
-    type=Real(above=0, most=1, below=True),
+    type=RealRange(above=0, most=1, below=True),
     default=None,
     metavar="Q",
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simtune.cli.names import MODEL
-from simtune.cli.numbers import LONGEST_S, Whole
+from simtune.cli.numbers import LONGEST_S, WholeRange
 from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
@@ -99,21 +99,21 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 )
 @click.option(
     "--max-num-seqs",
-    type=Whole(2, 2**20),
+    type=WholeRange(2, 2**20),
     default=16,
     show_default=True,
     help="With --engine: most sequences of a step.",
 )
 @click.option(
     "--max-num-batched-tokens",
-    type=Whole(16, 2**24),
+    type=WholeRange(16, 2**24),
     default=256,
     show_default=True,
     help="With --engine: most tokens of a step.",
 )
 @click.option(
     "--max-model-len",
-    type=Whole(64, 2**27),
+    type=WholeRange(64, 2**27),
     default=1024,
     show_default=True,
     help="With --engine: longest prompt and output.",

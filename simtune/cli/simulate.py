@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, Whole
+from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, WholeRange
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 @click.option(
     "--uncertainty",
     "worlds",
-    type=Whole(20, WORLDS),
+    type=WholeRange(20, WORLDS),
     default=None,
     metavar="N",
     help="Also simulate N worlds in which operator times are off, and print 90 % intervals.",

@@ -59,14 +59,14 @@ def speculate(
     from simtune.specs.catalog import load_hardware, load_model
     from simtune.specs.pool import Parallelism, Pool
     from simtune.specs.study import DrafterChoice
-    from simtune.tuner.drafting import Contexts, schedule
+    from simtune.tuner.drafting import DraftContexts, schedule
 
     if html is not None and html.exists() and not force:
         raise UsageError(f"{html}: exists already; give --force to replace it")
     target, profile = load_model(model), load_hardware(hardware)
     draft = load_draft(DrafterChoice(drafter=_drafter(drafter_text), acceptance=acceptance), target)
     pool = Pool(hardware=profile.name, instances=1, parallelism=Parallelism(tp=tp), batching=vllm_batching(profile))
-    contexts = Contexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
+    contexts = DraftContexts.even([c for c in CONTEXTS if c <= target.max_position] or [target.max_position])
     best = schedule(draft, target, profile, pool, contexts, MAX_NODES)
     for notice in draft.drafting.acceptance.notices():
         click.echo(f"note: {notice}", err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import LARGEST_RATE, REQUESTS, SMALLEST, TRIALS, WORLDS, Real, Whole
+from simtune.cli.numbers import LARGEST_RATE, REQUESTS, SMALLEST, TRIALS, WORLDS, RealRange, WholeRange
 from simtune.cli.output import (
     command_line,
     force_option,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from simtune.validation.client.measured_run import Clock, MeasuredRun
     from simtune.validation.judge.comparison import Validation
     from simtune.validation.judge.decision import Ranking
-    from simtune.validation.loads import Load
+    from simtune.validation.loads import NamedLoad
     from simtune.validation.servers.server import Engine
     from simtune.validation.session import ValidationFolder
 
@@ -175,23 +175,31 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
 @click.option(
     "--plans",
-    type=Whole(2, 10_000),
+    type=WholeRange(2, 10_000),
     default=None,
     help="Run K plans around PLAN, or around the plan that optimize chose.",
 )
-@click.option("--tolerance", type=Real(above=0, most=1e6), default=0.1, show_default=True)
+@click.option("--tolerance", type=RealRange(above=0, most=1e6), default=0.1, show_default=True)
 @click.option(
     "--max-lateness",
-    type=Real(most=1e6),
+    type=RealRange(most=1e6),
     default=0.01,
     show_default=True,
     help="Share of the mean TPOT: a client that sends later than this is not judged by.",
 )
 @click.option(
-    "--uncertainty", "worlds", type=Whole(0, WORLDS), default=20, show_default=True, help="Number of redrawn worlds."
+    "--uncertainty",
+    "worlds",
+    type=WholeRange(0, WORLDS),
+    default=20,
+    show_default=True,
+    help="Number of redrawn worlds.",
 )
 @click.option(
-    "--timeout", type=Real(above=0, most=1e7), default=120.0, help="Seconds without a byte after which a request fails."
+    "--timeout",
+    type=RealRange(above=0, most=1e7),
+    default=120.0,
+    help="Seconds without a byte after which a request fails.",
 )
 @click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
@@ -396,7 +404,7 @@ def _judge_files(
 
 def _judged(
     experiment: Experiment,
-    wanted: list[Load],
+    wanted: list[NamedLoad],
     runs: dict[str, list[MeasuredRun]],
     asked: _Asked,
     folder: ValidationFolder,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from simtune.cli.numbers import Real
+from simtune.cli.numbers import RealRange
 from simtune.cli.output import force_option, seed_option, set_option, split_settings
 from simtune.errors import UsageError
 
@@ -17,7 +17,7 @@ from simtune.errors import UsageError
 @click.option(
     "--rigged", "draft", default=None, metavar="DRAFT", help="Also write a draft model; the outputs of both are known."
 )
-@click.option("--acceptance", type=Real(most=1), default=None, help="Share of the drafts that is accepted.")
+@click.option("--acceptance", type=RealRange(most=1), default=None, help="Share of the drafts that is accepted.")
 @seed_option
 @set_option
 @force_option

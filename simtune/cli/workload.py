@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import RATE, Real, Whole
+from simtune.cli.numbers import RATE, RealRange, WholeRange
 from simtune.cli.output import force_option, json_option, milliseconds, print_json, print_table
 from simtune.errors import UsageError
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--characters-per-token",
-    type=Real(above=0, most=1e6),
+    type=RealRange(above=0, most=1e6),
     default=4.0,
     show_default=True,
     help="Characters of a token, for files that contain texts and no token counts.",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     help="Names of the columns in the file: arrival=ts,prompt=tokens_in,output=tokens_out. arrival_s, "
     "arrival_ms and arrival_ns are numbers since some start.",
 )
-@click.option("--part", type=Whole(1, 10**6), help="Number of the run in a file with several.")
+@click.option("--part", type=WholeRange(1, 10**6), help="Number of the run in a file with several.")
 @click.option("--rate", type=RATE, help="Requests per second of lengths without times.")
 @click.option("--span", metavar="TIME", help="Time from the first to the last scrape, or until the only one: 30m.")
 @click.option(

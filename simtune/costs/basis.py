@@ -73,7 +73,7 @@ class AskedCall(NamedTuple):
     log_sd: float
 
 
-class _Call(NamedTuple):
+class _OperatorCall(NamedTuple):
     predictor: _Noting
     shape: Mapping[str, ArrayLike]
     seconds: Array
@@ -83,7 +83,7 @@ class _Notes:
     """Calls recorded since the last step began; the answer numbered `longer` is made a little longer."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_OperatorCall] = []
         self.longer: int | None = None
 
     def begin(self, longer: int | None = None) -> None:
@@ -108,7 +108,7 @@ class _Noting(Predictor):
         notes, seconds = self._notes, super().seconds(**shape)
         if notes.longer == len(notes.calls):
             seconds = seconds * (1 + _LONGER)
-        notes.calls.append(_Call(self, shape, seconds))
+        notes.calls.append(_OperatorCall(self, shape, seconds))
         return seconds
 
 
@@ -131,11 +131,11 @@ class _NotingProfile(Profile):
         return self._made[key]
 
 
-class _Share(NamedTuple):
+class _TimeShare(NamedTuple):
     """Seconds of a step's part that the calls of one operator stand for."""
 
     kind: str
-    call: _Call
+    call: _OperatorCall
     seconds: Array
     differs: Mask
     """True where the seconds are the rest of a longer call after a shorter one was subtracted, or are scaled by a
@@ -162,7 +162,7 @@ class StepBasis:
 
     def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
         """Yield every shape that the steps ask an operator for, with the time that it stands for."""
-        by_predictor: dict[_Noting, list[tuple[float, _Share]]] = defaultdict(list)
+        by_predictor: dict[_Noting, list[tuple[float, _TimeShare]]] = defaultdict(list)
         for step in steps:
             shares, total = self._shares(step)
             for share in shares:
@@ -170,7 +170,7 @@ class StepBasis:
         for predictor, of_it in by_predictor.items():
             yield from _asked(predictor, of_it)
 
-    def _shares(self, step: WeightedStep) -> tuple[list[_Share], float]:
+    def _shares(self, step: WeightedStep) -> tuple[list[_TimeShare], float]:
         """Return the share of each call of a step, and the seconds of all of them."""
         self._notes.begin()
         by_kind = self._seconds(step)
@@ -187,7 +187,7 @@ class StepBasis:
         return shares, sum(seconds for kind, seconds in by_kind.items() if answered[kind])
 
     def _find_slopes(
-        self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_Call]
+        self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_OperatorCall]
     ) -> list[dict[str, float]]:
         """Return for each call, by kind, the seconds that the kind gets longer by for one second more of the call."""
         of_calls = []
@@ -226,9 +226,9 @@ class StepBasis:
         return parts
 
 
-def _of_operators(calls: Sequence[_Call], slopes: Sequence[Mapping[str, float]]) -> list[_Share]:
+def _of_operators(calls: Sequence[_OperatorCall], slopes: Sequence[Mapping[str, float]]) -> list[_TimeShare]:
     """Return the shares of the calls of a step, those of each operator together."""
-    by_operator: dict[tuple[str, int], list[tuple[float, _Call]]] = defaultdict(list)
+    by_operator: dict[tuple[str, int], list[tuple[float, _OperatorCall]]] = defaultdict(list)
     for call, by_kind in zip(calls, slopes, strict=True):
         work = call.predictor.works(**call.shape)
         # a call without work only subtracts an overhead
@@ -245,7 +245,7 @@ def _of_operators(calls: Sequence[_Call], slopes: Sequence[Mapping[str, float]])
     ]
 
 
-def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
+def _net(kind: str, calls: Sequence[tuple[float, _OperatorCall]]) -> list[_TimeShare]:
     """Return the net shares of calls of one operator that are added and subtracted: the longer ones stand for the rest.
 
     Calls for equally many chunks belong to the same chunks, from each of which something is subtracted or not.
@@ -260,7 +260,7 @@ def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
     if not remaining.any():
         return []
     return [
-        _Share(
+        _TimeShare(
             kind, call, remaining * slope * np.ravel(call.seconds), np.broadcast_to(subtracted > 0, call.seconds.size)
         )
         for slope, call in calls
@@ -268,7 +268,7 @@ def _net(kind: str, calls: Sequence[tuple[float, _Call]]) -> list[_Share]:
     ]
 
 
-def _asked(predictor: _Noting, shares: Sequence[tuple[float, _Share]]) -> Iterator[AskedCall]:
+def _asked(predictor: _Noting, shares: Sequence[tuple[float, _TimeShare]]) -> Iterator[AskedCall]:
     """Yield the calls of one operator; all shapes are predicted in one call, since each call is slow."""
     flat = [{n: np.broadcast_to(x, s.call.seconds.shape).ravel() for n, x in s.call.shape.items()} for _, s in shares]
     shape = {name: np.concatenate([columns[name] for columns in flat]) for name in flat[0]}

@@ -62,7 +62,7 @@ class LeastCosts:
             least_head_s=min(min(kind.head[1:]) for kind in kinds) / TICKS_PER_SECOND,
             after_s=min(min(kind.after[1:]) for kind in kinds) / TICKS_PER_SECOND,
             shortest_s=min(min(kind.floor[1:]) for kind in kinds) / TICKS_PER_SECOND,
-            prefill_s=_Prompts(tables).least_s,
+            prefill_s=_PromptCosts(tables).least_s,
         )
 
     @classmethod
@@ -151,7 +151,7 @@ class CostBounds:
         The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
         Prompts longer than max_model_len count as if they were that long.
         """
-        return _Prompts(self._tables).least_s(prompt_tokens, cached_tokens)
+        return _PromptCosts(self._tables).least_s(prompt_tokens, cached_tokens)
 
     def head_cost_s(self) -> float:
         """Return the largest c with head and sampling >= c n for all numbers n of sampled rows."""
@@ -185,7 +185,7 @@ def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> b
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
-class _Prompts:
+class _PromptCosts:
     """Bounds on whole prompts from tables, without a reference to them, so that the tables can be freed."""
 
     def __init__(self, tables: StepTables) -> None:

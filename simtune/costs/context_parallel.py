@@ -23,7 +23,7 @@ from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.pool import Parallelism
 
 
-class Ranks(NamedTuple):
+class ContextRanks(NamedTuple):
     """Groups of ranks that share a sequence, and the time to exchange bytes among them."""
 
     number: int
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
         return cls(cp, send, collect, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype], directions)
 
 
-def across_ranks(costs: AttentionCosts, layer: AttentionLayer, ranks: Ranks) -> AttentionCosts:
+def across_ranks(costs: AttentionCosts, layer: AttentionLayer, ranks: ContextRanks) -> AttentionCosts:
     """Return the costs if each rank has its part of every sequence; see the module."""
     cp, mixed = ranks.number, costs.mixed
 

@@ -28,6 +28,7 @@ from simtune.arrays import Array, Ints
 from simtune.costs.calibration import TimedStep, read_steps
 from simtune.costs.iteration import StepWork
 from simtune.costs.predict import Basis
+from simtune.costs.protocol import ChunkList
 from simtune.costs.residual import CLIP, Process, cover, fit_process
 from simtune.costs.ticks import to_ticks
 from simtune.errors import Problem, SpecError
@@ -40,8 +41,7 @@ MOST = 250
 """Steps that the residual keeps as points; the base is fitted to all."""
 
 _KNEES = (16, 128)
-Chunks = Sequence[tuple[int, int]]
-Key = tuple[int, int, tuple[tuple[int, int], ...], int]
+BatchKey = tuple[int, int, tuple[tuple[int, int], ...], int]
 """Decodes, context tokens, chunks, draft tokens."""
 
 
@@ -50,7 +50,7 @@ class EngineSteps:
 
     def __init__(self, steps: Sequence[TimedStep], name: str = "a log of steps") -> None:
         """Fit the steps. Raises SpecError if too few steps differ."""
-        by_key: dict[Key, list[float]] = {}
+        by_key: dict[BatchKey, list[float]] = {}
         for step in steps:
             by_key.setdefault(_key(step.batch), []).append(step.seconds)
         if len(by_key) < FEWEST:
@@ -64,14 +64,14 @@ class EngineSteps:
         self._residual = _residual(self._keys, np.log(seconds / (terms @ self._coefficients)))
         features = np.array([_aggregates(key) for key in self._keys])
         self._low, self._high = features.min(axis=0), features.max(axis=0)
-        self._seconds: dict[Key, float] = {}
+        self._seconds: dict[BatchKey, float] = {}
         self._scales = self._smeared(by_key)
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `StepCosts.decode`; the step's time is given, and nothing about the next step."""
         return to_ticks(self.seconds(StepWork(num_decodes, context_tokens))), 0, 1
 
-    def mixed(self, num_decodes: int, context_tokens: int, chunks: Chunks, num_samples: int) -> int:
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: ChunkList, num_samples: int) -> int:
         """See `StepCosts.mixed`; the number of samples makes no difference."""
         return to_ticks(self.seconds(StepWork(num_decodes, context_tokens, chunks)))
 
@@ -83,7 +83,7 @@ class EngineSteps:
             step_s = self._seconds[key] = float(self._unscaled([key])[0]) * self._scales.get(bool(key[2]), 1.0)
         return step_s
 
-    def basis(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> Basis:
+    def basis(self, num_decodes: int, context_tokens: int, chunks: ChunkList) -> Basis:
         """Return the basis of a step: measured, within the measured steps, or outside."""
         key = _key(StepWork(num_decodes, context_tokens, chunks))
         if key in self._measured:
@@ -101,12 +101,12 @@ class EngineSteps:
             logs, _ = self._residual.left_out()
         return float(np.quantile(np.abs(logs), 0.9)) / 1.645
 
-    def _unscaled(self, keys: Sequence[Key]) -> Array:
+    def _unscaled(self, keys: Sequence[BatchKey]) -> Array:
         """Seconds of each step by the fit to medians."""
         times: Array = (_terms(keys) @ self._coefficients) * np.exp(self._correction(keys))
         return times
 
-    def _smeared(self, by_key: dict[Key, list[float]]) -> dict[bool, float]:
+    def _smeared(self, by_key: dict[BatchKey, list[float]]) -> dict[bool, float]:
         """Return measured over predicted seconds, summed over steps with chunks and over those without."""
         sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
         for key, predicted_s in zip(self._keys, self._unscaled(self._keys).tolist(), strict=True):
@@ -115,7 +115,7 @@ class EngineSteps:
             sums[bool(key[2])][1] += predicted_s * len(took)
         return {chunks: took / predicted_s for chunks, (took, predicted_s) in sums.items() if predicted_s}
 
-    def _correction(self, keys: Sequence[Key]) -> Array:
+    def _correction(self, keys: Sequence[BatchKey]) -> Array:
         if self._residual is None:
             return np.zeros(len(keys))
         return self._residual.mean(self._residual.standardised(_features(keys)))
@@ -130,7 +130,7 @@ class EngineRounds(EngineSteps):
         verify_tokens: int,
         depth: int,
         context_tokens: int,
-        chunks: Chunks = (),
+        chunks: ChunkList = (),
         completing: int = 0,
     ) -> int:
         """See `RoundCosts.round`; the depth is that of the log, and the number of completed prompts makes no
@@ -158,12 +158,12 @@ def read_engine_costs(path: Path) -> EngineSteps:
     return engine_costs(read_steps(path).steps, str(path))
 
 
-def _key(work: StepWork) -> Key:
+def _key(work: StepWork) -> BatchKey:
     chunks = tuple((int(past), int(new)) for past, new in work.chunks)
     return work.num_decodes, work.context_tokens, chunks, work.draft_tokens
 
 
-def _aggregates(key: Key) -> tuple[float, ...]:
+def _aggregates(key: BatchKey) -> tuple[float, ...]:
     """Return tokens, decodes, context tokens, chunks, pairs, cached tokens that chunks read."""
     decodes, context, chunks, drafts = key
     new = sum(tokens for _, tokens in chunks)
@@ -178,7 +178,7 @@ def _aggregates(key: Key) -> tuple[float, ...]:
     )
 
 
-def _terms(keys: Sequence[Key]) -> Array:
+def _terms(keys: Sequence[BatchKey]) -> Array:
     """Return (steps, terms) of the base; none is negative."""
     m, decodes, context, chunks, pairs, past = np.array([_aggregates(key) for key in keys]).T
     new = np.array([sum(tokens for _, tokens in key[2]) for key in keys])
@@ -200,7 +200,7 @@ def _base(terms: Array, seconds: Array) -> Array:
     return coefficients
 
 
-def _features(keys: Sequence[Key]) -> dict[str, Array]:
+def _features(keys: Sequence[BatchKey]) -> dict[str, Array]:
     """Return the features of the residual."""
     m, decodes, context, chunks, pairs, past = np.array([_aggregates(key) for key in keys]).T
     return {
@@ -213,7 +213,7 @@ def _features(keys: Sequence[Key]) -> dict[str, Array]:
     }
 
 
-def _residual(keys: Sequence[Key], z: Array) -> Process | None:
+def _residual(keys: Sequence[BatchKey], z: Array) -> Process | None:
     by_name = _features(keys)
     z = np.clip(z, -CLIP, CLIP)
     if len(keys) > MOST:

@@ -34,7 +34,7 @@ vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); the high-throughput kernels exchange more."""
 _EXCHANGED = "bf16"
 """The dtype in which exchanges were measured and are stored; the width of a row is one of their parameters."""
 
-Seconds = Callable[[Array], Array]
+SecondsOf = Callable[[Array], Array]
 """Seconds of calls, by the real tokens in each group of ranks."""
 
 
@@ -93,7 +93,7 @@ class Experts:
         self._placed = _placed(feed_forward, parallelism.expert_replicas, self._ep)
         self._gathers = self._groups > 1 and (not self._whole or pool.expert_exchange == "all_gather")
 
-    def parts(self) -> Iterator[tuple[str, Seconds]]:
+    def parts(self) -> Iterator[tuple[str, SecondsOf]]:
         """Yield (kind of `simtune.costs.iteration.KINDS`, seconds of one call in each layer)."""
         yield "moe", self._kernel_s
         if self._gathers:
@@ -145,7 +145,7 @@ class Experts:
         computed: Array = 6 * rows * shape["hidden"] * shape["intermediate"] / self._most_flops_per_s
         return np.maximum(seconds, computed)
 
-    def _gathering(self) -> Iterator[tuple[str, Seconds]]:
+    def _gathering(self) -> Iterator[tuple[str, SecondsOf]]:
         """Yield inputs in the format that the experts read and sums in that of activations, of the tokens of all
         groups."""
         values = DTYPE_BYTES[self._dtype]
@@ -160,7 +160,7 @@ class Experts:
     def _gathering_s(self, collective: Predictor, row_bytes: float, tokens: Array) -> Array:
         return collective.seconds(devices=self._ranks, bytes=self._groups * tokens * row_bytes)
 
-    def _exchanges(self) -> Iterator[tuple[str, Seconds]]:
+    def _exchanges(self) -> Iterator[tuple[str, SecondsOf]]:
         """Yield dispatch in the format that the experts read, combine in that of activations.
 
         Several nodes were never measured: the data sheet of the link between them is used.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from simtune.costs.ticks import to_ticks
 
-StepSeconds = Callable[[int, int, Sequence[tuple[int, int]]], float]
+SecondsFunction = Callable[[int, int, Sequence[tuple[int, int]]], float]
 
 
 class StepFunction:
@@ -16,7 +16,7 @@ class StepFunction:
     `simtune.costs.protocol.StepCosts` describes the arguments.
     """
 
-    def __init__(self, seconds: StepSeconds) -> None:
+    def __init__(self, seconds: SecondsFunction) -> None:
         self._seconds = seconds
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
-from simtune.costs.context_parallel import Ranks, across_ranks
+from simtune.costs.context_parallel import ContextRanks, across_ranks
 from simtune.costs.layers import AttentionCosts, AttentionLayer, under_policy
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
@@ -186,7 +186,7 @@ class StepModel:
         costs = under_policy(layer.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype)
         if self._cp == 1:
             return costs
-        return across_ranks(costs, layer, Ranks.of(pool.parallelism, self._profile, model.dtype, kv_dtype))
+        return across_ranks(costs, layer, ContextRanks.of(pool.parallelism, self._profile, model.dtype, kv_dtype))
 
     @property
     def mixes(self) -> bool:

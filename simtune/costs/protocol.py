@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 UNBOUNDED = 1 << 60
 """Number of steps that no run reaches: the span of a form that holds forever."""
 
+ChunkList = Sequence[tuple[int, int]]
+"""Prompt chunks of a step: tokens computed before, and new tokens."""
+
 
 class StepCosts(Protocol):
     """Duration of engine steps in integer ticks (`simtune.costs.ticks`).

@@ -19,7 +19,6 @@ shortest after them, and as smooth as nearly all pairs of them are. Outside the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.predict import Basis
+from simtune.costs.protocol import ChunkList
 from simtune.costs.tables.common import Columns, read_csv, read_parquet
 from simtune.costs.ticks import to_ticks
 from simtune.errors import Problem, SpecError, UsageError
@@ -48,8 +48,7 @@ _NEARLY_ALL = 0.95  # of pairs of rows
 _NEAR = 1e-12  # seconds
 _BLOCK = 256  # rows whose distances to all others are held at a time
 
-Chunks = Sequence[tuple[int, int]]
-Key = tuple[int, int, int, int]
+StepKey = tuple[int, int, int, int]
 
 
 class StepTable:
@@ -60,13 +59,13 @@ class StepTable:
         distinct, row_of = np.unique(rows, axis=0, return_inverse=True)
         row_of = row_of.ravel()
         times = np.array([np.median(seconds[row_of == i]) for i in range(len(distinct))])
-        self._measured: dict[Key, float] = {
+        self._measured: dict[StepKey, float] = {
             (int(b), int(c), int(p), int(past)): float(t) for (b, c, p, past), t in zip(distinct, times, strict=True)
         }
         chosen = np.unique(np.linspace(0, len(distinct) - 1, min(MOST_ROWS, len(distinct))).round().astype(int))
         self._rows, self._times = distinct[chosen], times[chosen]
         self._low, self._high = distinct.min(axis=0), distinct.max(axis=0)
-        self._seconds: dict[Key, float] = {}
+        self._seconds: dict[StepKey, float] = {}
 
     @classmethod
     def read(cls, path: Path) -> StepTable:
@@ -94,11 +93,11 @@ class StepTable:
         """See `StepCosts.decode`; the step's time is given, and nothing about the next step."""
         return to_ticks(self.seconds(num_decodes, context_tokens, ())), 0, 1
 
-    def mixed(self, num_decodes: int, context_tokens: int, chunks: Chunks, num_samples: int) -> int:
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: ChunkList, num_samples: int) -> int:
         """See `StepCosts.mixed`; the number of samples makes no difference."""
         return to_ticks(self.seconds(num_decodes, context_tokens, chunks))
 
-    def seconds(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> float:
+    def seconds(self, num_decodes: int, context_tokens: int, chunks: ChunkList) -> float:
         """Seconds of one step. Raises UsageError if the step has decodes or prompt tokens and no row of the table has
         any."""
         key = _key(num_decodes, context_tokens, chunks)
@@ -108,7 +107,7 @@ class StepTable:
             step_s = self._seconds[key] = self._between(np.array(key, dtype=np.float64))
         return step_s
 
-    def basis(self, num_decodes: int, context_tokens: int, chunks: Chunks) -> Basis:
+    def basis(self, num_decodes: int, context_tokens: int, chunks: ChunkList) -> Basis:
         """Return the basis of a step: a row of the table, between rows, or beyond all rows in some way."""
         key = _key(num_decodes, context_tokens, chunks)
         if key in self._measured:
@@ -129,7 +128,7 @@ class StepTable:
             logs.append(np.log(self._middle(self._features(self._rows[i]), without_row) / self._times[i]))
         return float(np.quantile(np.abs(logs), 0.9)) / 1.645
 
-    def _check_known(self, key: Key) -> None:
+    def _check_known(self, key: StepKey) -> None:
         lacking = [COLUMNS[i] for i in (0, 2) if key[i] and not self._high[i]]
         if lacking:
             raise UsageError(
@@ -196,7 +195,7 @@ class StepTable:
         return float(max(1.0, np.quantile(np.concatenate(steepness), share)))
 
 
-def _key(num_decodes: int, context_tokens: int, chunks: Chunks) -> Key:
+def _key(num_decodes: int, context_tokens: int, chunks: ChunkList) -> StepKey:
     return num_decodes, context_tokens, sum(new for _, new in chunks), sum(past for past, _ in chunks)
 
 

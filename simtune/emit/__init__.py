@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simtune.emit.emitter import Emitter, Files, Settings
+from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs
 from simtune.emit.llama_cpp import LlamaCpp
 from simtune.emit.sglang import Sglang
 from simtune.emit.tensorrt_llm import TensorrtLlm
@@ -23,7 +23,7 @@ from simtune.specs.speculation import Speculation
 __all__ = [
     "ENGINES",
     "Emitter",
-    "Files",
+    "EngineFiles",
     "Settings",
     "drafting_settings",
     "emitter_of",
@@ -69,7 +69,7 @@ def _writer(plan: Plan) -> Emitter | None:
 
 def drafting_settings(
     emitter: Emitter, speculation: Speculation, draft: Model | None = None
-) -> tuple[Settings | None, str]:
+) -> tuple[LaunchArgs | None, str]:
     """(settings, \"\") of an engine, or None and why there are none. `draft` is the model that a draft model names."""
     try:
         return emitter.speculation(speculation, draft), ""
@@ -77,7 +77,7 @@ def drafting_settings(
         return None, str(error)
 
 
-def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: Mapping[str, Model]) -> Files:
+def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: Mapping[str, Model]) -> EngineFiles:
     """Return the settings of the first engine that schedules as the plan does; none if no engine has its policy, or
     swaps.
 
@@ -94,7 +94,7 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
     ]
     if all(drafting_settings(*draft)[0] for draft in drafting):
         return emitter.files(plan, model, devices_per_node, draft_models)
-    files: Files = {}
+    files: EngineFiles = {}
     for candidate in engines().values():
         settings, _ = drafting_settings(candidate, *drafting[0][1:])
         if settings is not None and candidate is not emitter:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from simtune.emit.emitter import Files, with_unsaid
+from simtune.emit.emitter import EngineFiles, with_unsaid
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -34,7 +34,7 @@ def deployment_file(
     worker: tuple[str, str],
     settings: Callable[[Pool], Mapping[str, Any]],
     left_open: Callable[[Pool], Iterable[str]] = lambda pool: (),
-) -> Files:
+) -> EngineFiles:
     """Return `engine/dynamo.yaml`, with workers (their module, their option for the model) that are given an engine's
     own `settings` of each pool; `written` states whose names these are, `left_open` lists the settings of a pool that
     the engine decides.

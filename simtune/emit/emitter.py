@@ -16,8 +16,8 @@ from simtune.specs.pool import HostTimes, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
-Settings = dict[str, Any]
-Files = dict[str, str]
+LaunchArgs = dict[str, Any]
+EngineFiles = dict[str, str]
 """Texts by file name, in a run directory."""
 
 T = TypeVar("T")
@@ -67,9 +67,9 @@ class Emitter(ABC):
     """Release whose option names are written."""
     options: ClassVar[Mapping[str, type]]
     """Names of the options that set speculation, and the types of their values."""
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]]
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]]
     """Settings of each scheme that the engine has; a chain by another name is written as a chain."""
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]]
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]]
     """Settings of each drafter that the engine has, given the checkpoint that it loads beside the target."""
     takes: ClassVar[str]
     """Schemes that the engine has, in words that end a refusal."""
@@ -102,7 +102,7 @@ class Emitter(ABC):
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
-    ) -> Files:
+    ) -> EngineFiles:
         """Return all files with which the engine is started for a plan that it schedules. `draft_models` are the models
         that draft, by the names in the plan. Raises UsageError, with every reason, if the engine would refuse the plan.
         """
@@ -155,7 +155,7 @@ class Emitter(ABC):
                 words = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}"
                 yield f"{key}: neither plan nor study sets it, so the engine's default applies; simulated: {words}"
 
-    def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
+    def speculation(self, speculation: Speculation, draft: Model | None = None) -> LaunchArgs:
         """Return the engine's settings of speculation. `draft` is the model that a draft model names.
 
         Raises UsageError if the engine cannot be given them.
@@ -177,7 +177,7 @@ class Emitter(ABC):
         """Return why the engine cannot draft by a scheme with a drafter that it has; empty if it can."""
         return ""
 
-    def problems(self, settings: Settings) -> list[str]:
+    def problems(self, settings: LaunchArgs) -> list[str]:
         """Return what is wrong with the names and types of speculation settings: nothing for settings that are written
         here.
         """
@@ -191,7 +191,7 @@ class Emitter(ABC):
                 problems.append(f"{self.name} {self.version}: {option} cannot be {value!r}")
         return problems
 
-    def drafting_file(self, settings: Settings, what: str) -> Files:
+    def drafting_file(self, settings: LaunchArgs, what: str) -> EngineFiles:
         """Return speculation settings as a file that the engine reads, with `what` they are at its top."""
         comment = f"{what}\nWritten by simtune with the names of {self.name} {self.version}."
         return {f"engine/{self.name}-speculation.yaml": yamlfile.dump(settings, comment)}
@@ -218,7 +218,7 @@ def _of_class(table: Mapping[type, T], value: object) -> T | None:
     return next((table[c] for c in type(value).__mro__ if c in table), None)
 
 
-def loaded(key: str, checkpoint: str | None) -> Settings:
+def loaded(key: str, checkpoint: str | None) -> LaunchArgs:
     """The setting that names what is loaded, if anything is."""
     return {} if checkpoint is None else {key: checkpoint}
 

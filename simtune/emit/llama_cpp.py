@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Files, Settings
+from simtune.emit.emitter import EngineFiles, LaunchArgs
 from simtune.emit.launch import Server
 from simtune.emit.serving import ServingEmitter
 from simtune.specs.drafters import Drafter
@@ -28,8 +28,8 @@ class LlamaCpp(ServingEmitter):
     title = "llama.cpp"
     version = "server (00dc8057)"
     options: ClassVar[Mapping[str, type]] = {}
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {}
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {}
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]] = {}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]] = {}
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "its slots take requests in order"}
     presets = frozenset({"llamacpp"})
     takes = "no drafts are written for it here"
@@ -56,7 +56,7 @@ class LlamaCpp(ServingEmitter):
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
-    def serving(self, pool: Pool, model: Model) -> Settings:
+    def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`. A step is one pass of the model, so the physical batch is the logical one."""
         batching, cache = pool.batching, pool.kv_cache
         longest = model.max_position if pool.max_model_len is None else pool.max_model_len
@@ -109,6 +109,6 @@ class LlamaCpp(ServingEmitter):
                 "give ctx-size what the device has room for"
             )
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
         """Return no files: the engine has no prefill and decode pools."""
         return {}

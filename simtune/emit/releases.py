@@ -6,10 +6,10 @@ import re
 
 from simtune.specs.catalog import load_engine
 
-Release = tuple[int, ...]
+ReleaseNumber = tuple[int, ...]
 
 
-def release_of(engine: str | None, family: str, newest: Release) -> Release:
+def release_of(engine: str | None, family: str, newest: ReleaseNumber) -> ReleaseNumber:
     """The numbers of an engine preset's release, by its name or file; the newest if none of the family is named, or its
     release is no number: files state whose names they have.
 
@@ -22,6 +22,6 @@ def release_of(engine: str | None, family: str, newest: Release) -> Release:
     return tuple(map(int, numbers[0].split("."))) if preset.family == family and numbers else newest
 
 
-def words(release: Release) -> str:
+def words(release: ReleaseNumber) -> str:
     """Return a release in words: its numbers joined by dots."""
     return ".".join(map(str, release))

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Emitter, Files, Settings, with_unsaid, written_by
+from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, with_unsaid, written_by
 from simtune.emit.launch import Server, launch_script
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
@@ -30,7 +30,7 @@ class ServingEmitter(Emitter):
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
-    ) -> Files:
+    ) -> EngineFiles:
         """`engine/<engine>-<pool>.yaml` for each pool, and `engine/launch.sh`. See `Emitter.files`."""
         drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
         problems = [
@@ -52,14 +52,14 @@ class ServingEmitter(Emitter):
         return files
 
     @abstractmethod
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
         """Return the files of a router that sends prompts to prefill and their results to decode instances."""
 
     @abstractmethod
-    def serving(self, pool: Pool, model: Model) -> Settings:
+    def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """Return all settings but those of drafts, in the engine's words; settings that are None are left out."""
 
-    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
+    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> LaunchArgs:
         """Return the settings of a pool's drafts; none if it has none. Raises UsageError if the engine cannot be given
         them.
         """
@@ -96,6 +96,6 @@ class ServingEmitter(Emitter):
         return [name for name, value in settings.items() if not isinstance(value, option_types.get(name, ()))]
 
 
-def own_options(pool: Pool) -> Settings:
+def own_options(pool: Pool) -> LaunchArgs:
     """Return the settings that the plan gives only to its policy."""
     return dict(pool.batching.options or {})

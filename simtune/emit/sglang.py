@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Files, Settings, loaded, written_by
+from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.launch import Endpoint, Server, router_script
-from simtune.emit.releases import Release, release_of, words
+from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
@@ -19,11 +19,11 @@ from simtune.specs.speculation import Speculation
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "DFLASH", "dspark": "DSPARK"}
 
-NEWEST: Release = (0, 5, 23)
-_ATTENTION_RANKS: Release = (0, 5, 22)
+NEWEST: ReleaseNumber = (0, 5, 23)
+_ATTENTION_RANKS: ReleaseNumber = (0, 5, 22)
 """First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
-_GRAPHS_BY_PHASE: Release = (0, 5, 14)
+_GRAPHS_BY_PHASE: ReleaseNumber = (0, 5, 14)
 """First release whose settings files must not contain disable-cuda-graph."""
 _DRAFT_TREES = (DraftModel, Eagle)
 _OF_A_LOOKUP = (
@@ -34,15 +34,15 @@ _OF_A_LOOKUP = (
 )
 
 
-def _chain(scheme: Chain) -> Settings:
+def _chain(scheme: Chain) -> LaunchArgs:
     return _tree(scheme.tokens, 1, scheme.tokens)
 
 
-def _dynamic_tree(scheme: DynamicTree) -> Settings:
+def _dynamic_tree(scheme: DynamicTree) -> LaunchArgs:
     return _tree(scheme.steps, scheme.topk, scheme.tokens)
 
 
-def _tree(steps: int, topk: int, tokens: int) -> Settings:
+def _tree(steps: int, topk: int, tokens: int) -> LaunchArgs:
     """SGLang's number of draft tokens counts the root, which needs no drafting."""
     return {
         "speculative-num-steps": steps,
@@ -51,16 +51,16 @@ def _tree(steps: int, topk: int, tokens: int) -> Settings:
     }
 
 
-def _draft_model(drafter: DraftModel, checkpoint: str | None) -> Settings:
+def _draft_model(drafter: DraftModel, checkpoint: str | None) -> LaunchArgs:
     return {"speculative-algorithm": "STANDALONE", **loaded("speculative-draft-model-path", checkpoint)}
 
 
-def _part_of_the_target(drafter: Eagle | BlockDrafter, checkpoint: str | None) -> Settings:
+def _part_of_the_target(drafter: Eagle | BlockDrafter, checkpoint: str | None) -> LaunchArgs:
     algorithm = _ALGORITHMS[drafter.method]
     return {"speculative-algorithm": algorithm, **loaded("speculative-draft-model-path", checkpoint)}
 
 
-def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
+def _ngram(drafter: Ngram, checkpoint: str | None) -> LaunchArgs:
     return {
         "speculative-algorithm": "NGRAM",
         "speculative-ngram-min-bfs-breadth": 1,
@@ -94,8 +94,8 @@ class Sglang(ServingEmitter):
         "speculative-ngram-min-bfs-breadth": int,
         "speculative-ngram-max-bfs-breadth": int,
     }
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {Chain: _chain, DynamicTree: _dynamic_tree}
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]] = {Chain: _chain, DynamicTree: _dynamic_tree}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]] = {
         DraftModel: _draft_model,
         Eagle: _part_of_the_target,
         BlockDrafter: _part_of_the_target,
@@ -142,7 +142,7 @@ class Sglang(ServingEmitter):
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
     takes = "it drafts one chain or one EAGLE-2 tree for all loads: Schedule.dynamic_tree()"
 
-    def __init__(self, release: Release = NEWEST) -> None:
+    def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
         self.version = words(release)
 
@@ -151,7 +151,7 @@ class Sglang(ServingEmitter):
         release = release_of(engine, self.name, NEWEST)
         return self if release == self._release else type(self)(release)
 
-    def serving(self, pool: Pool, model: Model) -> Settings:
+    def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`. Its tp counts the ranks of all groups with attention of their own."""
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         blocks = cache.num_blocks
@@ -184,7 +184,7 @@ class Sglang(ServingEmitter):
         """Flags without which graphs are captured."""
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
 
-    def _groups(self, attention_dp: int) -> Settings:
+    def _groups(self, attention_dp: int) -> LaunchArgs:
         """Return the settings of groups of ranks with attention of their own."""
         if attention_dp == 1:
             return {}
@@ -194,7 +194,7 @@ class Sglang(ServingEmitter):
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
-    ) -> Files:
+    ) -> EngineFiles:
         """See `ServingEmitter.files`; and a deployment by NVIDIA Dynamo."""
         drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
         files = super().files(plan, model, devices_per_node, draft_models)
@@ -207,11 +207,11 @@ class Sglang(ServingEmitter):
             self.left_open,
         )
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
         """`engine/router.sh`, which starts its router (docs.sglang.ai, PD disaggregation)."""
         return {"engine/router.sh": router_script(plan, devices_per_node, written, _router)}
 
-    def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
+    def speculation(self, speculation: Speculation, draft: Model | None = None) -> LaunchArgs:
         """See `Emitter.speculation`; the settings of a lookup have no steps."""
         settings = super().speculation(speculation, draft)
         if settings["speculative-algorithm"] == "NGRAM":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Files, Settings, loaded
+from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded
 from simtune.emit.launch import Server, endpoints
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs import yamlfile
@@ -16,11 +16,11 @@ from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 
 
-def _chain(scheme: Chain) -> Settings:
+def _chain(scheme: Chain) -> LaunchArgs:
     return {"max_draft_len": scheme.tokens}
 
 
-def _dynamic_tree(scheme: DynamicTree) -> Settings:
+def _dynamic_tree(scheme: DynamicTree) -> LaunchArgs:
     return {
         "max_draft_len": scheme.steps,
         "use_dynamic_tree": True,
@@ -29,16 +29,16 @@ def _dynamic_tree(scheme: DynamicTree) -> Settings:
     }
 
 
-def _draft_model(drafter: DraftModel, checkpoint: str | None) -> Settings:
+def _draft_model(drafter: DraftModel, checkpoint: str | None) -> LaunchArgs:
     return {"decoding_type": "Draft_Target", **loaded("speculative_model", checkpoint)}
 
 
-def _eagle(drafter: Eagle, checkpoint: str | None) -> Settings:
+def _eagle(drafter: Eagle, checkpoint: str | None) -> LaunchArgs:
     kind = "MTP" if drafter.method == "mtp" else "Eagle3"
     return {"decoding_type": kind, **loaded("speculative_model", checkpoint)}
 
 
-def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
+def _ngram(drafter: Ngram, checkpoint: str | None) -> LaunchArgs:
     return {"decoding_type": "NGram", "max_matching_ngram_size": drafter.lookup_max}
 
 
@@ -57,8 +57,8 @@ class TensorrtLlm(ServingEmitter):
         "max_total_draft_tokens": int,
         "max_matching_ngram_size": int,
     }
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {Chain: _chain, DynamicTree: _dynamic_tree}
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]] = {Chain: _chain, DynamicTree: _dynamic_tree}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]] = {
         DraftModel: _draft_model,
         Eagle: _eagle,
         Ngram: _ngram,
@@ -100,7 +100,7 @@ class TensorrtLlm(ServingEmitter):
     takes = "it drafts one chain or one EAGLE-2 tree: Schedule.dynamic_tree()"
     no_drafter = "{title} ({version}): no {drafter} drafter is written here"
 
-    def serving(self, pool: Pool, model: Model) -> Settings:
+    def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`. Attention of its own is one rank's, so groups are ranks."""
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         ranks = p.tp * p.attention_dp
@@ -142,7 +142,7 @@ class TensorrtLlm(ServingEmitter):
         if pool.role == "prefill" and pool.async_scheduling:
             yield "async_scheduling: instances that prefill schedule step by step, so prompts take the host's time too"
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
         """The file of `trtllm-serve disaggregated`: which servers prefill (context) and which decode (generation)."""
         placed = endpoints(plan, devices_per_node)
         several = placed[-1].node > 0
@@ -161,7 +161,7 @@ class TensorrtLlm(ServingEmitter):
         text = yamlfile.dump({"hostname": "localhost", "port": 9000, **servers}, comment)
         return {"engine/tensorrt-llm-disaggregated.yaml": text}
 
-    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> Settings:
+    def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> LaunchArgs:
         """Under a key of their own."""
         settings = super().drafting(pool, draft_models)
         return {"speculative_config": settings} if settings else {}
@@ -185,6 +185,6 @@ class TensorrtLlm(ServingEmitter):
             )
         return ""
 
-    def drafting_file(self, settings: Settings, what: str) -> Files:
+    def drafting_file(self, settings: LaunchArgs, what: str) -> EngineFiles:
         """Return the file with the settings of speculation under a key of their own."""
         return super().drafting_file({"speculative_config": settings}, what)

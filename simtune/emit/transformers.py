@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.emitter import Files, Settings
+from simtune.emit.emitter import EngineFiles, LaunchArgs
 from simtune.emit.launch import Server
 from simtune.emit.serving import ServingEmitter
 from simtune.specs.drafters import Drafter
@@ -25,8 +25,8 @@ class Transformers(ServingEmitter):
     title = "transformers"
     version = "5.23"
     options: ClassVar[Mapping[str, type]] = {}
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {}
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {}
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]] = {}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]] = {}
     policies: ClassVar[Mapping[str, str]] = {"transformers-fifo": "fifo"}
     own_defaults = ()
     takes = "its server drafts nothing"
@@ -47,7 +47,7 @@ class Transformers(ServingEmitter):
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {}
 
-    def serving(self, pool: Pool, model: Model) -> Settings:
+    def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`."""
         return {
             "continuous-batching": True,
@@ -78,6 +78,6 @@ class Transformers(ServingEmitter):
         if pool.async_scheduling:
             yield "async_scheduling: it chooses by the device"
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> Files:
+    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
         """Return no files: the engine has no prefill and decode pools."""
         return {}

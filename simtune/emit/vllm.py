@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from simtune.emit.dynamo import deployment_file
-from simtune.emit.emitter import Emitter, Files, Settings, loaded, with_unsaid, written_by
+from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
-from simtune.emit.releases import Release, release_of, words
+from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.vllm_releases import (
     NEWEST,
     drafts_since,
@@ -90,11 +90,11 @@ def _proxy(placed: list[Endpoint]) -> str:
 # --- drafts -----------------------------------------------------------------------------------------------
 
 
-def _chain(scheme: Chain) -> Settings:
+def _chain(scheme: Chain) -> LaunchArgs:
     return {"num_speculative_tokens": scheme.tokens}
 
 
-def _by_batch(scheme: ByBatch) -> Settings:
+def _by_batch(scheme: ByBatch) -> LaunchArgs:
     return {
         "num_speculative_tokens": scheme.max_tokens,
         "num_speculative_tokens_per_batch_size": [
@@ -103,16 +103,16 @@ def _by_batch(scheme: ByBatch) -> Settings:
     }
 
 
-def _method(drafter: Drafter, checkpoint: str | None) -> Settings:
+def _method(drafter: Drafter, checkpoint: str | None) -> LaunchArgs:
     return {"method": drafter.label, **loaded("model", checkpoint)}
 
 
-def _draft_model(drafter: DraftModel, checkpoint: str | None) -> Settings:
+def _draft_model(drafter: DraftModel, checkpoint: str | None) -> LaunchArgs:
     parallel = {} if drafter.tp is None else {"draft_tensor_parallel_size": drafter.tp}
     return {**_method(drafter, checkpoint), **parallel}
 
 
-def _ngram(drafter: Ngram, checkpoint: str | None) -> Settings:
+def _ngram(drafter: Ngram, checkpoint: str | None) -> LaunchArgs:
     lookup = {"prompt_lookup_max": drafter.lookup_max, "prompt_lookup_min": drafter.lookup_min}
     return {**_method(drafter, checkpoint), **lookup}
 
@@ -133,8 +133,8 @@ class Vllm(Emitter):
         "parallel_drafting": bool,
         "rejection_sample_method": str,
     }
-    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], Settings]]] = {Chain: _chain, ByBatch: _by_batch}
-    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], Settings]]] = {
+    schemes: ClassVar[Mapping[type[Scheme], Callable[[Any], LaunchArgs]]] = {Chain: _chain, ByBatch: _by_batch}
+    drafters: ClassVar[Mapping[type[Drafter], Callable[[Any, str | None], LaunchArgs]]] = {
         DraftModel: _draft_model,
         Eagle: _method,
         Medusa: _method,
@@ -146,7 +146,7 @@ class Vllm(Emitter):
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 
-    def __init__(self, release: Release = NEWEST) -> None:
+    def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
         self.version = words(release)
         self.knows = knows(release)
@@ -156,7 +156,7 @@ class Vllm(Emitter):
         release = release_of(engine, self.name, NEWEST)
         return self if release == self._release else type(self)(release)
 
-    def speculation(self, speculation: Speculation, draft: Model | None = None) -> Settings:
+    def speculation(self, speculation: Speculation, draft: Model | None = None) -> LaunchArgs:
         """See `Emitter.speculation`; a setting that only later releases have is refused with the release."""
         settings = super().speculation(speculation, draft)
         for name in (settings["method"], *settings):
@@ -164,7 +164,7 @@ class Vllm(Emitter):
                 raise UsageError(f"vLLM {self.version} has no {name}; it came with vLLM {words(since)}")
         return settings
 
-    def problems(self, settings: Settings) -> list[str]:
+    def problems(self, settings: LaunchArgs) -> list[str]:
         """See `Emitter.problems`; the words of `method` and the lengths by batch are checked too."""
         problems, vllm = super().problems(settings), f"{self.name} {self.version}"
         if (method := settings.get("method")) not in _METHODS:
@@ -180,7 +180,7 @@ class Vllm(Emitter):
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
-    ) -> Files:
+    ) -> EngineFiles:
         """`engine/vllm-<pool>.yaml` for each pool, used as `vllm serve MODEL --config FILE`, and `engine/launch.sh`.
 
         See `Emitter.files`.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simtune.emit.releases import Release
+from simtune.emit.releases import ReleaseNumber
 
-NEWEST: Release = (0, 32)
-_FIRST: Release = (0, 10)
+NEWEST: ReleaseNumber = (0, 32)
+_FIRST: ReleaseNumber = (0, 10)
 """First release that is covered; an option that this release has is not listed."""
 
-_OPTIONS: Mapping[str, Release] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
-_DRAFTS: Mapping[str, Release] = {
+_OPTIONS: Mapping[str, ReleaseNumber] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
+_DRAFTS: Mapping[str, ReleaseNumber] = {
     "mtp": (0, 11),
     "suffix": (0, 12),
     "draft_model": (0, 15),
@@ -24,38 +24,38 @@ _DRAFTS: Mapping[str, Release] = {
     "dspark": (0, 25),
     "num_speculative_tokens_per_batch_size": (0, 24),
 }
-_HIDDEN: Mapping[str, Release] = {"draft_model": (0, 16)}
-_HIDDEN_HEADS: Release = (0, 12)
-_HIDDEN_PIPELINES: Release = (0, 15)
-_WHOLE_PROMPTS: Release = (0, 12)
-_KV_DTYPES: Mapping[str, Release] = {"bfloat16": (0, 11)}
+_HIDDEN: Mapping[str, ReleaseNumber] = {"draft_model": (0, 16)}
+_HIDDEN_HEADS: ReleaseNumber = (0, 12)
+_HIDDEN_PIPELINES: ReleaseNumber = (0, 15)
+_WHOLE_PROMPTS: ReleaseNumber = (0, 12)
+_KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
 
 
-def knows(release: Release) -> frozenset[str]:
+def knows(release: ReleaseNumber) -> frozenset[str]:
     """Settings of a pool that not every engine has, and this release has."""
     return frozenset({"long_prefill_token_threshold", *(key for key, since in _OPTIONS.items() if since <= release)})
 
 
-def drafts_since(name: str) -> Release:
+def drafts_since(name: str) -> ReleaseNumber:
     """The first release that has a method or a setting of drafts."""
     return _DRAFTS.get(name, _FIRST)
 
 
-def hides_since(method: str) -> Release:
+def hides_since(method: str) -> ReleaseNumber:
     """Return the first release that schedules asynchronously with a drafting method."""
     return _HIDDEN.get(method, _HIDDEN_HEADS)
 
 
-def hides_pipelines(release: Release) -> bool:
+def hides_pipelines(release: ReleaseNumber) -> bool:
     """True if a release schedules asynchronously over a pipeline of stages."""
     return release >= _HIDDEN_PIPELINES
 
 
-def takes_whole_prompts(release: Release) -> bool:
+def takes_whole_prompts(release: ReleaseNumber) -> bool:
     """True if a release can be set not to cut prompts; earlier releases of V1 always cut them."""
     return release >= _WHOLE_PROMPTS
 
 
-def kv_dtype_since(word: str) -> Release:
+def kv_dtype_since(word: str) -> ReleaseNumber:
     """The first release that has a word for the dtype of the KV cache."""
     return _KV_DTYPES.get(word, _FIRST)

@@ -14,7 +14,7 @@ from simtune import __version__
 from simtune.errors import SimtuneError
 from simtune.specs.catalog import load_engine, load_hardware, names
 
-State = Literal["ok", "absent", "problem"]
+DiagnosisState = Literal["ok", "absent", "problem"]
 GIB = 2**30
 LITTLE_DISK_BYTES = 2 * GIB
 OPTIONAL = {
@@ -29,7 +29,7 @@ OPTIONAL = {
 class Diagnosis(NamedTuple):
     """Result of one check. `problem` needs attention; `absent` only limits the available functions."""
 
-    state: State
+    state: DiagnosisState
     what: str
     says: str
 
@@ -113,5 +113,5 @@ def _folders() -> list[Diagnosis]:
 
 def _disk(folder: Path) -> Diagnosis:
     free = shutil.disk_usage(folder).free
-    state: State = "ok" if free >= LITTLE_DISK_BYTES else "problem"
+    state: DiagnosisState = "ok" if free >= LITTLE_DISK_BYTES else "problem"
     return Diagnosis(state, "disk", f"{free / GIB:.1f} GiB free in {folder}")

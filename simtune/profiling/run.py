@@ -120,7 +120,7 @@ def profile(  # noqa: PLR0913 - one for each option
         for words in (rig.warning, *chosen.notes):
             if words:
                 note(words)
-        run = _Run(rig, journal, chosen, budget_s, target, started, clock, progress)
+        run = _ProfileRun(rig, journal, chosen, budget_s, target, started, clock, progress)
         run.measure()
         progress(run.status("fitting"))
         facts, hardware, checks = fit(journal, out.name)
@@ -162,7 +162,7 @@ def _open(
 
 
 @dataclass
-class _Run:
+class _ProfileRun:
     """Loop over a plan."""
 
     rig: Rig

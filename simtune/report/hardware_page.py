@@ -103,7 +103,7 @@ def headline(hardware: Hardware) -> str:
     return f"{hardware.device.name}: {', '.join(parts)}"
 
 
-class Rate(NamedTuple):
+class KernelRate(NamedTuple):
     """A fitted rate over that of the data sheet; None if the operator has none."""
 
     key: str
@@ -165,7 +165,7 @@ def _line(predictor: Predictor, operator: Operator, along: str, fixed: dict[str,
     return Line(", ".join(label), *(tuple(v.tolist()) for v in (x, seconds, below, above)))
 
 
-def rates(hardware: Hardware) -> list[Rate]:
+def rates(hardware: Hardware) -> list[KernelRate]:
     """Return the fitted rates as shares of the data sheet's rates. Collectives are judged by the link inside a node."""
     shares = []
     for key, operator in hardware.operators.items():
@@ -175,7 +175,7 @@ def rates(hardware: Hardware) -> list[Rate]:
             sheet = hardware.links["intra_node"].bytes_per_s if "intra_node" in hardware.links else None
         peak = device.flops_per_s.get("bf16" if operator.dtype == "int4" else operator.dtype)
         shares.append(
-            Rate(
+            KernelRate(
                 key,
                 operator.base.flops_per_s / peak if terms.computes and peak else None,
                 operator.base.bytes_per_s / sheet if sheet else None,
@@ -253,7 +253,7 @@ def _us(seconds: Sequence[float]) -> list[float]:
     return [float(f"{1e6 * s:.5g}") for s in seconds]
 
 
-def rate_figure(rates: Sequence[Rate]) -> Figure:
+def rate_figure(rates: Sequence[KernelRate]) -> Figure:
     """Figure of fitted rates as shares of the data sheet."""
     from_bottom = list(reversed(rates))
     data = [

@@ -13,7 +13,7 @@ from simtune.report.compare import Compared, NamedRun
 from simtune.report.side_by_side import NamedFindings, NamedValidation
 from simtune.report.sweep_page import DRAWN, curves
 from simtune.report.templates import fill, template
-from simtune.report.thumbnails import Span, drawn, e2el_span, of_run, of_validation
+from simtune.report.thumbnails import AxisSpan, drawn, e2el_span, of_run, of_validation
 from simtune.runs.sweep_files import PAGE, SweepTable
 from simtune.validation.published.findings import counts
 
@@ -34,7 +34,7 @@ class IndexRow(NamedTuple):
     keys: tuple[str, ...]
 
 
-def index_row(each: NamedRun, page: str, span: Span | None = None) -> IndexRow:
+def index_row(each: NamedRun, page: str, span: AxisSpan | None = None) -> IndexRow:
     """Row of a run whose report is `page` beside the index; thumbnails share the axis `span`."""
     s = each.run.summary
     p99 = {x: None if s.saturated or x not in s.metrics else s.metrics[x].p99 for x in ("ttft", "tpot")}

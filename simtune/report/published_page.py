@@ -12,7 +12,7 @@ from simtune.report.labels import escape
 from simtune.report.templates import fill, template
 from simtune.specs import yamlfile
 from simtune.validation.published import Entry, Finding, Findings, headline
-from simtune.validation.published.findings import WORDS, Status, counts
+from simtune.validation.published.findings import WORDS, FindingStatus, counts
 
 LONGEST_LABEL = 18
 ROW_PX = 26
@@ -22,7 +22,7 @@ FEWEST_TICKS = 4
 MARGIN = 1.1
 """Factor by which a tick may be outside of the range that is drawn."""
 
-COLOUR: dict[Status, str] = {
+COLOUR: dict[FindingStatus, str] = {
     "reproduced": figures.COLOURS[2],
     "assumed": figures.COLOURS[0],
     "fitted": figures.COLOURS[5],
@@ -42,7 +42,7 @@ class ClaimRow(NamedTuple):
     high: float
     claimed: float | None
     simulated: float
-    status: Status
+    status: FindingStatus
     anchor: str
 
 
@@ -52,10 +52,10 @@ class FamilyFigure(NamedTuple):
     name: str
     title: str
     compared: list[ClaimRow]
-    rows: list[Row]
+    rows: list[FindingRow]
 
 
-class Row(NamedTuple):
+class FindingRow(NamedTuple):
     """A system as a table shows it."""
 
     finding: Finding
@@ -73,7 +73,7 @@ def families(findings: Findings, entries: Sequence[Entry]) -> list[FamilyFigure]
         sides = entry.family.sides(entry.system)
         settings = [(side, yamlfile.dump(side_settings)) for side, side_settings in sides.items()]
         anchor = f"system-{finding.system}"
-        section.rows.append(Row(finding, anchor, settings))
+        section.rows.append(FindingRow(finding, anchor, settings))
         if finding.simulated is not None and finding.band is not None:
             low, high = finding.band
             label = _short(finding.title)

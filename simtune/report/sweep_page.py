@@ -23,10 +23,10 @@ SHOWN = (
     ("preemptions", "preemptions", 1.0),
 )
 
-Row = Mapping[str, Any]
+SweepRow = Mapping[str, Any]
 
 
-def curves(keys: Sequence[str], rows: Sequence[Row], column: str, scale: float) -> list[figures.SweptLine]:
+def curves(keys: Sequence[str], rows: Sequence[SweepRow], column: str, scale: float) -> list[figures.SweptLine]:
     """Return a curve over the field with the most values for each combination of the other fields; points without a
     value are left out.
     """
@@ -49,7 +49,7 @@ def _place(value: str) -> Any:
         return value
 
 
-def table(keys: Sequence[str], rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(keys: Sequence[str], rows: Sequence[SweepRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return header and cells: the swept fields, then the numbers; the last cell states that a point is saturated or
     failed.
     """
@@ -62,7 +62,7 @@ def table(keys: Sequence[str], rows: Sequence[Row]) -> tuple[tuple[str, ...], li
     return header, cells
 
 
-def render(title: str, keys: Sequence[str], rows: Sequence[Row]) -> str:
+def render(title: str, keys: Sequence[str], rows: Sequence[SweepRow]) -> str:
     """Return the page; the same bytes for the same rows."""
     from markupsafe import Markup
 

@@ -13,16 +13,16 @@ from simtune.validation.judge.comparison import Validation
 WIDTH, HEIGHT, MARGIN = 96, 28, 2
 MOST_POINTS = 40
 
-Span = tuple[float, float]
+AxisSpan = tuple[float, float]
 
 
-def e2el_span(summaries: Iterable[Summary]) -> Span | None:
+def e2el_span(summaries: Iterable[Summary]) -> AxisSpan | None:
     """Return the shortest and the longest E2EL of all runs that have one, in seconds: the axis of all thumbnails."""
     seconds = [x for s in summaries for x in _e2el(s)]
     return (min(seconds), max(seconds)) if seconds else None
 
 
-def of_run(s: Summary, span: Span | None) -> str:
+def of_run(s: Summary, span: AxisSpan | None) -> str:
     """Return the front of a search for one, else the distribution of E2EL on the logarithmic axis `span`; empty if
     there is neither, as for a saturated run.
     """
@@ -62,7 +62,7 @@ def of_validation(v: Validation) -> str:
     return _svg(f'<polyline class="equal" points="{line}"/>{dots}', description)
 
 
-def drawn(points: Sequence[tuple[float, float]], said: str, span: Span | None = None) -> str:
+def drawn(points: Sequence[tuple[float, float]], said: str, span: AxisSpan | None = None) -> str:
     """A line through these points, which fill the height, and the width unless a span of x is given."""
     every = math.ceil(len(points) / MOST_POINTS)
     thinned = [*points[:-1:every], points[-1]]

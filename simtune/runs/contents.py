@@ -63,7 +63,7 @@ from simtune.tuner.certificate.search_certificate import Certificate, certificat
 from simtune.tuner.doubt.confidence import Confidence
 from simtune.tuner.doubt.draw_spread import interval_of_draws
 from simtune.tuner.doubt.slo_probability import slo_probability
-from simtune.tuner.drafting import Contexts, schedule
+from simtune.tuner.drafting import DraftContexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
 from simtune.tuner.trial import Trial, Tuned
@@ -429,7 +429,7 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
     if not question.drafts:
         return None
     draft = next((d for d in question.drafts if d.choice.label == candidate.drafter), question.drafts[0])
-    contexts = Contexts.of(question.stream(candidate))
+    contexts = DraftContexts.of(question.stream(candidate))
     # The pool that decodes.
     pool = tuned.deployment.plan.pools[-1]
     hardware = question.hardware_of(candidate.decoding)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from simtune.arrays import Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.outcome import Outcome
 from simtune.results.recorded_steps import RecordedSteps
@@ -30,8 +30,6 @@ MOST_LIVES = 2_000
 KINDS = ("prefill", "mixed", "draft", "decode")
 """Kinds of steps: prompts alone, prompts beside decodes, decodes that verify drafts, and decodes."""
 COUNTED = ("running", "waiting", "free_blocks")
-
-Ints = NDArray[np.int64]
 
 
 class CoreLane(Record):

@@ -23,16 +23,16 @@ STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, LOOK, DRAINED, ARRIVAL, WAKE = r
 """Phases of an instant, in the order in which they are handled. A core is found to be drained only when it has nothing
 to schedule, so nothing else of that instant is left but other cores to wake."""
 
-Event = tuple[int, int, int, int]
+AgendaEntry = tuple[int, int, int, int]
 """(tick, phase, number of the subject, version); the subject ignores the event if its version has changed since."""
 
 Handler = Callable[[int, int, int], None]
 """Function that handles an event: called with its tick, subject and version."""
 
 
-NEVER: Event = (1 << 63, 0, 0, 0)
+NEVER: AgendaEntry = (1 << 63, 0, 0, 0)
 """Event that comes after every other event."""
-STOP: Event = (-1, 0, 0, 0)
+STOP: AgendaEntry = (-1, 0, 0, 0)
 """Event that comes before every other event and ends the run."""
 
 
@@ -42,23 +42,23 @@ class Agenda:
     __slots__ = ("handled", "heap", "held", "post", "stopped")
 
     def __init__(self) -> None:
-        self.heap: list[Event] = [NEVER]
+        self.heap: list[AgendaEntry] = [NEVER]
         """Heap of events, next one first, except the one in `held`. Never empty while events are handled."""
-        self.post: Callable[[Event], None] = partial(heappush, self.heap)
+        self.post: Callable[[AgendaEntry], None] = partial(heappush, self.heap)
         """Add an event, at this instant or later."""
-        self.held: Event | None = None
+        self.held: AgendaEntry | None = None
         """Event kept outside the heap: it is most likely the next one, and cheap to replace."""
         self.handled = 0
         """Number of events so far, including those that a core ran ahead to."""
         self.stopped = False
 
-    def hold(self, event: Event | None) -> None:
+    def hold(self, event: AgendaEntry | None) -> None:
         """Add an event that is most likely the next one; None only moves the held event to the heap."""
         if self.held is not None:
             self.post(self.held)
         self.held = event
 
-    def replace(self, event: Event) -> None:
+    def replace(self, event: AgendaEntry) -> None:
         """Add an event in place of one with the same phase and subject, which has become void."""
         previous = self.held
         if previous is not None and previous[1] == event[1] and previous[2] == event[2]:

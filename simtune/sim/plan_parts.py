@@ -12,7 +12,7 @@ from inspect import isroutine
 from operator import index
 from typing import Any, cast
 
-from simtune.costs.function import StepFunction, StepSeconds
+from simtune.costs.function import SecondsFunction, StepFunction
 from simtune.costs.protocol import ImbalanceCosts, StepCosts
 from simtune.engine import POLICIES, Request, Scheduler
 from simtune.errors import PartError, SimtuneError, UsageError
@@ -31,7 +31,7 @@ from simtune.workload.requests import RequestStream
 POLICY: PartKind[Scheduler] = PartKind("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
 ROUTER: PartKind[Router] = PartKind("router", ROUTER_GROUP, ROUTERS, Router)  # type: ignore[type-abstract]
 
-Costs = StepCosts | StepSeconds
+Costs = StepCosts | SecondsFunction
 """Cost models that a user may bring."""
 Where = tuple[str | int, ...]
 
@@ -214,7 +214,7 @@ class OwnCosts:
         name = str(getattr(costs, "__qualname__", type(costs).__qualname__))
         self.part = Brought("cost model", name, costs if isroutine(costs) else type(costs))
         is_function = callable(costs) and not hasattr(costs, "decode")
-        self._costs: Any = StepFunction(cast(StepSeconds, costs)) if is_function else costs
+        self._costs: Any = StepFunction(cast(SecondsFunction, costs)) if is_function else costs
         self._check_methods("decode", "mixed")
 
     @property

@@ -16,7 +16,7 @@ from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
 from simtune.sim.handover import Routers
 from simtune.sim.router import Router
-from simtune.specs.role_control import Pressure, Watched
+from simtune.specs.role_control import Pressure, WatchedQueue
 
 Cores = Sequence[EngineCore]
 """Cores of one instance."""
@@ -66,7 +66,7 @@ class RoleCores:
         """Return the place of the instance with the fewest requests in flight; the last one among equals."""
         return min(reversed(self.up()), key=lambda at: self._of(at, router, "under_way"))
 
-    def _of(self, place: int, router: CountingRouter, watch: Watched) -> int:
+    def _of(self, place: int, router: CountingRouter, watch: WatchedQueue) -> int:
         cores = self.instances[place]
         if watch == "under_way":
             return sum(router.under_way[core.number] for core in cores)

@@ -12,10 +12,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from simtune.costs.protocol import ImbalanceCosts, RoundCosts, StepCosts
+from simtune.costs.protocol import ChunkList, ImbalanceCosts, RoundCosts, StepCosts
 from simtune.engine import Step
 
-Chunks = Sequence[tuple[int, int]]
 """(past tokens, new tokens) of prefill chunks."""
 
 
@@ -83,7 +82,7 @@ class StepTimer(ABC):
     """True if steps must state their longest context."""
 
     @abstractmethod
-    def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+    def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
         """Return the ticks of a step with prefill chunks, of which `completing` reach the end of their prompt."""
 
     def of_part(self, step: Step, ticks: int) -> int:
@@ -106,7 +105,7 @@ class PlainTimer(StepTimer):
         self._costs = costs
         self.affine = costs.decode
 
-    def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+    def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
         """Return the ticks of the step, with one sample for each decode and for each complete prompt."""
         return self._costs.mixed(step.num_decodes, step.context_tokens, chunks, step.num_decodes + completing)
 
@@ -126,7 +125,7 @@ class ImbalanceTimer(PlainTimer):
         self.affine = None
         self._imbalance = costs.imbalance
 
-    def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+    def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
         """Return the ticks of the step, with those that load imbalance adds."""
         ticks = super().mixed(step, chunks, completing)
         return ticks + self._imbalance(step.num_decodes, step.context_tokens, step.longest_context, True)
@@ -144,7 +143,7 @@ class DraftTimer(StepTimer):
     def __init__(self, costs: RoundCosts) -> None:
         self._costs = costs
 
-    def mixed(self, step: Step, chunks: Chunks, completing: int) -> int:
+    def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
         """Return the ticks of the step, in which decodes verify their drafts beside the chunks."""
         return self._costs.round(
             step.num_decodes, step.verify_tokens, step.draft_depth, step.context_tokens, chunks, completing

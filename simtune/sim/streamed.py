@@ -141,7 +141,7 @@ class _Finish(_Live):
         super().__setitem__(number, now)
 
 
-class _Arrivals(_Live):
+class _LiveArrivals(_Live):
     """Number of requests that every `stride`-th arrival finds in the system."""
 
     def __init__(self, recorder: StreamRecorder, requests: int) -> None:
@@ -254,7 +254,7 @@ class StreamRecorder(Recorder):
         self.scheduled, self.first_token, self.prefilled = self.live[:3]  # type: ignore[assignment]
         self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:]  # type: ignore[assignment]
         self.finished = 0
-        self.at_arrivals = _Arrivals(self, len(load))
+        self.at_arrivals = _LiveArrivals(self, len(load))
         self.waiting_at_arrival = self.at_arrivals  # type: ignore[assignment]
         self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
         self.source: StreamedSource | None = None

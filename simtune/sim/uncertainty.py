@@ -137,12 +137,12 @@ def uncertainty(
     log_sd = spreads(deployment, deployment.simulate(stream, slo, seed=seed))
     errors = draws(count, seed)[ACCEPTANCE]
     tasks = [
-        _World(blueprint, float(off), stream, slo or Slo(), factors, seed)
+        _DrawnWorld(blueprint, float(off), stream, slo or Slo(), factors, seed)
         for factors, off in zip(worlds(log_sd, count, seed), errors, strict=True)
     ]
     with executor(jobs, count) as pool:
         verdicts = []
-        for verdict in ordered_map(pool, _World.run, tasks):
+        for verdict in ordered_map(pool, _DrawnWorld.run, tasks):
             verdicts.append(verdict)
             if each is not None:
                 each(len(verdicts))
@@ -157,7 +157,7 @@ def uncertainty(
 
 
 @dataclass(frozen=True)
-class _World:
+class _DrawnWorld:
     blueprint: Blueprint
     acceptance_errors: float
     stream: RequestStream

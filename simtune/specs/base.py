@@ -59,13 +59,13 @@ NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=10**15)]
 """A number of anything; types with bounds of their own follow."""
-Gpus = Annotated[int, Field(ge=1, le=100_000)]
+GpuCount = Annotated[int, Field(ge=1, le=100_000)]
 """A number of devices, instances or ranks."""
 Tokens = Annotated[int, Field(ge=1, le=10**9)]
 """Tokens of one request, or of what requests share."""
 Context = Annotated[int, Field(ge=1, le=2**27)]
 """The longest prompt and output that a model or an engine takes: step costs are tabulated up to it."""
-TokenBudget = Annotated[int, Field(ge=1, le=2**24)]
+TokensPerStep = Annotated[int, Field(ge=1, le=2**24)]
 """Tokens of one step."""
 Seats = Annotated[int, Field(ge=1, le=2**20)]
 """Sequences of one step, requests under way, experts."""
@@ -116,7 +116,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
-Check = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
+SpecCheck = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]
 """(key, what is wrong) for what a spec names and only the floors above can look at."""
 
 
@@ -148,7 +148,7 @@ class Spec(Part):
         return f"simtune/{cls.KIND}@1"
 
     @classmethod
-    def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
+    def from_document(cls, document: yamlfile.Document, check: SpecCheck | None = None) -> Self:
         """Validate parsed YAML; problems that `check` finds in a spec that is valid by itself are reported in the same
         way. Raises SpecError with every problem of the file at once.
         """

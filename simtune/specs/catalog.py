@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import hf, yamlfile
 from simtune.specs.acceptance import Acceptance
-from simtune.specs.base import Check, Dtype, Spec, override, spec_name
+from simtune.specs.base import Dtype, Spec, SpecCheck, override, spec_name
 from simtune.specs.columns import replay
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
@@ -213,7 +213,7 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
     return _read(EnginePreset, _locate("engine", reference), settings)
 
 
-def load_plan(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Plan:
+def load_plan(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Plan:
     """Load a plan from its file, filled in if a pool names an engine. Raises SpecError, also for what `check` finds."""
     path = Path(reference)
     document = override(yamlfile.parse(read_text(path), str(path)), settings)
@@ -265,7 +265,7 @@ def kernels_of(hardware: str, engine: str | None) -> str:
     return engine_profile if engine_profile in names("hardware") else hardware
 
 
-def load_study(reference: str, settings: Sequence[str] = (), check: Check | None = None) -> Study:
+def load_study(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Study:
     """Load a study from its file; a fixed pool that names an engine is filled in. Raises SpecError, also for what
     `check` finds."""
     path = Path(reference)
@@ -273,7 +273,7 @@ def load_study(reference: str, settings: Sequence[str] = (), check: Check | None
     return Study.from_document(with_engines(document, "fixed", path.parent), check)
 
 
-def load(reference: str, check: Check | None = None, settings: Sequence[str] = ()) -> Spec:
+def load(reference: str, check: SpecCheck | None = None, settings: Sequence[str] = ()) -> Spec:
     """Load any spec, by path or by built-in name; its kind is found in its `schema`. `check` checks the names in plans
     and studies.
     """
@@ -281,7 +281,7 @@ def load(reference: str, check: Check | None = None, settings: Sequence[str] = (
 
 
 def load_with_trace(
-    reference: str, check: Check | None = None, settings: Sequence[str] = ()
+    reference: str, check: SpecCheck | None = None, settings: Sequence[str] = ()
 ) -> tuple[Spec, Trace | None]:
     """The same, and of a workload the trace that it replays, if any."""
     kind = kind_of(reference)
@@ -290,7 +290,7 @@ def load_with_trace(
     return _load_other(kind, reference, check, settings), None
 
 
-def _load_other(kind: str, reference: str, check: Check | None, settings: Sequence[str]) -> Spec:
+def _load_other(kind: str, reference: str, check: SpecCheck | None, settings: Sequence[str]) -> Spec:
     if kind == "model":
         return load_model(reference, settings)
     if kind == "hardware":
@@ -356,7 +356,7 @@ def log_title(path: Path) -> str | None:
     return title_of(read_text(path))
 
 
-def _read(kind: type[S], path: Path, settings: Sequence[str], check: Check | None = None) -> S:
+def _read(kind: type[S], path: Path, settings: Sequence[str], check: SpecCheck | None = None) -> S:
     return kind.from_document(override(yamlfile.parse(read_text(path), str(path)), settings), check)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.errors import Infeasible
-from simtune.specs.base import Drafts, Gpus, NonNegative, Part, Width
+from simtune.specs.base import Drafts, GpuCount, NonNegative, Part, Width
 from simtune.specs.kinds import OneOf, by_kind
 from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
 from simtune.specs.plugins import PartKind
@@ -112,7 +112,7 @@ class DraftModel(Drafter):
 
     kind: Literal["draft_model"] = "draft_model"
     model: str = Field(description="a model spec, by name or file")
-    tp: Gpus | None = Field(None, description="the target's unless given; engines allow that or 1")
+    tp: GpuCount | None = Field(None, description="the target's unless given; engines allow that or 1")
 
     on_gpu: ClassVar[bool] = True
     writes_kv: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from simtune.specs.base import Part, Positive
 
-_Change = Annotated[int, Field(ge=0, le=1024)]
+_SeatChange = Annotated[int, Field(ge=0, le=1024)]
 
 
 class StepRule(Part):
@@ -20,11 +20,11 @@ class StepRule(Part):
     """
 
     kind: Literal["steps"] = "steps"
-    up: _Change = Field(0, description="tokens that are added if all drafts were kept")
+    up: _SeatChange = Field(0, description="tokens that are added if all drafts were kept")
     up_times: Annotated[float, Field(ge=1, le=1024)] = Field(
         1.0, description="factor of the length, before tokens are added"
     )
-    down: _Change = Field(0, description="tokens that are taken off if a draft was rejected")
+    down: _SeatChange = Field(0, description="tokens that are taken off if a draft was rejected")
     down_times: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="factor of the length, before tokens are taken off"
     )

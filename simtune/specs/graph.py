@@ -14,7 +14,7 @@ Branches = Annotated[int, Field(ge=1, le=4096)]
 """Requests of one node."""
 
 
-class Node(Protocol):
+class Vertex(Protocol):
     """Fields of a node of a graph that the checks read."""
 
     @property
@@ -42,7 +42,7 @@ class Node(Protocol):
         """Nodes whose answers are read."""
 
 
-def check_graph(nodes: Sequence[Node]) -> None:
+def check_graph(nodes: Sequence[Vertex]) -> None:
     """Raise ErrorAt for a node that waits for itself or for an unknown node, that joins more branches than there are,
     or that reads what is not known when it is sent.
     """
@@ -60,7 +60,7 @@ def check_graph(nodes: Sequence[Node]) -> None:
         _readable(i, node, by_name, before[node.name])
 
 
-def _known(i: int, node: Node, by_name: Mapping[str, Node]) -> None:
+def _known(i: int, node: Vertex, by_name: Mapping[str, Vertex]) -> None:
     parent = () if node.inherits is None else (node.inherits,)
     for key, names in (("after", node.after), ("inherits", parent), ("reads", node.reads)):
         for name in names:
@@ -68,7 +68,7 @@ def _known(i: int, node: Node, by_name: Mapping[str, Node]) -> None:
                 raise ErrorAt(f"no node is called {name!r}{suggest(name, by_name)}", i, key)
 
 
-def _readable(i: int, node: Node, by_name: Mapping[str, Node], before: set[str]) -> None:
+def _readable(i: int, node: Vertex, by_name: Mapping[str, Vertex], before: set[str]) -> None:
     parent = () if node.inherits is None else (node.inherits,)
     for key, names in (("inherits", parent), ("reads", node.reads)):
         for name in names:
@@ -81,7 +81,7 @@ def _readable(i: int, node: Node, by_name: Mapping[str, Node], before: set[str])
         raise ErrorAt(f"{node.inherits} has {most} texts to go on from, not {node.count}", i, "count")
 
 
-def ancestors(nodes: Sequence[Node]) -> dict[str, set[str]]:
+def ancestors(nodes: Sequence[Vertex]) -> dict[str, set[str]]:
     """Return for each node, by name, all nodes that are over before it is sent; itself among them if it waits for
     itself.
     """
@@ -91,7 +91,7 @@ def ancestors(nodes: Sequence[Node]) -> dict[str, set[str]]:
     return after
 
 
-def in_order(nodes: Sequence[Node]) -> list[int]:
+def in_order(nodes: Sequence[Vertex]) -> list[int]:
     """Return the numbers of the nodes, each after all nodes that it waits for."""
     before = ancestors(nodes)
     return sorted(range(len(nodes)), key=lambda i: len(before[nodes[i].name]))

@@ -12,7 +12,20 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from simtune.errors import Problem, SpecError
 from simtune.specs import yamlfile
-from simtune.specs.base import Check, Count, Dtype, ErrorAt, Gpus, Name, NonNegative, Part, Positive, Seq, Share, Spec
+from simtune.specs.base import (
+    Count,
+    Dtype,
+    ErrorAt,
+    GpuCount,
+    Name,
+    NonNegative,
+    Part,
+    Positive,
+    Seq,
+    Share,
+    Spec,
+    SpecCheck,
+)
 from simtune.specs.input_files import read_arrays, read_bytes
 
 if TYPE_CHECKING:
@@ -94,10 +107,10 @@ class Device(Part):
     architecture: str | None = Field(
         None, description="architecture of its kernels, as compilers name it: sm_90, gfx942"
     )
-    processors: Gpus = Field(description="streaming multiprocessors, or 1 for a CPU")
+    processors: GpuCount = Field(description="streaming multiprocessors, or 1 for a CPU")
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak in FLOP/s, by dtype")
-    devices_per_node: Gpus = 8
+    devices_per_node: GpuCount = 8
     power: DevicePower | None = Field(None, description="needed for energy; left out if it is not known")
     price_per_hour_usd: Positive | None = None
     price_source: str | None = None
@@ -285,8 +298,8 @@ class Calibration(Part):
     """
 
     model: str
-    tp: Gpus
-    pp: Gpus
+    tp: GpuCount
+    pp: GpuCount
     source: str = Field(description="source of the steps: the log")
     decode: Correction | None = Field(None, description="correction of steps with decodes only")
     prefill: Correction | None = Field(
@@ -465,7 +478,7 @@ class Hardware(Spec):
     _arrays: Arrays = PrivateAttr(default_factory=lambda: Arrays({}))
 
     @classmethod
-    def from_document(cls, document: yamlfile.Document, check: Check | None = None) -> Self:
+    def from_document(cls, document: yamlfile.Document, check: SpecCheck | None = None) -> Self:
         """Read the profile, see `Spec`; the arrays stay in arrays.npz beside the file until one is used."""
         hardware = super().from_document(document, check)
         return hardware.with_arrays(Arrays(path=Path(document.file).with_name(ARRAYS), digest=hardware.arrays_sha256))

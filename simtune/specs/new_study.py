@@ -11,9 +11,9 @@ from typing import get_args
 from simtune.errors import UsageError
 from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
 from simtune.specs.preset import DEFAULT_ENGINE
-from simtune.specs.study import Objective
+from simtune.specs.study import ObjectiveName
 
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
+OBJECTIVES: tuple[str, ...] = get_args(ObjectiveName)
 _SEVERAL_SERVERS = ("vllm", "sglang", "trtllm")
 """Families of engines that hand KV caches from one server to another and place whole experts on ranks."""
 

@@ -20,13 +20,13 @@ MOST_GPUS = 1_000_000
 """Most GPUs of a deployment."""
 
 
-class _Event(Part):
+class _PlanEvent(Part):
     at_s: Seconds = Field(description="seconds after the earliest possible arrival")
     pool: str
     instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="number of the instance in the pool, from 0")
 
 
-class Start(_Event):
+class Start(_PlanEvent):
     """The instance is not there before at_s, and takes delay_s to come up."""
 
     kind: Literal["start"] = "start"
@@ -38,7 +38,7 @@ class Start(_Event):
         return self.at_s + self.delay_s
 
 
-class Failure(_Event):
+class Failure(_PlanEvent):
     """The instance is lost with everything in it; its requests are sent again. It is back after recover_s, or never."""
 
     kind: Literal["failure"] = "failure"
@@ -50,7 +50,7 @@ class Failure(_Event):
         return math.inf if self.recover_s is None else self.at_s + self.recover_s
 
 
-class Switch(_Event):
+class Switch(_PlanEvent):
     """The instance takes no new requests, finishes what it has, and joins pool `to` after delay_s."""
 
     kind: Literal["switch"] = "switch"

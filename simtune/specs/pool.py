@@ -13,7 +13,7 @@ from simtune.specs.base import (
     Count,
     Dtype,
     ErrorAt,
-    Gpus,
+    GpuCount,
     LogSigma,
     Name,
     NonNegative,
@@ -23,7 +23,7 @@ from simtune.specs.base import (
     Seats,
     Seconds,
     Seq,
-    TokenBudget,
+    TokensPerStep,
 )
 from simtune.specs.part_names import PartName
 from simtune.specs.shares import DeviceShare
@@ -59,7 +59,7 @@ Role = Literal["mixed", "prefill", "decode"]
 class Afd(Part):
     """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
 
-    ffn_devices: Gpus = Field(description="GPUs that share the feed-forward blocks: whole experts on each")
+    ffn_devices: GpuCount = Field(description="GPUs that share the feed-forward blocks: whole experts on each")
     batches: Annotated[int, Field(ge=1, le=16)] = Field(
         3, description="parts of the batch that are under way at a time, so that neither side waits"
     )
@@ -68,9 +68,9 @@ class Afd(Part):
 class Parallelism(Part):
     """GPUs of one instance: tp * pp * attention_dp * cp, and those of `afd`."""
 
-    tp: Gpus = 1
-    pp: Gpus = 1
-    cp: Gpus | None = Field(
+    tp: GpuCount = 1
+    pp: GpuCount = 1
+    cp: GpuCount | None = Field(
         None,
         description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
         "tokens of a step and of the KV cache",
@@ -79,7 +79,7 @@ class Parallelism(Part):
         None, description="how keys and values are passed around the groups of cp; in one direction unless given"
     )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
-    attention_dp: Gpus = Field(
+    attention_dp: GpuCount = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
     )
     expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
@@ -132,14 +132,14 @@ class Batching(Part):
 
     policy: Policy = "vllm-fcfs"
     max_num_seqs: Seats
-    max_num_batched_tokens: TokenBudget
+    max_num_batched_tokens: TokensPerStep
     chunked_prefill: bool = True
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
         description="transformers policies: share of free blocks below which no request is admitted; the policy's own "
         "unless given",
     )
-    long_prefill_token_threshold: TokenBudget | None = Field(
+    long_prefill_token_threshold: TokensPerStep | None = Field(
         None,
         description="vLLM policies: most tokens of one prompt in a step, so that several prompts can progress; a "
         "prompt that is alone is not limited",
@@ -287,7 +287,7 @@ class Offload(Part):
 
 FusedKernel = Literal["norm", "rope", "attention"]
 Quantising = Literal["fused", "queries", "apart"]
-ExpertExchange = Literal["deepep", "all_gather"]
+ExchangeKind = Literal["deepep", "all_gather"]
 
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
 
@@ -301,7 +301,7 @@ class Pool(Part):
     engine: str | None = Field(
         None, description="an engine preset, by name or file: settings that are left out here are those of that release"
     )
-    instances: Gpus
+    instances: GpuCount
     parallelism: Parallelism = Parallelism()
     weight_dtype: Dtype | None = Field(
         None,
@@ -334,7 +334,7 @@ class Pool(Part):
         "kernels of their own but behind all-reduces that hold a norm; of queries beside a KV cache of 8 bits: before "
         "them, or by a kernel of their own (queries, apart)",
     )
-    expert_exchange: ExpertExchange = Field(
+    expert_exchange: ExchangeKind = Field(
         "deepep",
         description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
         "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",

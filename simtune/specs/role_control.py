@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from simtune.specs.base import LONGEST_S, ErrorAt, Gpus, NonNegative, Part, Positive, Seconds
+from simtune.specs.base import LONGEST_S, ErrorAt, GpuCount, NonNegative, Part, Positive, Seconds
 
-Watched = Literal["waiting", "under_way"]
+WatchedQueue = Literal["waiting", "under_way"]
 """Requests of an instance that are counted: those that wait there, or those and its running ones."""
 
 
@@ -18,12 +18,12 @@ class Pressure(Part):
     instance.
     """
 
-    watch: Watched = Field(
+    watch: WatchedQueue = Field(
         "waiting", description="waiting: requests that wait for a seat; under_way: also those that have one"
     )
     low: NonNegative = Field(0.0, description="the pool can give an instance away at this pressure or less")
     high: Positive = Field(description="the pool takes another instance at this pressure or more; above low")
-    least: Gpus = Field(1, description="instances that the pool always keeps")
+    least: GpuCount = Field(1, description="instances that the pool always keeps")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:

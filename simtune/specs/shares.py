@@ -10,7 +10,7 @@ from pydantic import Field
 from simtune.specs.base import ErrorAt, Part
 from simtune.specs.role_control import SizedPool
 
-PositiveShare = Annotated[float, Field(ge=0.01, le=1)]
+ShareOfDevice = Annotated[float, Field(ge=0.01, le=1)]
 _ROUNDING = 1e-9
 
 
@@ -19,8 +19,8 @@ class DeviceShare(Part):
     other is idle; memory is shared out by `kv_cache.memory_utilization`, and each holds the weights.
     """
 
-    processors: PositiveShare = Field(description="share of the processors")
-    bandwidth: PositiveShare = Field(description="share of the memory bandwidth")
+    processors: ShareOfDevice = Field(description="share of the processors")
+    bandwidth: ShareOfDevice = Field(description="share of the memory bandwidth")
     beside: str | None = Field(
         None, description="the pool whose instances are on the same GPUs; set in only one of the two pools"
     )

@@ -20,7 +20,7 @@ from simtune.specs.base import (
     Count,
     Dtype,
     ErrorAt,
-    Gpus,
+    GpuCount,
     LogSigma,
     Name,
     NonNegative,
@@ -41,7 +41,7 @@ from simtune.specs.schemes import AnyScheme
 from simtune.specs.speculation import check_scheme
 from simtune.specs.workload import Slo
 
-Objective = Literal[
+ObjectiveName = Literal[
     "goodput_per_gpu",
     "goodput",
     "goodput_per_dollar",
@@ -55,7 +55,7 @@ Objective = Literal[
 ]
 
 Choices = Annotated[Seq[Seats], Field(min_length=1, strict=False)]
-Switch = Annotated[Seq[bool], Field(min_length=1, strict=False)]
+Flags = Annotated[Seq[bool], Field(min_length=1, strict=False)]
 KvDtypes = Annotated[Seq[KvDtype], Field(min_length=1, strict=False)]
 WeightDtypes = Annotated[Seq[Dtype], Field(min_length=1, strict=False)]
 Labels = Annotated[Seq[str], Field(min_length=1, strict=False)]
@@ -65,7 +65,7 @@ class HardwareCount(Part):
     """A hardware profile and how many devices of it may be used."""
 
     profile: str
-    devices: Gpus
+    devices: GpuCount
 
 
 class _OneOrMore:
@@ -98,13 +98,13 @@ class PoolChoices(Part):
     tp: Choices | None = None
     pp: Choices | None = None
     attention_dp: Choices | None = None
-    expert_parallel: Switch | None = None
+    expert_parallel: Flags | None = None
     weight_dtype: WeightDtypes | None = None
     kv_dtype: KvDtypes | None = None
     instances: Choices | None = None
     max_num_seqs: Choices | None = None
     max_num_batched_tokens: Choices | None = None
-    prefix_caching: Switch | None = None
+    prefix_caching: Flags | None = None
     drafters: Labels | None = Field(
         None, description="labels of `speculation`; '' is no drafter; all labels and '' unless given"
     )
@@ -135,7 +135,7 @@ class Search(Part):
     tp: Choices = (1, 2, 4, 8)
     pp: Choices = (1, 2, 4)
     attention_dp: Choices = (1,)
-    expert_parallel: Switch = (False,)
+    expert_parallel: Flags = (False,)
     weight_dtype: WeightDtypes | None = Field(
         None,
         description="dtypes to which the engine quantises weights as it loads them; as in the checkpoint unless given",
@@ -143,7 +143,7 @@ class Search(Part):
     kv_dtype: KvDtypes | None = Field(None, description="that of the engine or the model unless given")
     max_num_seqs: Choices = (64, 128, 256, 512)
     max_num_batched_tokens: Choices = (1024, 2048, 4096, 8192)
-    prefix_caching: Switch | None = Field(None, description="as the engine sets it, else off, unless given")
+    prefix_caching: Flags | None = Field(None, description="as the engine sets it, else off, unless given")
     max_model_len: Annotated[Seq[Context], Field(min_length=1, strict=False)] | None = Field(
         None,
         description="longest prompt + output that the engine is set up for, for which some engines keep room; no less "
@@ -272,7 +272,7 @@ class Study(Spec):
     hardware: HardwareCounts
     workload: str
     slo: Slo
-    objective: Objective = "goodput_per_gpu"
+    objective: ObjectiveName = "goodput_per_gpu"
     limits: StudyLimits = StudyLimits()
     engine: str | None = Field(
         None,

@@ -113,7 +113,7 @@ class Trace:
 def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     """Read a trace file. Raises SpecError with the problems, UsageError if it cannot be read."""
     raw = read_bytes(path)
-    problems = _Problems(str(path))
+    problems = _Faults(str(path))
     binary = binary_title(raw)
     if binary is not None:
         problems.stop(binary, None)
@@ -141,7 +141,7 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     return _trace(path, raw, table, problems)
 
 
-def _trace(path: Path, raw: bytes, table: _Table, problems: _Problems) -> Trace:
+def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Trace:
     arrival_s, began_s = _arrival_s(table, problems)
     prompt = _lengths(table, "prompt", problems)
     output = _lengths(table, "output", problems)
@@ -176,7 +176,7 @@ def _numbered(values: Sequence[Any]) -> Ints:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-class _Problems:
+class _Faults:
     """Collects what is wrong with one file."""
 
     def __init__(self, file: str) -> None:
@@ -205,7 +205,7 @@ class _Problems:
 
 
 @dataclass(slots=True)
-class _Table:
+class _TraceTable:
     """The columns that were found: what each is called in the file, its values, and the line of each row."""
 
     names: dict[str, str]
@@ -222,8 +222,8 @@ class _Table:
 
 
 def _formatted_table(
-    form: TraceFormat, objects: list[Any], lines: list[int], reading: LogReading, problems: _Problems
-) -> _Table:
+    form: TraceFormat, objects: list[Any], lines: list[int], reading: LogReading, problems: _Faults
+) -> _TraceTable:
     """Return the requests of a known format in order of arrival: load generators write them as they end."""
     log: LogRequests = form.read(objects, lines, reading, problems)
     values, at = log.values, log.lines
@@ -235,10 +235,10 @@ def _formatted_table(
         values = {field: [column[i] for i in order] for field, column in values.items()}
         at = [at[i] for i in order]
     notes = [f"read as {form.title}", *log.notes]
-    return _Table(log.names, values, at, True, log.per_s, notes, SHARED_BLOCK_TOKENS)
+    return _TraceTable(log.names, values, at, True, log.per_s, notes, SHARED_BLOCK_TOKENS)
 
 
-def _without_zeros(table: _Table, reading: LogReading) -> _Table:
+def _without_zeros(table: _TraceTable, reading: LogReading) -> _TraceTable:
     """Return the table without requests of no output token, or with one token for each."""
     column = table.values["output"]
     zero = [_is_zero(value) for value in column]
@@ -261,7 +261,7 @@ def _is_zero(value: Any) -> bool:
     return (isinstance(value, str) and _is_number(value) and float(value) == 0) or value == 0
 
 
-def _csv_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Table:
+def _csv_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _TraceTable:
     delimiter = delimiter_of(text)
     rows, lines = csv_rows(text, problems.file, delimiter)
     header = [cell.strip() for cell in rows[0]]
@@ -278,7 +278,7 @@ def _csv_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Tab
     # Spreadsheets that separate cells by semicolons write decimal commas.
     if delimiter == ";":
         values = {field: _with_points(values[field], name, lines[1:], problems) for field, name in names.items()}
-    table = _Table(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
+    table = _TraceTable(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
     cached = next((column for name, column in columns.items() if name.lower() in _CACHED), ())
     return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
 
@@ -287,7 +287,7 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _THOUSANDS = re.compile(r"\d{1,3}(\.\d{3})+")
 
 
-def _with_points(values: Sequence[str], name: str, lines: Sequence[int], problems: _Problems) -> Sequence[str]:
+def _with_points(values: Sequence[str], name: str, lines: Sequence[int], problems: _Faults) -> Sequence[str]:
     """Return cells of a spreadsheet with decimal commas, with points in their place. What may be meant as thousands is
     reported."""
     for value, line in zip(values, lines, strict=True):
@@ -298,14 +298,14 @@ def _with_points(values: Sequence[str], name: str, lines: Sequence[int], problem
     return [value.replace(",", ".") if _DECIMAL_COMMA.fullmatch(value.strip()) else value for value in values]
 
 
-def _unread(table: _Table) -> list[str]:
+def _unread(table: _TraceTable) -> list[str]:
     """A note if no column gives arrivals and some column may, for it is not read."""
     if "arrival" in table.names or not table.ignored:
         return []
     return [f"no column gives arrivals, so it is lengths only; not read: {', '.join(table.ignored)}. {_ARRIVALS}"]
 
 
-def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[int], problems: _Problems) -> list[int]:
+def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[int], problems: _Faults) -> list[int]:
     """Numbers of the rows with a value for each column; all others are reported."""
     width = len(rows[0])
     for row, line in zip(rows, lines, strict=True):
@@ -315,7 +315,7 @@ def _rows_as_long_as_the_header(rows: Sequence[Sequence[str]], lines: Sequence[i
     return [i for i, row in enumerate(rows) if len(row) == width]
 
 
-def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Table:
+def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _TraceTable:
     rows, lines = _json_rows(text, problems)
     if not rows:
         problems.raise_if_any()
@@ -337,13 +337,13 @@ def _json_table(text: str, problems: _Problems, asked: Mapping[str, str]) -> _Ta
     values = {field: [row[name] for row in rows] for field, name in names.items()}
     ignored = _ignored(chain.from_iterable(rows), names)
     block_tokens = _block_tokens(rows[0], lines[0], problems)
-    table = _Table(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+    table = _TraceTable(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
     cached = [] if "hash_ids" in names else [first_value(row, _CACHED) for row in rows]
     return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
 
 
 def _refuse_turns(
-    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], names: Mapping[str, str], problems: _Problems
+    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], names: Mapping[str, str], problems: _Faults
 ) -> None:
     """Report the first row that is a later turn of a session, without a time of its own, and stop."""
     clock = names.get("arrival")
@@ -368,7 +368,7 @@ def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {name: name for name in ("hash_ids", "session") if any(name in row for row in rows)}
 
 
-def _block_tokens(row: Mapping[str, Any], line: int, problems: _Problems) -> int:
+def _block_tokens(row: Mapping[str, Any], line: int, problems: _Faults) -> int:
     """Return the tokens of a block by the first line of a trace that simtune wrote."""
     tokens = row.get("block_tokens", MOONCAKE_BLOCK_TOKENS)
     if type(tokens) is not int or tokens < 1:
@@ -376,7 +376,7 @@ def _block_tokens(row: Mapping[str, Any], line: int, problems: _Problems) -> int
     return int(tokens)
 
 
-def _json_rows(text: str, problems: _Problems) -> tuple[list[dict[str, Any]], list[int]]:
+def _json_rows(text: str, problems: _Faults) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects of all lines that are not empty, and their lines; what is no object is reported."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -403,7 +403,7 @@ def _unit(names: Mapping[str, str], asked: Mapping[str, str]) -> str | None:
     return key.partition("_")[2] or None
 
 
-def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _Problems, line: int) -> dict[str, str]:
+def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _Faults, line: int) -> dict[str, str]:
     """Field -> column name, of those that were named by hand. Stops if there is none of that name."""
     for name in asked.values():
         if name not in header:
@@ -413,7 +413,7 @@ def _named_by_hand(asked: Mapping[str, str], header: Sequence[str], problems: _P
     return {key.partition("_")[0]: name for key, name in asked.items()}
 
 
-def _named_columns(header: Sequence[str], asked: Mapping[str, str], problems: _Problems, line: int) -> dict[str, str]:
+def _named_columns(header: Sequence[str], asked: Mapping[str, str], problems: _Faults, line: int) -> dict[str, str]:
     """Return field -> column name as written. Stops if a length column is missing or a name occurs twice."""
     if all(_is_number(cell) for cell in header):
         problems.stop(f"the first line must name the columns, for example {_EXAMPLE_HEADER}", line)
@@ -455,7 +455,7 @@ def _ignored(columns: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...
     return tuple(name for name in dict.fromkeys(columns) if name not in names.values())
 
 
-def _report_missing(field: str, header: Sequence[str], problems: _Problems, line: int) -> None:
+def _report_missing(field: str, header: Sequence[str], problems: _Faults, line: int) -> None:
     """Report a column that may be the field, misspelt; else that the field is missing. Arrivals may be."""
     aliases = COLUMNS[field]
     for cell in header:
@@ -486,7 +486,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
+def _numbers(table: _TraceTable, field: str, problems: _Faults) -> Array:
     """Return the column as floats; what is no finite number is reported and becomes NaN."""
     values, name = table.values[field], table.names[field]
     expected_types: tuple[type, ...] = (int, float) if table.is_json else (str,)
@@ -513,7 +513,7 @@ def _numbers(table: _Table, field: str, problems: _Problems) -> Array:
     return numbers
 
 
-def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
+def _lengths(table: _TraceTable, field: str, problems: _Faults) -> Array:
     numbers = _numbers(table, field, problems)
     remedy = {
         "prompt": "drop requests without a prompt",
@@ -532,7 +532,7 @@ def _lengths(table: _Table, field: str, problems: _Problems) -> Array:
     return numbers
 
 
-def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float | None]:
+def _arrival_s(table: _TraceTable, problems: _Faults) -> tuple[Array | None, float | None]:
     """Return seconds since the first request, and that request's seconds since 1970 if the file has the time of day."""
     if "arrival" not in table.names:
         return None, None
@@ -563,7 +563,7 @@ def _arrival_s(table: _Table, problems: _Problems) -> tuple[Array | None, float 
 _PER_S = {"s": 1.0, "ms": 1e3, "ns": 1e9}
 
 
-def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple[float, float | None]:
+def _since(table: _TraceTable, name: str, times: Array, problems: _Faults) -> tuple[float, float | None]:
     """Return how many of the units of arrivals make a second, and the first one's seconds since 1970 if they count from
     there. Stops if neither the name nor the size of the numbers shows the unit.
     """
@@ -586,7 +586,7 @@ def _since(table: _Table, name: str, times: Array, problems: _Problems) -> tuple
     return per_s, float(good[0]) / per_s
 
 
-def _wall_clock_ns(table: _Table, problems: _Problems) -> tuple[Array, float | None]:
+def _wall_clock_ns(table: _TraceTable, problems: _Faults) -> tuple[Array, float | None]:
     """Return nanoseconds since the first good time (exact in a float for 100 days), NaN if reported; and that time."""
     texts = [str(text).strip() for text in table.values["arrival"]]
     times = np.full(len(texts), np.datetime64("NaT", "ns"))
@@ -628,7 +628,7 @@ def _ahead(texts: Sequence[str]) -> NDArray[np.timedelta64]:
     return np.array(minutes, dtype="timedelta64[m]").astype("timedelta64[ns]")
 
 
-def _hash_ids(table: _Table, prompt: Array, problems: _Problems) -> tuple[tuple[int, ...], ...] | None:
+def _hash_ids(table: _TraceTable, prompt: Array, problems: _Faults) -> tuple[tuple[int, ...], ...] | None:
     if "hash_ids" not in table.values:
         return None
     rows: list[tuple[int, ...]] = []

@@ -26,10 +26,10 @@ _MOST_REPEATED = 100_000
 """Most values that aliases may stand for, all together: a few lines can stand for more values than fit in memory."""
 
 # The parser of libyaml is ten times faster; PyYAML is also built without it.
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_Base):  # type: ignore[misc]
+class _Loader(_BaseLoader):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
 
     def __init__(self, text: str) -> None:
@@ -70,7 +70,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 # Text, numbers, switches, lists and mappings are all there is: no dates, sets or bytes by a tag.
 _Loader.yaml_constructors = {
     tag: constructor
-    for tag, constructor in _Base.yaml_constructors.items()
+    for tag, constructor in _BaseLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
 }
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)

@@ -35,7 +35,7 @@ def cores(count: int, pools: int = 1) -> list[EngineCore]:
 
 
 @dataclass(frozen=True)
-class Event:
+class RouterEvent:
     """Event of a story; `which` picks a core or a request in progress, as far as there is one."""
 
     what: Literal["ask", "over", "fail", "back"]
@@ -48,7 +48,7 @@ class Event:
 
 events = st.lists(
     st.builds(
-        Event,
+        RouterEvent,
         st.sampled_from(["ask", "ask", "ask", "over", "fail", "back"]),
         st.integers(0, 10),
         st.integers(1, 60),
@@ -62,7 +62,7 @@ events = st.lists(
 
 
 @dataclass
-class _Replay:
+class _RouterReplay:
     """Router under a story, and its answers."""
 
     router: Router
@@ -71,7 +71,7 @@ class _Replay:
     """Requests in progress."""
     answers: list[int | None] = field(default_factory=list)
 
-    def ask(self, number: int, event: Event, now: int) -> None:
+    def ask(self, number: int, event: RouterEvent, now: int) -> None:
         request = Sealed(number, event.tokens + BLOCK_TOKENS * len(event.blocks), 1, blocks=event.blocks)
         choice = self.router.choose(request, now)
         if choice is None:
@@ -113,10 +113,10 @@ class RouterSuite:
         }
         return self.router(up, **{need: inputs[need] for need in self.router.needs}, **self.options)
 
-    def choices(self, story: Sequence[Event], count: int) -> list[int | None]:
+    def choices(self, story: Sequence[RouterEvent], count: int) -> list[int | None]:
         """Return the number of the core that each request goes to; None if all are down."""
         up, now = cores(count, 2), 0
-        replay = _Replay(self.make(up), up)
+        replay = _RouterReplay(self.make(up), up)
         for number, event in enumerate(story):
             now += event.later
             if event.what == "ask":
@@ -131,7 +131,7 @@ class RouterSuite:
 
     @given(events, st.integers(1, 6))
     @many
-    def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[Event], count: int) -> None:
+    def test_only_cores_that_are_up_are_chosen_and_always_the_same(self, story: list[RouterEvent], count: int) -> None:
         """Check stories of requests that arrive and finish, and cores that fail and return; repeated stories are
         equal."""
         assert self.choices(story, count) == self.choices(story, count), "a repeated story has other choices"

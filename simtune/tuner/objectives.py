@@ -312,7 +312,7 @@ OBJECTIVES: dict[str, Objective] = {
         Pareto(),
     )
 }
-"""Objectives by name. A study may ask for those of `simtune.specs.study.Objective`, and limit those of
+"""Objectives by name. A study may ask for those of `simtune.specs.study.ObjectiveName`, and limit those of
 `StudyLimits`."""
 
 

@@ -134,7 +134,7 @@ class TuningLoop:
         self._settings = settings or LoopSettings()
         self._write_run, self._note = write_run, note
         hold(out)
-        self._state = _State(out / STATE, _digest(question, self._settings))
+        self._state = _LoopState(out / STATE, _digest(question, self._settings))
 
     def run(self) -> list[LoopRound]:
         """Run rounds up to the first within tolerance, or all of them. Stages that were finished before are not
@@ -305,7 +305,7 @@ def _digest(question: Question, settings: LoopSettings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class _State:
+class _LoopState:
     """File state.json: the finished stages, and the results that later stages need."""
 
     def __init__(self, path: Path, digest: str) -> None:

@@ -27,7 +27,7 @@ _FEW = 48
 """Number of requests that measure how long one takes alone: with all of them the simulated time would be months."""
 
 
-class Load(NamedTuple):
+class NamedLoad(NamedTuple):
     """Requests under a name."""
 
     label: str
@@ -39,16 +39,16 @@ class Load(NamedTuple):
         return self.stream.offered_rate_rps
 
 
-def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[Load]:
+def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[NamedLoad]:
     """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change."""
     if stream.offered_rate_rps is None:
         if rates:
             raise UsageError("the workload has no request rate to change (a closed loop, or all at once); omit --rates")
-        return [Load("closed-loop" if stream.arrival_s is None else "at-once", stream)]
+        return [NamedLoad("closed-loop" if stream.arrival_s is None else "at-once", stream)]
     if rates:
-        return [Load(f"{rate:g}-rps", stream.at_rate(rate)) for rate in rates]
+        return [NamedLoad(f"{rate:g}-rps", stream.at_rate(rate)) for rate in rates]
     knee = knee_rps(deployment, stream, seed)
-    return [Load(label, stream.at_rate(fraction * knee)) for label, fraction in FRACTIONS.items()]
+    return [NamedLoad(label, stream.at_rate(fraction * knee)) for label, fraction in FRACTIONS.items()]
 
 
 def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> float:

@@ -32,7 +32,7 @@ from simtune.validation.client.measured_formats import EXPORTS
 from simtune.validation.client.measured_run import MeasuredRun, read_measured
 from simtune.validation.client.prompts import prompt_seed
 from simtune.validation.judge.comparison import check_client
-from simtune.validation.loads import Load
+from simtune.validation.loads import NamedLoad
 from simtune.validation.servers.server import Engine
 from simtune.workload.requests import RequestStream
 
@@ -69,16 +69,16 @@ class ValidationFolder:
         for name, content in files.items():
             write_file(self._out / name, content)
 
-    def finished(self, load: Load, repeat: int) -> MeasuredRun | None:
+    def finished(self, load: NamedLoad, repeat: int) -> MeasuredRun | None:
         """Return a run that was finished before; None if there is none."""
         path = self._out / "measured" / _name(load, repeat)
         return read_measured(path) if path.is_file() else None
 
-    def measured(self, load: Load, repeat: int, run: MeasuredRun) -> None:
+    def measured(self, load: NamedLoad, repeat: int, run: MeasuredRun) -> None:
         """Store a run that can be judged."""
         self.keep({f"measured/{_name(load, repeat)}": run.to_text()})
 
-    def refused(self, load: Load, repeat: int, run: MeasuredRun) -> None:
+    def refused(self, load: NamedLoad, repeat: int, run: MeasuredRun) -> None:
         """Store a run that cannot be judged, for diagnosis."""
         self.keep({f"refused/{_name(load, repeat)}": run.to_text()})
 
@@ -91,7 +91,7 @@ class ValidationFolder:
         }
         self.keep(files)
 
-    def export(self, tool: str, load: Load, repeat: int, run: MeasuredRun) -> None:
+    def export(self, tool: str, load: NamedLoad, repeat: int, run: MeasuredRun) -> None:
         """Write a run in the format of another tool."""
         ending, text_of = EXPORTS[tool]
         self.keep({f"{tool}/{load.label}-{repeat}{ending}": text_of(run)})
@@ -99,7 +99,7 @@ class ValidationFolder:
 
 def as_loads(
     runs: Sequence[MeasuredRun], stream: RequestStream | None
-) -> tuple[list[Load], dict[str, list[MeasuredRun]]]:
+) -> tuple[list[NamedLoad], dict[str, list[MeasuredRun]]]:
     """Return runs that were measured elsewhere as loads of one run each: their own requests, at the times they were
     sent.
 
@@ -113,7 +113,7 @@ def as_loads(
         base = stream if same and stream is not None else _plain(run)
         label = run.facts.label if run.facts.label not in by_label else f"{run.facts.label}-{number}"
         order = np.maximum.accumulate(run.sent_s)
-        loads.append(Load(label, replace(base, arrival_s=order, users=None, output_tokens=_answered(run))))
+        loads.append(NamedLoad(label, replace(base, arrival_s=order, users=None, output_tokens=_answered(run))))
         by_label[label] = [run]
     return loads, by_label
 
@@ -128,7 +128,7 @@ def _plain(run: MeasuredRun) -> RequestStream:
     return RequestStream(run.sent_s, run.prompt_tokens, _answered(run), zeros, zeros, ("default",), (None,))
 
 
-def _name(load: Load, repeat: int) -> str:
+def _name(load: NamedLoad, repeat: int) -> str:
     return f"{load.label}-{repeat}.jsonl"
 
 
@@ -141,11 +141,11 @@ class Round:
     seed: int
 
 
-Progress = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 
 
 def run_once(
-    engine: Engine, plan: Plan, load: Load, repeat: int, how: Round, folder: ValidationFolder, prompts: str
+    engine: Engine, plan: Plan, load: NamedLoad, repeat: int, how: Round, folder: ValidationFolder, prompts: str
 ) -> MeasuredRun:
     """Return one run, measured unless it is stored already; `prompts` and the repeat name the prompts that are sent.
 
@@ -167,7 +167,7 @@ def run_once(
 
 
 def run_plans(
-    engine: Engine, plans: Sequence[tuple[Plan, Load]], how: Round, folder: ValidationFolder, progress: Progress
+    engine: Engine, plans: Sequence[tuple[Plan, NamedLoad]], how: Round, folder: ValidationFolder, progress: OnProgress
 ) -> dict[str, list[MeasuredRun]]:
     """Run every plan under its load `how.repeats` times. Return the runs by the load's label.
 
@@ -187,7 +187,7 @@ def run_plans(
 
 
 def run_loads(
-    engine: Engine, plan: Plan, loads: Sequence[Load], how: Round, folder: ValidationFolder, progress: Progress
+    engine: Engine, plan: Plan, loads: Sequence[NamedLoad], how: Round, folder: ValidationFolder, progress: OnProgress
 ) -> dict[str, list[MeasuredRun]]:
     """Run every load `how.repeats` times, all loads in turn, so that a machine's drift affects all of them equally.
     Return the runs by label.

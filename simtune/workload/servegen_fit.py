@@ -30,13 +30,13 @@ many."""
 DRAWN = 8000
 SEED = 0
 
-Rates = dict[tuple[str, float], float]
+WindowRates = dict[tuple[str, float], float]
 
 
 class Pieces(NamedTuple):
     """Rows of both kinds of tables: requests/s by client and window; (client, window, tokens, share) by side."""
 
-    rates: Rates
+    rates: WindowRates
     lengths: dict[str, list[tuple[str, float, int, float]]]
 
 
@@ -128,7 +128,7 @@ def fit_servegen(files: Sequence[Path], name: str) -> ServeGenLoad:
     return ServeGenLoad(workload, _agreements(workload, weights, segments), notes)
 
 
-def _segments(rates: Rates) -> tuple[Segment, ...]:
+def _segments(rates: WindowRates) -> tuple[Segment, ...]:
     """Return windows as long as the shortest time between two of them; windows that no client has are pauses."""
     starts = sorted({window for _, window in rates})
     width = min((b - a for a, b in pairwise(starts)), default=600.0)
@@ -141,7 +141,7 @@ def _segments(rates: Rates) -> tuple[Segment, ...]:
 
 
 def _weighted(
-    rows: Sequence[tuple[str, float, int, float]], rates: Rates
+    rows: Sequence[tuple[str, float, int, float]], rates: WindowRates
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return token counts and the share of requests that have each."""
     of_client: dict[str, list[float]] = defaultdict(list)

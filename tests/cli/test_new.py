@@ -179,9 +179,9 @@ def test_every_objective_of_a_study_may_be_asked_for(tmp_path: Path) -> None:
     from typing import get_args
 
     from simtune.specs.new_study import OBJECTIVES, Answers, study_text
-    from simtune.specs.study import Objective
+    from simtune.specs.study import ObjectiveName
 
-    assert get_args(Objective) == OBJECTIVES
+    assert get_args(ObjectiveName) == OBJECTIVES
     for objective in OBJECTIVES:
         file = tmp_path / f"{objective}.yaml"
         file.write_text(study_text(Answers("llama-3.1-8b", "h100-sxm", 2, "chat", 1.0, 0.05, objective), tmp_path))

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from simtune.cli import VERBS, cli
-from simtune.cli.numbers import Real, Whole
+from simtune.cli.numbers import RealRange, WholeRange
 from tests.cli.conftest import Desk, call
 
 WILD = ("nan", "-nan", "inf", "-inf", "1e300", "1e308", "-1e300", "99999999999999999999", "9" * 400, "9" * 5_000, "-1")
@@ -36,7 +36,7 @@ def test_numeric_options_are_found() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_numeric_option_has_both_bounds(option: click.Option) -> None:
-    assert isinstance(option.type, (Whole, Real))
+    assert isinstance(option.type, (WholeRange, RealRange))
     assert None not in (option.type.min, option.type.max)
 
 
@@ -125,4 +125,4 @@ def test_other_verbs_check_their_numbers(desk: Desk, words: str) -> None:
 
 @pytest.mark.parametrize("word", ["1", "0.5", "1000000000", "1e-3"])
 def test_rates_within_bounds_are_read(word: str) -> None:
-    assert Real(above=0, most=1e9).convert(word, None, None) == float(word)
+    assert RealRange(above=0, most=1e9).convert(word, None, None) == float(word)

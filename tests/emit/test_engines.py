@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from simtune import emit
-from simtune.emit import ENGINES, Emitter, Files, drafting_settings, engine_files, engine_for, engines
+from simtune.emit import ENGINES, Emitter, EngineFiles, drafting_settings, engine_files, engine_for, engines
 from simtune.errors import UsageError
 from simtune.specs import plugins
 from simtune.specs.catalog import load_hardware, load_model
@@ -131,7 +131,7 @@ class Own(Emitter):
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
-    ) -> Files:
+    ) -> EngineFiles:
         return {"engine/own.txt": f"{plan.name}\n"}
 
 

@@ -25,7 +25,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
 from simtune.specs.pool import Pool
 from simtune.specs.study import DrafterChoice
-from simtune.tuner.drafting import Contexts, schedule
+from simtune.tuner.drafting import DraftContexts, schedule
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 HALF_SURE = Uncertainty(
@@ -98,7 +98,7 @@ def test_every_number_of_a_draft_schedule_is_declared() -> None:
     choice = DrafterChoice(drafter=Eagle(checkpoint="org/head"), acceptance="eagle3-llama-3.1-8b")
     draft = load_draft(choice, model)
     pool = Pool(hardware=hardware.name, instances=1, batching=vllm_batching(hardware))
-    facts = speculation_facts(draft, schedule(draft, model, hardware, pool, Contexts.even((512, 4096)), 8))
+    facts = speculation_facts(draft, schedule(draft, model, hardware, pool, DraftContexts.even((512, 4096)), 8))
     declared = DraftSchedule.model_validate(facts).to_data()
     assert json.loads(json.dumps(declared)) == json.loads(json.dumps(facts))
 

@@ -7,14 +7,14 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.sim.agenda import ARRIVAL, CHANGE, STEP_END, WAKE, Agenda, Event
+from simtune.sim.agenda import ARRIVAL, CHANGE, STEP_END, WAKE, Agenda, AgendaEntry
 
 events = st.tuples(st.integers(0, 5), st.integers(0, 6), st.integers(0, 3), st.integers(0, 3))
 
 
-def played(agenda: Agenda) -> list[Event]:
+def played(agenda: Agenda) -> list[AgendaEntry]:
     """All events of an agenda, in the order in which they are handled."""
-    log: list[Event] = []
+    log: list[AgendaEntry] = []
 
     def note(phase: int, tick: int, subject: int, version: int) -> None:
         log.append((tick, phase, subject, version))
@@ -24,7 +24,7 @@ def played(agenda: Agenda) -> list[Event]:
 
 
 @given(st.lists(st.tuples(events, st.booleans())))
-def test_events_come_in_the_order_of_their_key_however_they_were_announced(coming: list[tuple[Event, bool]]) -> None:
+def test_events_come_in_the_order_of_their_key_however_announced(coming: list[tuple[AgendaEntry, bool]]) -> None:
     agenda = Agenda()
     for event, held in coming:
         (agenda.hold if held else agenda.post)(event)

@@ -37,8 +37,8 @@ from simtune.specs.study import Confirmation, DrafterChoice, HardwareCount, Sear
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.drafting import (
-    Contexts,
     Draft,
+    DraftContexts,
     described,
     schedule,
     speculation_on,
@@ -105,23 +105,23 @@ def drafting(speculation: Speculation) -> Candidate:
 
 def test_contexts_are_those_at_which_the_load_decodes() -> None:
     stream = build_stream(load(prompt=900, output=248), None, requests=100, seed=0)
-    assert Contexts.of(stream) == Contexts((1024,), (1.0,))
+    assert DraftContexts.of(stream) == DraftContexts((1024,), (1.0,))
     short = build_stream(load(prompt=100, output=56), None, requests=100, seed=0)
-    both = Contexts.of(stream), Contexts.of(short)
-    assert both[1] == Contexts((128,), (1.0,))
+    both = DraftContexts.of(stream), DraftContexts.of(short)
+    assert both[1] == DraftContexts((128,), (1.0,))
     assert batches_up_to(1) == (1,)
     assert batches_up_to(96) == (1, 2, 4, 8, 16, 32, 64, 96)
 
 
 def test_cells_that_do_not_fit_have_no_share() -> None:
-    found = schedule(draft(), MODEL, HARDWARE, pool(512), Contexts.even((512, 16384)))
+    found = schedule(draft(), MODEL, HARDWARE, pool(512), DraftContexts.even((512, 16384)))
     assert found.batches[-1] == 512
     assert found.shares[-1].tolist() == pytest.approx([1 / len(found.batches), 0])
     assert (found.shares[0] > 0).all()
     facts = described(draft(), found)
     assert [cell["occurs"] for cell in facts["cells"][-1]] == [True, False]
     # A long context alone leaves no room for the largest batches, which are then not looked at.
-    assert schedule(draft(), MODEL, HARDWARE, pool(512), Contexts.even((16384,))).batches[-1] < 64
+    assert schedule(draft(), MODEL, HARDWARE, pool(512), DraftContexts.even((16384,))).batches[-1] < 64
 
 
 def test_what_drafts_is_chosen_for_the_load() -> None:
@@ -144,14 +144,14 @@ def test_what_drafts_is_chosen_for_the_load() -> None:
 
 def test_a_pipeline_batches_less() -> None:
     halves = pool(256).model_copy(update={"parallelism": pool().parallelism.model_copy(update={"pp": 2})})
-    assert schedule(draft(), MODEL, HARDWARE, halves, Contexts.even((512,))).batches[-1] == 128
+    assert schedule(draft(), MODEL, HARDWARE, halves, DraftContexts.even((512,))).batches[-1] == 128
 
 
 def test_medusa_heads_limit_the_depth() -> None:
     rates = PerRank(probability=tuple((0.7, 0.1) for _ in range(6)))
     acceptance = Acceptance(name="m", origin="assumed", source="made up", rates=rates)
     heads = Draft(DrafterChoice(drafter=Medusa(heads=3, checkpoint="x"), acceptance="m"), Drafting(acceptance))
-    found = schedule(heads, MODEL, HARDWARE, pool(8), Contexts.even((512,)), max_nodes=16)
+    found = schedule(heads, MODEL, HARDWARE, pool(8), DraftContexts.even((512,)), max_nodes=16)
     assert max(setting.depth for setting in found.settings) == 3
     facts = described(heads, found)
     nodes = {tuple(node["path"]): node["probability"] for node in facts["draft"]["nodes"]}
@@ -162,7 +162,7 @@ def test_medusa_heads_limit_the_depth() -> None:
 
 
 def test_yield_and_waste_add_up_to_what_is_verified() -> None:
-    found = schedule(draft(0.5, 0.5), MODEL, HARDWARE, pool(64), Contexts.even((512,)))
+    found = schedule(draft(0.5, 0.5), MODEL, HARDWARE, pool(64), DraftContexts.even((512,)))
     for row in described(draft(0.5, 0.5), found)["by_batch"]:
         assert row["tokens"] == pytest.approx(np.cumsum([1, 0.5, 0.25])[row["draft_tokens"]])
         assert row["wasted"] == pytest.approx(row["draft_tokens"] + 1 - row["tokens"])

@@ -34,7 +34,7 @@ from simtune.tuner.bounds import PlanBounds, attainment_bound, rate_bound
 from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.tuner.bounds.floors import least_e2el_s, least_family_s, least_makespan_s
 from simtune.tuner.bounds.limits import of_statistics
-from simtune.tuner.bounds.windows import Jobs, first_come, of_each
+from simtune.tuner.bounds.windows import WindowJobs, first_come, of_each
 from simtune.tuner.space.candidates import Candidate
 from simtune.workload.requests import RequestStream, build_stream
 from tests.costs.made_up import hardware as experts_hardware
@@ -415,9 +415,9 @@ def test_one_after_the_other() -> None:
 def test_a_window_drops_its_largest_works() -> None:
     """Three works of 4, 3 and 2 s within 6 s of each arrival, which come within 1 s: one must miss; at leisure none."""
 
-    def jobs(gap_s: float) -> Jobs:
+    def jobs(gap_s: float) -> WindowJobs:
         arrival_s = np.array([0.0, gap_s, 2 * gap_s])
-        return Jobs(arrival_s, np.zeros(3), np.full(3, 6.0), [np.array([4.0, 3.0, 2.0])], 1.0)
+        return WindowJobs(arrival_s, np.zeros(3), np.full(3, 6.0), [np.array([4.0, 3.0, 2.0])], 1.0)
 
     assert jobs(0.5).must_miss() == 1
     assert jobs(2.0).must_miss() == 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
-from simtune.validation.servers.executed_scheduler import Share
+from simtune.validation.servers.executed_scheduler import TokenShare
 
 
 class PretendedClock:
@@ -33,7 +33,7 @@ class PretendedExecutor:
         self._costs, self._clock = costs, clock
         self.cached: dict[Request, int] = {}
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         for share in shares:
             assert self.cached.get(share.request, 0) == share.past
             self.cached[share.request] = share.past + share.tokens

@@ -81,20 +81,20 @@ def test_a_stage_that_is_cut_off_is_done_again_and_no_other(
     whole: tuple[Path, list[LoopRound], list[PretendedDriver]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finish = closed_loop._State.finish
+    finish = closed_loop._LoopState.finish
 
     class CutOffError(BaseException):
         pass
 
-    def cut(self: closed_loop._State, name: str, result: dict[str, object]) -> None:
+    def cut(self: closed_loop._LoopState, name: str, result: dict[str, object]) -> None:
         if name == stage:
             raise CutOffError  # its output is there, its name is not
         finish(self, name, result)
 
-    monkeypatch.setattr(closed_loop._State, "finish", cut)
+    monkeypatch.setattr(closed_loop._LoopState, "finish", cut)
     with pytest.raises(CutOffError):
         loop(tmp_path / "cut", Made())
-    monkeypatch.setattr(closed_loop._State, "finish", finish)
+    monkeypatch.setattr(closed_loop._LoopState, "finish", finish)
     before = stages(tmp_path / "cut") if (tmp_path / "cut" / STATE).exists() else []
     assert stage not in before
     made = Made()

@@ -25,7 +25,7 @@ from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.testing.clusters import stream_of
 from simtune.validation.client.measured_run import Clock, MeasuredRun
 from simtune.validation.servers import torch_engine, transformers_engine
-from simtune.validation.servers.executed_scheduler import Share
+from simtune.validation.servers.executed_scheduler import TokenShare
 from simtune.validation.servers.in_process import MOST_SAMPLES, queue_samples
 from simtune.validation.servers.random_weights import write_weights
 from simtune.validation.servers.torch_engine import TorchEngine
@@ -75,7 +75,7 @@ class PretendedMachine:
         self.cached = {}
         return self
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         step = PretendedExecutor(COSTS, self.clock)
         step.cached = self.cached
         step.run(shares)

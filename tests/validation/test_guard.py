@@ -14,7 +14,7 @@ from simtune.specs.catalog import load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, Pool
 from simtune.validation.client.real_clock import pause
-from simtune.validation.loads import Load
+from simtune.validation.loads import NamedLoad
 from simtune.validation.servers import process_guard
 from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 from tests.fake_server import FakeServer
@@ -135,7 +135,7 @@ def test_vllm_is_started_with_the_plans_settings_and_stopped(pretending: Path) -
     import json
 
     folder = pretending.parent
-    load = Load("light", stream(3))
+    load = NamedLoad("light", stream(3))
     engine = VllmEngine(VllmCommand(str(pretending), folder, ("--dtype=float32",)), load_model("llama-3.2-1b"))
     try:
         first = engine.run(PLAN, load.stream, label="light")

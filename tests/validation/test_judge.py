@@ -26,7 +26,7 @@ from simtune.validation.client.measured_run import (
 from simtune.validation.judge.comparison import Validation, check_client
 from simtune.validation.judge.prediction import predict, validation_of
 from simtune.validation.judge.profile_note import recorded
-from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, Load, knee_rps, loads
+from simtune.validation.loads import FRACTIONS, KNEE_SLOWDOWN, NamedLoad, knee_rps, loads
 from simtune.validation.session import as_loads
 from simtune.workload.requests import build_stream
 
@@ -62,7 +62,7 @@ def as_measured(result: Result, stretch: float = 1.0, label: str = "light", **fa
     return MeasuredRun(MeasuredFacts(label=label, engine=engine, **facts), tuple(rows))  # type: ignore[arg-type]
 
 
-LOAD = Load("light", EXPERIMENT.stream)
+LOAD = NamedLoad("light", EXPERIMENT.stream)
 PREDICTED = predict(DEPLOYMENT, LOAD, 4, seed=3)
 
 
@@ -156,7 +156,7 @@ def test_the_page_shows_every_load_and_loads_nothing() -> None:
 def test_a_load_of_a_hostile_name_stays_text() -> None:
     hostile = "<script>alert(1)</script>\"'&"
     run = as_measured(PREDICTED.result, label=hostile)
-    load = Load(hostile, EXPERIMENT.stream)
+    load = NamedLoad(hostile, EXPERIMENT.stream)
     page = render(
         validation_of(DEPLOYMENT, [(load, [run], predict(DEPLOYMENT, load, 0, seed=3))], 0.1),
         [curves(hostile, PREDICTED.result, [run], None)],

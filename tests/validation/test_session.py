@@ -11,14 +11,14 @@ from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, Pool
 from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
 from simtune.validation.client.prompts import Prompts, prompt_seed
-from simtune.validation.loads import Load
+from simtune.validation.loads import NamedLoad
 from simtune.validation.session import Round, ValidationFolder, run_loads, run_plans
 from simtune.workload.requests import RequestStream
 from tests.validation.test_client import stream
 
 POOL = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=8, max_num_batched_tokens=512))
 PLAN = Plan(name="one", model="llama-3.2-1b", pools=(POOL,))
-LOADS = [Load("light", stream(3)), Load("knee", stream(3))]
+LOADS = [NamedLoad("light", stream(3)), NamedLoad("knee", stream(3))]
 HOW = Round(repeats=2, most_late=1.0, seed=4)
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_is_there_is_not_run_again_and_the_others_keep_their_prompts(
 
 def test_all_plans_get_the_same_prompts_other_ones_in_every_repeat(folder: ValidationFolder) -> None:
     engine, other = Noting(), PLAN.model_copy(update={"name": "other"})
-    tried = [(plan, Load(plan.name, stream(3))) for plan in (PLAN, other)]
+    tried = [(plan, NamedLoad(plan.name, stream(3))) for plan in (PLAN, other)]
     run_plans(engine, tried, HOW, folder, lambda *said: None)
     assert [name for name, *_ in engine.runs] == ["one", "one", "other", "other"]
     seeds = [seed for *_, seed in engine.runs]

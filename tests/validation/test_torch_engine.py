@@ -21,7 +21,7 @@ from simtune.validation.servers.engine_clocks import CLOCKS
 torch = pytest.importorskip("torch")
 
 from simtune.validation.servers.cached_decoder import CachedDecoder, greedy  # noqa: E402
-from simtune.validation.servers.executed_scheduler import Share  # noqa: E402
+from simtune.validation.servers.executed_scheduler import TokenShare  # noqa: E402
 
 PROMPTS, OUTPUTS = (5, 90, 33, 150, 64, 17), (70, 60, 90, 20, 1, 80)
 
@@ -81,7 +81,7 @@ def alone(number: int) -> list[int]:
         request = Request(number, PROMPTS[number], OUTPUTS[number])
         if text:
             decoder.text(request)[:] = text
-        decoder.run([Share(request, 0, PROMPTS[number] + emitted, samples=True)])
+        decoder.run([TokenShare(request, 0, PROMPTS[number] + emitted, samples=True)])
         text = list(decoder.text(request))
     return text
 

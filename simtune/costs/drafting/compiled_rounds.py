@@ -46,9 +46,10 @@ from simtune.costs.compiled import StepTables, compile_tables
 from simtune.costs.drafting.draft_memory import drafting_pool
 from simtune.costs.drafting.lines import TickLine
 from simtune.costs.drafting.orders import order_of
-from simtune.costs.drafting.passes import Chunks, DraftPasses, TargetPasses
+from simtune.costs.drafting.passes import DraftPasses, TargetPasses
 from simtune.costs.knots import sizes, whole_ticks
 from simtune.costs.predict import Profile
+from simtune.costs.protocol import ChunkList
 from simtune.costs.ticks import to_ticks
 from simtune.specs.drafters import Drafter
 from simtune.specs.hardware import Hardware
@@ -85,7 +86,7 @@ class CompiledRounds:
             draft_pool = drafting_pool(drafter, pool)
             width = max(shape.depth + 1, shape.width)
             draft_tables = compile_tables(network, hardware, draft_pool, max_model_len, factors, width)
-        gemm = _Gemm(hardware, model, factors)
+        gemm = _GemmRows(hardware, model, factors)
         target = TargetPasses(tables)
         drafts = DraftPasses(
             drafter,
@@ -110,7 +111,7 @@ class CompiledRounds:
         base, slope, end = self._line(num_decodes, num_decodes, 0).piece(computed)
         return base + slope * computed, slope * num_decodes, -((computed - end) // num_decodes)
 
-    def mixed(self, num_decodes: int, context_tokens: int, chunks: Chunks, num_samples: int) -> int:
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: ChunkList, num_samples: int) -> int:
         """See `simtune.costs.protocol.StepCosts.mixed`: a round without drafts."""
         return self.round(num_decodes, num_decodes, 0, context_tokens, chunks, num_samples - num_decodes)
 
@@ -120,7 +121,7 @@ class CompiledRounds:
         verify_tokens: int,
         depth: int,
         context_tokens: int,
-        chunks: Chunks = (),
+        chunks: ChunkList = (),
         completing: int = 0,
     ) -> int:
         """See `simtune.costs.protocol.RoundCosts.round`."""
@@ -167,7 +168,7 @@ class CompiledRounds:
         return after + self._host * num_seqs
 
 
-class _Gemm:
+class _GemmRows:
     """Matrix products that a drafter adds to those of its network, in ticks."""
 
     def __init__(self, hardware: Hardware, target: Model, factors: Mapping[str, float] | None) -> None:

@@ -10,7 +10,8 @@ import math
 from abc import ABC, abstractmethod
 
 from simtune.costs.drafting.lines import TickLine
-from simtune.costs.drafting.passes import Chunks, DraftPasses, TargetPasses
+from simtune.costs.drafting.passes import DraftPasses, TargetPasses
+from simtune.costs.protocol import ChunkList
 from simtune.specs.schemes import RoundShape
 
 
@@ -32,7 +33,7 @@ class RoundOrder(ABC):
 
     @abstractmethod
     def beside_chunks(
-        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
+        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: ChunkList, completing: int
     ) -> int:
         """Ticks of a round with prefill chunks."""
 
@@ -65,7 +66,7 @@ class InTurn(RoundOrder):
         return line.added_to(self.drafter.line(num_decodes, depth, False).moved(shorter))
 
     def beside_chunks(
-        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
+        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: ChunkList, completing: int
     ) -> int:
         """Return the sum of both, with drafts of the prompts just completed."""
         # Equal to `TargetPasses.beside_chunks` plus `chunks`; inlined for speed.
@@ -110,7 +111,7 @@ class Beside(RoundOrder):
         return verify.or_larger(draft.plus(self._host(num_decodes, depth, False)))
 
     def beside_chunks(
-        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
+        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: ChunkList, completing: int
     ) -> int:
         """Return the larger of both; the chunks' time is not divided among replicas, which all compute them.
 
@@ -167,7 +168,7 @@ class InChunks(RoundOrder):
         return line
 
     def beside_chunks(
-        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: Chunks, completing: int
+        self, num_decodes: int, verify_tokens: int, depth: int, context_tokens: int, chunks: ChunkList, completing: int
     ) -> int:
         """Return the same; prefill chunks are computed with the first verification and the first drafts."""
         target, cut = self.target, self.shape.chunks

@@ -9,11 +9,11 @@ import numpy as np
 from simtune.arrays import Ints
 from simtune.costs.compiled import DecodeTable, StepTables
 from simtune.costs.drafting.lines import TickLine
+from simtune.costs.protocol import ChunkList
 from simtune.costs.ticks import to_ticks
 from simtune.specs.drafters import Drafter
 from simtune.specs.schemes import RoundShape
 
-Chunks = Sequence[tuple[int, int]]
 """Prefill chunks: (past tokens, new tokens)."""
 
 
@@ -84,7 +84,7 @@ class TargetPasses:
             ticks += self.attention(num_decodes, verify_tokens, True).at(context_tokens)
         return ticks
 
-    def chunks(self, verify_tokens: int, chunks: Chunks, completing: int) -> int:
+    def chunks(self, verify_tokens: int, chunks: ChunkList, completing: int) -> int:
         """Ticks that prefill chunks, `completing` of which end their prompt, add to a pass over `verify_tokens`
         tokens."""
         tables, linear, head = self.tables, self.tables.mixed.linear, self.tables.mixed.head
@@ -155,7 +155,7 @@ class DraftPasses:
             line = self._lines[key] = self._attention.line(sequences, ticks)
         return line
 
-    def chunks(self, sequences: int, depth: int, chunks: Chunks, new: int) -> int:
+    def chunks(self, sequences: int, depth: int, chunks: ChunkList, new: int) -> int:
         """Ticks that prefill chunks of `new` tokens in all add to the first pass, which drafts for `sequences`
         sequences."""
         tables, join = self.tables, self._join

@@ -18,7 +18,7 @@ from simtune.costs.operators.attention import (
     TreeAttention,
 )
 from simtune.costs.operators.base import UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Shape, Terms
-from simtune.costs.operators.communication import AllReduce, ExpertExchange, KvTransfer, OnePass, SendRecv
+from simtune.costs.operators.communication import AllReduce, ExpertExchange, KvTransferForm, OnePass, SendRecv
 from simtune.costs.operators.latent import (
     DsaContextBlock,
     DsaDecodeBlock,
@@ -74,7 +74,7 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "moe_dispatch": ExpertExchange(),
     "moe_combine": ExpertExchange(),
     "send_recv": SendRecv(),
-    "kv_transfer": KvTransfer(),
+    "kv_transfer": KvTransferForm(),
 }
 
 

@@ -81,7 +81,7 @@ class SendRecv(OperatorForm):
         return Terms(np.zeros_like(x["bytes"]), x["bytes"], np.zeros_like(x["bytes"]))
 
 
-class KvTransfer(OperatorForm):
+class KvTransferForm(OperatorForm):
     """A KV cache of `bytes` bytes to another instance, in `descriptors` pieces. A block is one descriptor.
 
     Setting up takes milliseconds (3 ms for NIXL, vllm issue 23780) and every descriptor 0.3 to 3 us; unless it

@@ -34,7 +34,7 @@ from simtune.costs.tables.common import (
     VIDUR,
     Conflicts,
     FileContent,
-    Formats,
+    FormatReaders,
     HostTable,
     ImbalanceTable,
     Origin,
@@ -66,7 +66,7 @@ __all__ = [
     "take",
 ]
 
-SOURCES: dict[str, Formats] = {
+SOURCES: dict[str, FormatReaders] = {
     "AIConfigurator": {**aiconfigurator.FORMATS, **aiconfigurator_attention.FORMATS, **aiconfigurator_moe.FORMATS},
     "Vidur": vidur.FORMATS,
     "LLMServingSim": llmservingsim.FORMATS,

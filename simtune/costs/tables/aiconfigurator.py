@@ -26,7 +26,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.operators import operator_key
-from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, FormatReaders, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 
@@ -175,7 +175,7 @@ def _software(columns: Columns) -> str | None:
     return " ".join(x for x in (made_by, columns.only("version")) if x) or None
 
 
-FORMATS: Formats = {
+FORMATS: FormatReaders = {
     ("gemm_dtype",): _gemm,
     ("quant_dtype",): _quantise,
     ("allreduce_dtype",): _custom_all_reduce,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array, Mask
-from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, Formats, Table, finish, take
+from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, FormatReaders, Table, finish, take
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
 
@@ -45,7 +45,7 @@ _MODELS: dict[str, Mapping[str, float]] = {
 """Sizes by the last part of a model's name."""
 
 
-class _Part(NamedTuple):
+class _MlaPart(NamedTuple):
     """Rows of a file that are one operator kind."""
 
     kind: OperatorKind
@@ -58,7 +58,7 @@ class _Part(NamedTuple):
     """Dtype of a state, if the table names none."""
 
 
-def _content(columns: Columns, parts: list[_Part]) -> FileContent:
+def _content(columns: Columns, parts: list[_MlaPart]) -> FileContent:
     """Return one table per part and dtype; rows of no part, or of an unknown dtype, are counted."""
     columns.require("latency")
     content = FileContent()
@@ -74,7 +74,7 @@ def _content(columns: Columns, parts: list[_Part]) -> FileContent:
     return content
 
 
-def _by_dtypes(columns: Columns, part: _Part) -> dict[tuple[str, ...], NDArray[np.intp]]:
+def _by_dtypes(columns: Columns, part: _MlaPart) -> dict[tuple[str, ...], NDArray[np.intp]]:
     """Group the rows of a part by the values of its dtype columns."""
     texts = [columns.text(name) for name in part.dtype_columns]
     members: dict[tuple[str, ...], list[int]] = {}
@@ -83,7 +83,7 @@ def _by_dtypes(columns: Columns, part: _Part) -> dict[tuple[str, ...], NDArray[n
     return {dtypes: np.array(rows, dtype=np.intp) for dtypes, rows in members.items()}
 
 
-def _table(columns: Columns, part: _Part, dtypes: tuple[str, ...], rows: NDArray[np.intp]) -> Table:
+def _table(columns: Columns, part: _MlaPart, dtypes: tuple[str, ...], rows: NDArray[np.intp]) -> Table:
     all_rows = Table(
         kind=part.kind,
         dtype=DTYPES[dtypes[0]] if dtypes else "bf16",
@@ -120,8 +120,8 @@ def _attention(columns: Columns) -> FileContent:
     return _content(
         columns,
         [
-            _Part("prefill_attention", prefill, shape | {"tokens": new}, dtypes, excluded),
-            _Part("decode_attention", decode, shape, dtypes, excluded),
+            _MlaPart("prefill_attention", prefill, shape | {"tokens": new}, dtypes, excluded),
+            _MlaPart("decode_attention", decode, shape, dtypes, excluded),
         ],
     )
 
@@ -160,7 +160,7 @@ def _encoder(columns: Columns) -> FileContent:
         "head_dim": columns.numbers("head_dim"),
     }
     rows = columns.equal("op_name", "encoder_attention")
-    return _content(columns, [_Part("encoder_attention", rows, shape, ("attn_dtype",))])
+    return _content(columns, [_MlaPart("encoder_attention", rows, shape, ("attn_dtype",))])
 
 
 def _latent_kernels(columns: Columns) -> FileContent:
@@ -175,7 +175,7 @@ def _latent_kernels(columns: Columns) -> FileContent:
     absorbed = common | {"context": new + step, "latent": latent, "rope": rope}
     return _content(
         columns,
-        [_Part("mla_prefill", prefill, spelled, dtypes, past), _Part("mla_decode", decode, absorbed, dtypes)],
+        [_MlaPart("mla_prefill", prefill, spelled, dtypes, past), _MlaPart("mla_decode", decode, absorbed, dtypes)],
     )
 
 
@@ -188,7 +188,7 @@ def _latent_products(columns: Columns) -> FileContent:
         "n": np.where(into, 512.0, 128.0),
         "k": np.where(into, 128.0, 512.0),
     }
-    return _content(columns, [_Part("mla_products", into | out_of, shape, ("bmm_dtype",))])
+    return _content(columns, [_MlaPart("mla_products", into | out_of, shape, ("bmm_dtype",))])
 
 
 def _blocks(columns: Columns) -> FileContent:
@@ -221,7 +221,7 @@ def _blocks(columns: Columns) -> FileContent:
         )
         columns_of_kind = ("batch", "tokens", "context") if "context" in kind else ("batch", "context")
         of_kind = {name: shape[name] for name in (*columns_of_kind, "heads", *sizes)}
-        parts.append(_Part(kind, of_models.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
+        parts.append(_MlaPart(kind, of_models.astype(np.bool_), of_kind, ("gemm_type", "kv_cache_dtype")))
     return _content(columns, parts)
 
 
@@ -239,8 +239,8 @@ def _delta_nets(columns: Columns) -> FileContent:
     return _content(
         columns,
         [
-            _Part("delta_prefill", chunked, rule | {"tokens": columns.numbers("seq_len")}, kv_dtype="fp32"),
-            _Part("delta_decode", recurrent, rule, kv_dtype="fp32"),
+            _MlaPart("delta_prefill", chunked, rule | {"tokens": columns.numbers("seq_len")}, kv_dtype="fp32"),
+            _MlaPart("delta_decode", recurrent, rule, kv_dtype="fp32"),
             *_convolutions(columns, channels),
         ],
     )
@@ -253,12 +253,12 @@ def _mamba2(columns: Columns) -> FileContent:
     return _content(columns, _convolutions(columns, channels))
 
 
-def _convolutions(columns: Columns, channels: Array) -> list[_Part]:
+def _convolutions(columns: Columns, channels: Array) -> list[_MlaPart]:
     shape = {"batch": columns.numbers("batch_size"), "channels": channels, "width": columns.numbers("d_conv")}
     forward, update = _kernels(columns, "causal_conv1d_fn"), _kernels(columns, "causal_conv1d_update")
     return [
-        _Part("conv_prefill", forward, shape | {"tokens": columns.numbers("seq_len")}),
-        _Part("conv_decode", update, shape),
+        _MlaPart("conv_prefill", forward, shape | {"tokens": columns.numbers("seq_len")}),
+        _MlaPart("conv_decode", update, shape),
     ]
 
 
@@ -266,7 +266,7 @@ def _kernels(columns: Columns, start: str) -> Mask:
     return np.array([name.startswith(start) for name in columns.text("kernel_source")], dtype=np.bool_)
 
 
-FORMATS: Formats = {
+FORMATS: FormatReaders = {
     ("attn_dtype", "step"): _attention,
     ("attn_dtype",): _encoder,
     ("mla_dtype", "gemm_type"): _blocks,

@@ -28,7 +28,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.operators.moe import DEALT
-from simtune.costs.tables.common import AICONFIGURATOR, MS, US, Columns, FileContent, Formats, Table, finish, take
+from simtune.costs.tables.common import AICONFIGURATOR, MS, US, Columns, FileContent, FormatReaders, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 
@@ -176,4 +176,4 @@ def _table(
     )
 
 
-FORMATS: Formats = {("moe_dtype",): _experts, ("comm_backend",): _exchange}
+FORMATS: FormatReaders = {("moe_dtype",): _experts, ("comm_backend",): _exchange}

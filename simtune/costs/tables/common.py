@@ -229,8 +229,8 @@ class Columns:
         return np.array([cell == value for cell in self.text(name)], dtype=np.bool_)
 
 
-Reader = Callable[[Columns], FileContent]
-Formats = Mapping[tuple[str, ...], Reader]
+TableReader = Callable[[Columns], FileContent]
+FormatReaders = Mapping[tuple[str, ...], TableReader]
 """For each format: the columns by which it is recognised, and its reader."""
 
 

@@ -27,7 +27,7 @@ from simtune.costs.tables.common import (
     US,
     Columns,
     FileContent,
-    Formats,
+    FormatReaders,
     ImbalanceTable,
     Table,
     finish,
@@ -361,7 +361,7 @@ def _tensor_parallel(path: Path) -> float:
     raise SpecError(Problem(str(path), "on how many ranks? Name the file or its folder tp1, tp2, ..."))
 
 
-FORMATS: Formats = {
+FORMATS: FormatReaders = {
     ("latency(ns)",): _layers,
     ("layer", "tokens", "time_us"): _dense,
     ("layer", "sequences", "time_us"): _per_sequence,

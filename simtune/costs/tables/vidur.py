@@ -17,10 +17,10 @@ from simtune.costs.tables.common import (
     VIDUR,
     Columns,
     FileContent,
-    Formats,
+    FormatReaders,
     HostTable,
-    Reader,
     Table,
+    TableReader,
     finish,
 )
 from simtune.errors import SpecError
@@ -99,7 +99,7 @@ def _attention(columns: Columns) -> FileContent:
     return content
 
 
-def _collective(kind: OperatorKind) -> Reader:
+def _collective(kind: OperatorKind) -> TableReader:
     def read(columns: Columns) -> FileContent:
         devices, per_node = columns.numbers("num_workers"), columns.numbers("devices_per_node")
         size = columns.numbers("size")
@@ -146,7 +146,7 @@ def _table(
     return content
 
 
-FORMATS: Formats = {
+FORMATS: FormatReaders = {
     ("n_expanded_embd",): _mlp,
     ("time_stats.attn_decode.median",): _attention,
     ("time_stats.all_reduce.median",): _collective("all_reduce"),

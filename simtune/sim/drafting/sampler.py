@@ -32,7 +32,7 @@ _GROUPS = 256  # groups that are kept; a group drawn again is identical
 _LAID_OUT = 16  # groups whose laid-out rounds are kept
 
 
-class _LaidOut(NamedTuple):
+class _LaidOutDrafts(NamedTuple):
     """Rounds of a group of requests as a batch lays them out, each request's from its first to its last."""
 
     rows: Ints
@@ -56,7 +56,7 @@ class AcceptanceSampler:
         many = _ROUNDS * len(self._output) // max(1, int(self._output.sum()))
         self._size = max(1, min(1024, many))  # requests of a group
         self._groups: dict[int, DrawnRounds] = {}
-        self._laid_out: dict[int, _LaidOut] = {}
+        self._laid_out: dict[int, _LaidOutDrafts] = {}
 
     def __call__(self, request: Request, number: int, drafts: int) -> int:
         """Return how many of `drafts` drafts are accepted in verification `number` of a request."""
@@ -105,7 +105,7 @@ class AcceptanceSampler:
         """True if a drafter that stops by itself may stop after a different number of drafts in every round."""
         return self._drawer.varies
 
-    def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOut:
+    def _lay_out(self, number: int, lay_out: Callable[[Ints, Ints, list[int]], Ints]) -> _LaidOutDrafts:
         rounds, _, _ = self._rounds(number * self._size, 0, 0)
         begins = np.array(rounds.starts)
         of_group = slice(number * self._size, number * self._size + len(begins) - 1)
@@ -117,7 +117,7 @@ class AcceptanceSampler:
         final = prompt + before[np.minimum(ends, len(rounds.tokens))] - passed
         before = before[:-1] + np.repeat(prompt - passed, np.diff(begins))
         rows = lay_out(before, prompt, rounds.starts)
-        return _LaidOut(rows, rounds.starts, ends.tolist(), final.tolist())
+        return _LaidOutDrafts(rows, rounds.starts, ends.tolist(), final.tolist())
 
     def _rounds(self, request: int, first: int, count: int) -> tuple[DrawnRounds, int, int]:
         """Return drawn rounds, and the begin and end of those of a request from round `first` on, at least `count`."""

@@ -10,7 +10,7 @@ from simtune.specs.hf.config_reader import Config
 
 Layers = list[dict[str, Any]]
 """Attention or feed-forward block of each layer, as in a model spec."""
-Reader = Callable[[Config, Any], Layers]
+LayerReader = Callable[[Config, Any], Layers]
 """Function that reads layers from a config, for an architecture."""
 
 
@@ -27,8 +27,8 @@ class Architecture:
     meaning.
     """
 
-    attention: Reader
-    feed_forward: Reader
+    attention: LayerReader
+    feed_forward: LayerReader
     window: Literal["unknown", "every", "switched", "patterned"] = "unknown"
     expert_size: str | None = None
     shared_size: str = "shared_expert_intermediate_size"

@@ -63,7 +63,7 @@ class _Unread(Exception):
     """Why a block cannot be read."""
 
 
-class _Group(NamedTuple):
+class _QuantGroup(NamedTuple):
     """Modules that a checkpoint keeps in one format."""
 
     targets: Sequence[str]
@@ -75,14 +75,14 @@ class _Chosen(NamedTuple):
     """Formats of modules under a quantisation block."""
 
     left_out: Sequence[str]
-    groups: Sequence[_Group]
+    groups: Sequence[_QuantGroup]
 
     @classmethod
     def of(cls, block: dict[str, Any], format_: str) -> _Chosen:
         """Read the modules of a block; `format_` is that of products without one of their own."""
         keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
         left_out = [pattern for key in keys for pattern in _listed(block, key)]
-        return cls(left_out, _groups(block) or [_Group((), format_)])
+        return cls(left_out, _groups(block) or [_QuantGroup((), format_)])
 
     def format_of(self, names: Sequence[str], dtype: str) -> str:
         """Return the format of products with any of these names; `dtype` if they are left out, or in no group.
@@ -108,7 +108,7 @@ def _named_in(patterns: Sequence[str], names: Sequence[str]) -> bool:
     return any(_matches(pattern, name) for pattern in patterns for name in names)
 
 
-def _groups(block: dict[str, Any]) -> list[_Group]:
+def _groups(block: dict[str, Any]) -> list[_QuantGroup]:
     """Return the groups that a block states, by pattern (compressed-tensors) or module by module (modelopt)."""
     layers = block.get("quantized_layers")
     if isinstance(layers, dict):
@@ -119,14 +119,14 @@ def _groups(block: dict[str, Any]) -> list[_Group]:
             format_ = _modelopt(layer)
             if format_ is not None:
                 targets.setdefault(format_, {})[_EXPERT.sub("experts.0", str(name))] = None
-        return [_Group(list(of_format), format_) for format_, of_format in targets.items()]
+        return [_QuantGroup(list(of_format), format_) for format_, of_format in targets.items()]
     groups = block.get("config_groups")
     if not isinstance(groups, dict):
         return []
     if not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise _Unread("compressed-tensors without config_groups")
     by_targets = [(_listed(group, "targets"), _of_group(group)) for group in groups.values()]
-    return [_Group([] if "Linear" in targets else targets, format_) for targets, format_ in by_targets]
+    return [_QuantGroup([] if "Linear" in targets else targets, format_) for targets, format_ in by_targets]
 
 
 _EXPERT = re.compile(r"\bexperts\.\d+")

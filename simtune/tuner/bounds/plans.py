@@ -27,7 +27,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
-from simtune.tuner.bounds.windows import ROUNDING, Jobs, first_come, first_come_seated, of_each
+from simtune.tuner.bounds.windows import ROUNDING, WindowJobs, first_come, first_come_seated, of_each
 from simtune.tuner.bounds.work import PoolWork
 from simtune.workload.requests import RequestStream
 
@@ -236,7 +236,7 @@ class PlanBounds:
 
     # --- windows ----------------------------------------------------------------------------------------------
 
-    def _jobs(self, limits: SloLimits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, Jobs]]:
+    def _jobs(self, limits: SloLimits, kept: NDArray[np.bool_]) -> Iterator[tuple[str, WindowJobs]]:
         """Yield each resource by name, with the work on it of the kept requests and the time limits that they must
         meet."""
         if not self.timed:
@@ -266,10 +266,10 @@ class PlanBounds:
 
     def _competing(
         self, counted: NDArray[np.bool_], lead_s: Array, slack_s: Array, works: Sequence[Array], speed: float
-    ) -> Jobs:
+    ) -> WindowJobs:
         assert self.stream.arrival_s is not None
         arrival_s = self.stream.arrival_s[counted]
-        return Jobs(arrival_s, lead_s[counted], slack_s[counted], [work[counted] for work in works], speed)
+        return WindowJobs(arrival_s, lead_s[counted], slack_s[counted], [work[counted] for work in works], speed)
 
     # --- order of arrival -------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Jobs:
+class WindowJobs:
     """Requests that compete for one resource, in order of arrival."""
 
     arrival_s: Array

@@ -42,7 +42,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Contexts:
+class DraftContexts:
     """Powers of two around the contexts at which tokens are decoded, and the share of the tokens nearest to each.
 
     Contexts with fewer than RARE of the tokens are left out.
@@ -52,7 +52,7 @@ class Contexts:
     shares: tuple[float, ...]
 
     @classmethod
-    def of(cls, stream: RequestStream) -> Contexts:
+    def of(cls, stream: RequestStream) -> DraftContexts:
         """Return the contexts of a load; each request counts at the middle of its output, with all of its tokens."""
         octaves = np.rint(np.log2(stream.prompt_tokens + stream.output_tokens / 2)).astype(int)
         weights = np.bincount(octaves, stream.output_tokens)
@@ -60,7 +60,7 @@ class Contexts:
         return cls(tuple((2**frequent).tolist()), tuple((weights[frequent] / weights[frequent].sum()).tolist()))
 
     @classmethod
-    def even(cls, tokens: Sequence[int]) -> Contexts:
+    def even(cls, tokens: Sequence[int]) -> DraftContexts:
         """Return these contexts with equal shares."""
         return cls(tuple(tokens), (1 / len(tokens),) * len(tokens))
 
@@ -84,7 +84,7 @@ def schedule(
     model: Model,
     hardware: Hardware,
     pool: Pool,
-    contexts: Contexts,
+    contexts: DraftContexts,
     max_nodes: int = 0,
     costs: Callable[[], RoundCost] | None = None,
 ) -> Schedule:
@@ -136,7 +136,7 @@ def speculation_on(
     """
     if draft.choice.scheme is not None:
         return draft.speculation(draft.choice.scheme)
-    scheme = schedule(draft, model, hardware, pool, Contexts.of(stream), costs=costs).by_batch().scheme
+    scheme = schedule(draft, model, hardware, pool, DraftContexts.of(stream), costs=costs).by_batch().scheme
     if scheme is None:
         return None
     return draft.speculation(Chain(tokens=scheme.max_tokens) if len(scheme.ranges) == 1 else scheme)

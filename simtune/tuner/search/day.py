@@ -163,7 +163,7 @@ def windows_of(day: Day, trace: Trace | None) -> list[_Window]:
     ]
 
 
-class _Tried(NamedTuple):
+class _TriedCount(NamedTuple):
     """A number of replicas, and whether it meets the SLO."""
 
     result: Result
@@ -193,7 +193,7 @@ class _WindowTask:
         window = self.window
         if not window.rate_rps:
             return self._hour(0, None, 0)
-        trials: dict[int, _Tried] = {}
+        trials: dict[int, _TriedCount] = {}
 
         def met(replicas: int) -> bool:
             if replicas not in trials:
@@ -209,25 +209,25 @@ class _WindowTask:
             replicas += 1
         return self._hour(replicas, trials[replicas], sum(trial.simulations for trial in trials.values()))
 
-    def _try(self, replicas: int) -> _Tried:
+    def _try(self, replicas: int) -> _TriedCount:
         """Simulate a number of replicas: in a run that is long enough, then on fresh draws until one misses the SLO."""
         question, candidate = self.question, _scaled(self.unit, replicas)
         requests = question.num_requests(candidate)
         result, simulations = self._result(candidate, requests), 1
         if self.window.begin_s is not None:
-            return _Tried(result, result.meets_slo, simulations)
+            return _TriedCount(result, result.meets_slo, simulations)
         while (more_requests := longer(result, requests)) is not None:
             requests, simulations = more_requests, simulations + 1
             result = self._result(candidate, requests)
         if not result.meets_slo or too_short(result):
-            return _Tried(result, False, simulations)
+            return _TriedCount(result, False, simulations)
         requests = max(requests, question.num_requests(candidate, question.study.search.confirm.requests))
         draws = num_draws(question)
         for draw in range(1, 1 + draws):
             simulations += 1
             if not self._result(candidate, requests, draw).meets_slo:
-                return _Tried(result, False, simulations)
-        return _Tried(result, True, simulations, draws)
+                return _TriedCount(result, False, simulations)
+        return _TriedCount(result, True, simulations, draws)
 
     def _most(self) -> int:
         """Return the largest number of replicas that the study has devices for."""
@@ -269,7 +269,7 @@ class _WindowTask:
         stream = build_stream(question.workload, part, requests=requests, seed=question.study.seed)
         return stream if stream.offered_rate_rps is None else stream.at_rate(window.rate_rps)
 
-    def _hour(self, replicas: int, tried: _Tried | None, simulations: int) -> DayHour:
+    def _hour(self, replicas: int, tried: _TriedCount | None, simulations: int) -> DayHour:
         summary = None if tried is None else tried.result.summary()
         return DayHour(
             begin_h=self.window.begin_h,

@@ -9,19 +9,19 @@ from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.lookahead import LookAhead
 from simtune.tuner.search.search_journal import Ledger, key_of
 
-Key = tuple[str, float | None, int]
+SimulationKey = tuple[str, float | None, int]
 """Key of a simulation: name of the plan, rate, and draw."""
-Keyed = tuple[Key, Simulation]
+Keyed = tuple[SimulationKey, Simulation]
 
 
 class Evaluator:
     """Returns the findings of simulations. A `pool` works ahead; the `ledger` contains findings of earlier searches."""
 
     def __init__(self, pool: Executor | None, ledger: Ledger[SimulationFinding] | None) -> None:
-        self._ahead = None if pool is None else LookAhead[Key, SimulationFinding](pool)
+        self._ahead = None if pool is None else LookAhead[SimulationKey, SimulationFinding](pool)
         self._ledger = ledger
 
-    def finding(self, key: Key, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
+    def finding(self, key: SimulationKey, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
         """Return the finding of one simulation, while workers start those expected after it."""
         finding = self._known(task)
         if finding is None:

@@ -63,7 +63,7 @@ def answer(
 
 
 @dataclass
-class _Runner:
+class _Climber:
     """A plan on the ladder."""
 
     plan: BoundedCandidate
@@ -100,7 +100,7 @@ class FrontSearch:
         self._candidates = candidates
         self._plan_cache = PlanCache(question, candidates)
         self._fresh = FreshDraws(question, evaluator)
-        self._runners: list[_Runner] = []
+        self._runners: list[_Climber] = []
         self._decided = 0
 
     @property
@@ -137,7 +137,7 @@ class FrontSearch:
             self.rows.append(bounded_candidate.row)
             stream = self._plan_cache.stream(candidate)
             self._runners.append(
-                _Runner(bounded_candidate, least_tpot_s(bounded_candidate.deployment, stream, SAMPLED_CORES))
+                _Climber(bounded_candidate, least_tpot_s(bounded_candidate.deployment, stream, SAMPLED_CORES))
             )
         self._runners.sort(key=lambda runner: (runner.least_tpot_s, runner.plan.order()))
         facts = [(runner.plan.bound_rps, runner.plan.facts) for runner in self._runners]
@@ -182,7 +182,7 @@ class FrontSearch:
         limits = [1 / max(speeds) * STRICTLY, *([slo.tpot_s["mean"]] if "mean" in slo.tpot_s else [])]
         return slo.model_copy(update={"tpot_s": {**slo.tpot_s, "mean": min(limits)}})
 
-    def _hopeless(self, runner: _Runner, rate: float, wanted: Slo) -> bool:
+    def _hopeless(self, runner: _Climber, rate: float, wanted: Slo) -> bool:
         """True if bounds rule out that a plan meets the SLO `wanted` at a rate."""
         plan, mean_s = runner.plan, wanted.tpot_s.get("mean", float("inf"))
         if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
@@ -190,14 +190,14 @@ class FrontSearch:
         stream = self._plan_cache.stream(plan.candidate)
         return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES, below_rps=rate).rps < rate
 
-    def _simulated(self, runner: _Runner, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
+    def _simulated(self, runner: _Climber, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
         row, keyed = runner.plan.row, self._keyed(runner, rate, wanted)
         finding = self.evaluator.finding(*keyed, expected)
         row.simulations += 1
         row.tried.append(Attempt(rate, finding.met))
         return finding
 
-    def _keyed(self, runner: _Runner, rate: float, wanted: Slo) -> Keyed:
+    def _keyed(self, runner: _Climber, rate: float, wanted: Slo) -> Keyed:
         plan = runner.plan
         stream = self._plan_cache.stream(plan.candidate)
         task = Simulation(plan.deployment, stream, wanted, rate, draws=self.question.draws)
@@ -210,7 +210,7 @@ class FrontSearch:
             if not self._hopeless(runner, rate, wanted):
                 yield self._keyed(runner, rate, wanted)
 
-    def _holds(self, runner: _Runner, load: float) -> bool:
+    def _holds(self, runner: _Climber, load: float) -> bool:
         """Return True if a plan keeps the SLO at a load on the fresh draws that the study asks for."""
         rate, verdict = runner.rate(load), DrawsVerdict(None, "")
         if self.question.study.search.confirm.draws:
@@ -221,7 +221,7 @@ class FrontSearch:
         runner.confirmed[load] = verdict.confirmed
         return True
 
-    def _on_every_core(self, runner: _Runner, load: float, seen: int) -> FrontPoint | None:
+    def _on_every_core(self, runner: _Climber, load: float, seen: int) -> FrontPoint | None:
         """Return the point of a plan at a load; None if it misses the SLO or a limit of the study on all its cores.
         `seen` is the number of requests in which some of its cores meet the SLO."""
         plan, rate = runner.plan, runner.rate(load)
@@ -306,7 +306,7 @@ class FrontSearch:
         tuned.confirmed = leader.confirmed[chosen.output_tokens_per_s_per_gpu]
         return tuned
 
-    def _close(self, runner: _Runner, points: Sequence[FrontPoint]) -> None:
+    def _close(self, runner: _Climber, points: Sequence[FrontPoint]) -> None:
         """Write into the row of a plan where it is on the front, or why it is not."""
         row = runner.plan.row
         if points:

@@ -174,7 +174,7 @@ class PoolChoice:
         return Pool.model_validate(merged(settings, {"hardware": self.shape.gpu, **engine}))
 
 
-Shape = tuple[tuple[PoolShape, int], ...]
+PlanShape = tuple[tuple[PoolShape, int], ...]
 """Shapes of the pools of a plan, each with its instances: plans of one shape differ in settings alone."""
 
 
@@ -208,7 +208,7 @@ class Candidate:
         return cls((choice,))
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> PlanShape:
         """Shapes and instances of the pools: plans of one shape differ in settings alone."""
         return tuple((pool.shape, pool.instances) for pool in self.pools)
 
@@ -327,9 +327,9 @@ class Space:
         return dict(counts.most_common())
 
     @property
-    def shapes(self) -> dict[Shape, list[Candidate]]:
+    def shapes(self) -> dict[PlanShape, list[Candidate]]:
         """Candidates by the shape of their pools."""
-        shapes: dict[Shape, list[Candidate]] = {}
+        shapes: dict[PlanShape, list[Candidate]] = {}
         for candidate in self.candidates:
             shapes.setdefault(candidate.shape, []).append(candidate)
         return shapes

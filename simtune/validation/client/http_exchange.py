@@ -255,7 +255,7 @@ def _read_body(response: Response, pieces: Sequence[Piece]) -> None:
     response.complete = not length.isdigit() or len(response.text) >= int(length)
 
 
-class _Cut(NamedTuple):
+class _CutOff(NamedTuple):
     """First chunk of some data, and the place at which the next begins."""
 
     chunk: bytes
@@ -276,7 +276,7 @@ def _chunks(pieces: Sequence[Piece]) -> Iterator[Piece]:
         buffer = buffer[begin:]
 
 
-def _first_chunk(data: bytes, begin: int) -> _Cut | None:
+def _first_chunk(data: bytes, begin: int) -> _CutOff | None:
     line_end = data.find(b"\r\n", begin)
     if line_end < 0:
         return None
@@ -287,7 +287,7 @@ def _first_chunk(data: bytes, begin: int) -> _Cut | None:
     end = line_end + 2 + size
     if size < 0 or (size and len(data) < end + 2):
         return None
-    return _Cut(data[line_end + 2 : end], end + 2)
+    return _CutOff(data[line_end + 2 : end], end + 2)
 
 
 async def fetch(address: Address, path: str, silence_s: float) -> list[Piece]:

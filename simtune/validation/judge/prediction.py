@@ -13,7 +13,7 @@ from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.uncertainty import uncertainty
 from simtune.validation.client.measured_run import MeasuredRun
 from simtune.validation.judge.comparison import VALIDATION_SCHEMA, Validation, compare
-from simtune.validation.loads import Load
+from simtune.validation.loads import NamedLoad
 
 
 class Predicted(NamedTuple):
@@ -23,7 +23,7 @@ class Predicted(NamedTuple):
     drawn: Uncertainty | None
 
 
-def predict(deployment: Deployment, load: Load, worlds: int, seed: int) -> Predicted:
+def predict(deployment: Deployment, load: NamedLoad, worlds: int, seed: int) -> Predicted:
     """Simulate the requests of a load, recorded, and once more in each of `worlds` redrawn worlds."""
     result = deployment.simulate(load.stream, record=True, seed=seed)
     has_own_costs = any(isinstance(pool.costs, OwnCosts) for pool in deployment.pools)
@@ -34,7 +34,7 @@ def predict(deployment: Deployment, load: Load, worlds: int, seed: int) -> Predi
 
 
 def validation_of(
-    deployment: Deployment, loads: Sequence[tuple[Load, Sequence[MeasuredRun], Predicted]], tolerance: float
+    deployment: Deployment, loads: Sequence[tuple[NamedLoad, Sequence[MeasuredRun], Predicted]], tolerance: float
 ) -> Validation:
     """Return the verdict over all loads. Raise EngineError if nothing was measured that could be judged."""
     compared = [

@@ -13,11 +13,11 @@ from simtune.specs.systems import InputSource
 
 FINDINGS_SCHEMA: Literal["simtune/findings@1"] = "simtune/findings@1"
 
-Status = Literal[
+FindingStatus = Literal[
     "reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible", "failed"
 ]
 
-WORDS: dict[Status, str] = {
+WORDS: dict[FindingStatus, str] = {
     "reproduced": "within the band, and nothing that decides it is assumed",
     "assumed": "within the band, decided by what is not published",
     "fitted": "within the band, on inputs chosen knowing the claim",
@@ -51,7 +51,7 @@ class Finding(Record):
     title: str
     year: int | None
     source: str
-    status: Status
+    status: FindingStatus
     claim: str | None
     claimed: float | None
     """Simulated gain; or 1 if the claim is a number of its own."""
@@ -91,7 +91,7 @@ class Findings(Record):
         return cls(schema_=FINDINGS_SCHEMA, hardware=hardware, findings=tuple(findings))
 
 
-def counts(findings: Sequence[Finding]) -> dict[Status, int]:
+def counts(findings: Sequence[Finding]) -> dict[FindingStatus, int]:
     """Return the number of findings of each status; a status that no finding has is left out."""
     counted = Counter(finding.status for finding in findings)
     return {status: counted[status] for status in WORDS if counted[status]}

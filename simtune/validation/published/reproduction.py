@@ -10,7 +10,7 @@ from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
 from simtune.validation.published.collection import Entry
-from simtune.validation.published.findings import Finding, FoundInput, Status
+from simtune.validation.published.findings import Finding, FindingStatus, FoundInput
 from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
 
 DIGITS = 4
@@ -133,7 +133,7 @@ def _compared(
     entry: Entry,
     variant: SideResult,
     base: SideResult | None,
-    status: Status,
+    status: FindingStatus,
     inputs: Sequence[FoundInput],
     probed: Sequence[str] = (),
 ) -> Finding:
@@ -157,7 +157,7 @@ def _compared(
     )
 
 
-def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> Status:
+def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> FindingStatus:
     """Return the status of a gain: outside the claim's band, or inside it by chosen, by assumed or only by published
     inputs.
     """
@@ -221,7 +221,7 @@ def _unrun(entry: Entry) -> Finding:
 
 def _with(
     entry: Entry,
-    status: Status,
+    status: FindingStatus,
     *,
     inputs: Sequence[FoundInput] = (),
     simulated: float | None = None,

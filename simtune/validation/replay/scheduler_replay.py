@@ -248,14 +248,14 @@ def _decision(logged: LoggedStep) -> Decision:
 # --- the scheduler that a header asks for -----------------------------------------------------------------
 
 
-class _Options(BaseModel):
+class _ReplayOptions(BaseModel):
     """Options that a schedule depends on; those in ONLY must have that value, because no other is modelled."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     ONLY: ClassVar[dict[str, Any]]
 
 
-class _Drafting(BaseModel):
+class _ReplayDrafting(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     k: Count
     draft_slots_per_request: int
@@ -272,7 +272,7 @@ DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods for which vLLM drafts from the target's hidden states, and so computes the last cached block again."""
 
 
-class _VllmOptions(_Options):
+class _VllmOptions(_ReplayOptions):
     # V1 refused to run several partial prefills at once, as long as it had an option for that.
     ONLY: ClassVar = {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1}
     scheduling_policy: Literal["fcfs", "priority"]
@@ -288,7 +288,7 @@ class _VllmOptions(_Options):
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool
     num_lookahead_tokens: int
-    spec: _Drafting | None
+    spec: _ReplayDrafting | None
 
     @property
     def policy(self) -> str:
@@ -327,7 +327,7 @@ class _VllmOptions(_Options):
         )
 
 
-class _TransformersOptions(_Options):
+class _TransformersOptions(_ReplayOptions):
     ONLY: ClassVar = {"cpu_offload_space": 0.0, "use_async_batching": False}
     scheduler_type: Literal["fifo", "prefill_first"]
     safety_margin: float

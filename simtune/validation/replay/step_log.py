@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simtune.errors import Problem, SpecError
-from simtune.specs.base import Count
+from simtune.specs.base import Count, Whole
 from simtune.specs.input_files import JsonError, parse_json, read_packed_text, shortened
 
 FORMAT = "steplog/1"
@@ -22,7 +22,6 @@ MAX_SHOWN = 10
 
 Ids = tuple[str, ...]
 TokensByRequest = dict[str, Annotated[int, Field(ge=0)]]
-Whole = Annotated[int, Field(ge=0)]
 
 
 class _LogLine(BaseModel):
@@ -104,7 +103,7 @@ def read(path: Path) -> StepLog:
     lines = read_packed_text(path).splitlines()
     if not lines:
         raise SpecError(Problem(str(path), "is empty; a step log begins with a header line"))
-    reader = _Reader(str(path))
+    reader = _StepLogReader(str(path))
     header = reader.header(lines[0])
     for number, text in enumerate(lines[1:], 2):
         data = reader.parse(number, text)
@@ -116,7 +115,7 @@ def read(path: Path) -> StepLog:
     return StepLog(str(path), header, reader.requests, reader.steps)
 
 
-class _Reader:
+class _StepLogReader:
     """Collects requests, steps, and problems."""
 
     def __init__(self, file: str) -> None:

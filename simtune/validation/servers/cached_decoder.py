@@ -29,7 +29,7 @@ from simtune.profiling.measurement_plan import products
 from simtune.profiling.operands import DTYPES, Operands
 from simtune.specs.model import DenseFeedForward, FullAttention, Model, SlidingAttention
 from simtune.validation.servers.decode_graphs import DecodeGraphs, Decodes
-from simtune.validation.servers.executed_scheduler import Share
+from simtune.validation.servers.executed_scheduler import TokenShare
 
 ROPE_BASE = 10_000.0
 
@@ -153,16 +153,16 @@ class CachedDecoder:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         """Run a forward pass over all tokens of a step, and sample a token for each share that samples."""
         ids: list[int] = []
         positions: list[int] = []
-        spans: list[_Span] = []
+        spans: list[_TokenSpan] = []
         for share in shares:
             end = share.past + share.tokens
             ids += self.text(share.request)[share.past : end]
             positions += range(share.past, end)
-            spans.append(_Span(self._row(share.request), len(ids) - share.tokens, share.past, share.tokens))
+            spans.append(_TokenSpan(self._row(share.request), len(ids) - share.tokens, share.past, share.tokens))
         if self._graphs is not None and all(span.tokens == 1 for span in spans):
             logits: Tensor | None = self._graphs.run(ids, positions, [span.row for span in spans])
         else:
@@ -173,7 +173,7 @@ class CachedDecoder:
                 if share.samples:
                     self.text(share.request).append(next(sampled))
 
-    def _forward(self, ids: Tensor, positions: Tensor, spans: list[_Span], samples: list[bool]) -> Tensor | None:
+    def _forward(self, ids: Tensor, positions: Tensor, spans: list[_TokenSpan], samples: list[bool]) -> Tensor | None:
         rows = torch.tensor([span.row for span in spans for _ in range(span.tokens)], device=self._device)
         attend = self._attend_varlen(*self._varlen_spans(spans)) if self._varlen else self._attend_in_groups(spans)
         hidden = self._hidden(ids.to(self._device), positions.to(self._device), rows, attend)
@@ -206,7 +206,7 @@ class CachedDecoder:
             x = kernels.linear(kernels.activation(hidden), down)
         return kernels.norm(x, residual, self._norm)
 
-    def _varlen_spans(self, spans: list[_Span]) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _varlen_spans(self, spans: list[_TokenSpan]) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return the arguments of `_attend_varlen` for the spans of a step."""
         ends = [span.first for span in spans] + [spans[-1].first + spans[-1].tokens]
         rows, lengths = [span.row for span in spans], [span.past + span.tokens for span in spans]
@@ -225,7 +225,7 @@ class CachedDecoder:
 
         return attend
 
-    def _attend_in_groups(self, spans: list[_Span]) -> AttendInCache:
+    def _attend_in_groups(self, spans: list[_TokenSpan]) -> AttendInCache:
         """Return attention of a step with a call for each group of its spans."""
         groups = [(group, self._mask(group)) for group in self._groups(spans)]
 
@@ -235,11 +235,11 @@ class CachedDecoder:
 
         return attend
 
-    def _groups(self, spans: list[_Span]) -> list[list[_Span]]:
+    def _groups(self, spans: list[_TokenSpan]) -> list[list[_TokenSpan]]:
         """Return the spans whose attention is one call: one by one, or neighbours that decode together."""
         if not self._together:
             return [[span] for span in spans]
-        groups: list[list[_Span]] = []
+        groups: list[list[_TokenSpan]] = []
         for span in spans:
             if groups and span.tokens == groups[-1][-1].tokens == 1:
                 groups[-1].append(span)
@@ -247,12 +247,12 @@ class CachedDecoder:
                 groups.append([span])
         return groups
 
-    def _mask(self, group: list[_Span]) -> Any:
+    def _mask(self, group: list[_TokenSpan]) -> Any:
         """Return the mask of a group that is one span; None for larger groups."""
         _, _, past, tokens = group[0]
         return None if len(group) > 1 else kernels.sees(tokens, past + tokens, past + tokens, self._device)
 
-    def _attend_to(self, cache: Tensor, q: Tensor, group: list[_Span], mask: Any) -> Tensor:
+    def _attend_to(self, cache: Tensor, q: Tensor, group: list[_TokenSpan], mask: Any) -> Tensor:
         """Return the attention output (tokens, heads x head_dim) of the spans of a group."""
         if len(group) > 1:
             return self._attend_together(cache, q, group)
@@ -267,7 +267,7 @@ class CachedDecoder:
             .reshape(tokens, -1)
         )
 
-    def _attend_together(self, cache: Tensor, q: Tensor, group: list[_Span]) -> Tensor:
+    def _attend_together(self, cache: Tensor, q: Tensor, group: list[_TokenSpan]) -> Tensor:
         rows = torch.tensor([span.row for span in group], device=self._device)
         ends = torch.tensor([span.past + 1 for span in group], device=self._device)
         longest = max(span.past for span in group) + 1
@@ -277,7 +277,7 @@ class CachedDecoder:
         return kernels.sdpa(q[first : first + len(group)].unsqueeze(2), k, v, mask).reshape(len(group), -1)
 
 
-class _Span(NamedTuple):
+class _TokenSpan(NamedTuple):
     """Tokens of a share among those of its step."""
 
     row: int

@@ -25,7 +25,7 @@ from simtune.specs.pool import Batching, KvCache, Policy, Pool
 from simtune.validation.client.prompts import Prompts
 from simtune.validation.servers import torch_engine, transformers_engine
 from simtune.validation.servers.engine_clocks import EngineClock, ProcessorClock, WallClock, processor_s, wall_s
-from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, Share
+from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, TokenShare
 from simtune.validation.servers.in_process import version_of
 from simtune.validation.servers.ports import free_ports, side_channel
 from simtune.validation.servers.random_weights import write_weights
@@ -158,7 +158,7 @@ class CountedExecutor:
     def __init__(self, executor: Executor, clock: StepClock) -> None:
         self._executor, self._clock = executor, clock
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         """Run the executor, and count the step."""
         self._executor.run(shares)
         self._clock.stepped()

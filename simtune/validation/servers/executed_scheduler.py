@@ -24,7 +24,7 @@ from simtune.validation.servers.engine_clocks import EngineClock, processor_s, w
 from simtune.workload.requests import RequestStream
 
 
-class Share(NamedTuple):
+class TokenShare(NamedTuple):
     """Tokens of one request that a step computes, after the `past` ones in the cache."""
 
     request: Request
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 class Executor(Protocol):
     """Computes steps."""
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         """Compute a step; return when its tokens are available."""
         ...
 
@@ -179,7 +179,7 @@ class EngineLoop:
         return self._recorder.outcome(self._source.arrival, aborted=False, events=len(self._steps), cores=[use])
 
 
-def _shares(scheduler: Scheduler, step: Step) -> list[Share]:
+def _shares(scheduler: Scheduler, step: Step) -> list[TokenShare]:
     """Return the share of each request in the latest step, in the engine's order."""
     chunks = {chunk.request: chunk for chunk in step.chunks}
     shares = []
@@ -187,13 +187,13 @@ def _shares(scheduler: Scheduler, step: Step) -> list[Share]:
         chunk = chunks.get(request)
         if chunk is None:
             past = request.prompt_tokens + scheduler.emitted(request) - 1
-            shares.append(Share(request, past, tokens, samples=True))
+            shares.append(TokenShare(request, past, tokens, samples=True))
         else:
-            shares.append(Share(request, chunk.past, chunk.tokens, samples=chunk.completes))
+            shares.append(TokenShare(request, chunk.past, chunk.tokens, samples=chunk.completes))
     return shares
 
 
-def _work(step: Step, shares: Sequence[Share]) -> StepWork:
+def _work(step: Step, shares: Sequence[TokenShare]) -> StepWork:
     chunks = tuple((chunk.past, chunk.tokens) for chunk in step.chunks)
     longest = max((s.past + s.tokens for s in shares if s.tokens == 1), default=0) if step.num_decodes else 0
     return StepWork(step.num_decodes, step.context_tokens, chunks, sum(s.samples for s in shares), longest)

@@ -16,7 +16,7 @@ from simtune.specs.workload import Slo
 from simtune.validation.client.measured_run import Clock, EngineFacts, MeasuredFacts, MeasuredRun
 from simtune.validation.loads import warm_up
 from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, ProcessorClock
-from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, MeasuredStep, QueueLength, Share
+from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, MeasuredStep, QueueLength, TokenShare
 from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
 from simtune.workload.requests import RequestStream
 
@@ -145,7 +145,7 @@ class _Stamped:
     def __init__(self, executor: Executor, clock: EngineClock, times: TokenTimes) -> None:
         self._executor, self._clock, self._times = executor, clock, times
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TokenShare]) -> None:
         self._executor.run(shares)
         now = self._clock.now()
         for share in shares:

@@ -113,7 +113,7 @@ class SteppedEngine:
     def run(self, session: dict[str, Any]) -> dict[str, Any]:
         """Run one session from its first request to its last token."""
         slow = self._gauge()
-        clock = _Clock(session["clock"])
+        clock = _VllmClock(session["clock"])
         self._drafts, self._hit_tokens, self._preemptions = [0, 0, 0, 0], 0, 0
         pending = sorted((at, number) for number, (at, *_) in enumerate(session["requests"]))[::-1]
         noted: list[list[Any]] = [[None, None, None, [], None] for _ in session["requests"]]
@@ -180,7 +180,7 @@ def _note(noted: list[Any], output: Any, now: float) -> None:
         noted[2], noted[4] = now, output.kv_transfer_params
 
 
-class _Clock:
+class _VllmClock:
     """Clock of a session: counts steps, processor time over slowness, or seconds."""
 
     def __init__(self, kind: str) -> None:
