@@ -42,11 +42,13 @@ def test_a_study_is_written_that_can_be_searched(desk: Desk, call: Callable[...,
         ("NVIDIA A100-SXM4-80GB", "a100-sxm-80g"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("NVIDIA GeForce GTX 1080", None),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA A100-PCIE-40GB", None),
         ("NVIDIA A10G", None),
-        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX 5000 Ada Generation", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
@@ -70,11 +72,11 @@ def test_a_card_without_a_profile_is_named(
 ) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho NVIDIA H100 PCIe\n")
+    tool.write_text("#!/bin/sh\necho NVIDIA A10G\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
     said = call("new", "s.yaml")
-    assert said.err.startswith("note: no profile is of NVIDIA H100 PCIe, which is in this machine")
+    assert said.err.startswith("note: no profile is of NVIDIA A10G, which is in this machine")
     assert "profile: h100-sxm, devices: 8" in Path("s.yaml").read_text()
 
 
