@@ -12,19 +12,19 @@ from simtune.specs.plan_words import in_words
 
 def test_worlds_state_confidence_in_the_choice(desk: Any) -> None:
     desk.study("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [512, 2048]")
-    said = desk.optimize("--worlds", 6)
+    said = desk.optimize("--worlds", 20)
     assert said.code == 0, said
-    assert "6 redrawn worlds: " in said.out
+    assert "20 redrawn worlds: " in said.out
     assert "the chosen plan in " in said.out
     assert "measure next: " in said.out
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
     sure = summary["confidence"]
-    assert sure["worlds"] == 6
+    assert sure["worlds"] == 20
     assert [v["candidate"] for v in sure["versus"]] == [q["candidate"] for q in sure["quantiles"][1:]]
     for rival in sure["versus"]:
         assert f"beats {in_words(rival['candidate'])} with {rival['probability']:.0%}" in said.out
     drawn = summary["uncertainty"]
-    assert f"P(SLO holds) is {percent(drawn['slo_probability'])} over 6 redrawn worlds; in 90 % of them " in said.out
+    assert f"P(SLO holds) is {percent(drawn['slo_probability'])} over 20 redrawn worlds; in 90 % of them " in said.out
     assert "requests/s/GPU are served inside the limits" in said.out
     run = read_run(desk.folder / "run")
     assert run.summary.confidence is not None
