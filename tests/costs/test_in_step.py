@@ -70,7 +70,8 @@ def test_a_transfer_between_facts_with_and_without_a_field_is_refused() -> None:
             transfer(unknown, own)
 
 
-def test_every_shipped_gpu_says_how_large_its_cache_is() -> None:
+def test_every_gpu_of_tables_says_how_large_its_cache_is() -> None:
+    """Operands of simtune's own measurements rotate through more memory than a cache holds."""
     for name in names("hardware"):
         device = load_hardware(name).device
-        assert (device.cache_bytes is None) == (device.processors == 1), name
+        assert (device.cache_bytes is None) == ("simtune measured" in device.source), name
