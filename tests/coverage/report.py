@@ -33,6 +33,7 @@ NEEDS_TORCH = (
     "simtune/profiling/operands.py",
     "simtune/profiling/rig.py",
     "simtune/validation/servers/cached_decoder.py",
+    "simtune/validation/servers/decode_graphs.py",
 )
 """Files that import torch at their top, all of them."""
 NEVER = [r"^if TYPE_CHECKING:", r"^\s*raise (AssertionError|NotImplementedError)\b"]
