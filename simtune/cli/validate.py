@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from simtune.api import Experiment
     from simtune.runs.schema import Manifest
     from simtune.specs.plan import Plan
+    from simtune.validation.client.load_client import Patience
     from simtune.validation.client.measured_run import Clock, MeasuredRun
     from simtune.validation.judge.comparison import Validation
     from simtune.validation.judge.decision import Ranking
@@ -47,11 +48,22 @@ class EngineChoice:
     name: str
     api_key: str | None
     silence_s: float
+    request_s: float
+    response_mib: float | None
     weights: Path | None
     vllm_python: str | None
     arguments: tuple[str, ...]
     device: str | None = None
     clock: Clock | None = None
+
+    @property
+    def patience(self) -> Patience:
+        """Return how long, and for how much of a response, the client waits."""
+        from simtune.validation.client.http_exchange import ResponseCaps
+        from simtune.validation.client.load_client import Patience
+
+        caps = ResponseCaps() if self.response_mib is None else ResponseCaps(stream=int(self.response_mib * 1024**2))
+        return Patience(self.silence_s, self.request_s, caps=caps)
 
     @property
     def hardware(self) -> tuple[str, Clock]:
@@ -64,7 +76,6 @@ class EngineChoice:
 
 def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.runs.engine_files import draft_models
-    from simtune.validation.client.load_client import Patience
     from simtune.validation.servers.served import VllmCommand, VllmEngine, vllm_python
 
     if choice.clock is not None:
@@ -72,8 +83,7 @@ def _vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
     if choice.weights is None:
         raise UsageError("--engine vllm: name the folder that it is to serve, --weights DIR (see `simtune weights`)")
     command = VllmCommand(vllm_python(choice.vllm_python), choice.weights, choice.arguments)
-    patience, drafts = Patience(silence_s=choice.silence_s), draft_models(experiment.deployment)
-    return VllmEngine(command, experiment.deployment.model, patience, drafts)
+    return VllmEngine(command, experiment.deployment.model, choice.patience, draft_models(experiment.deployment))
 
 
 def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
@@ -100,11 +110,10 @@ def _stepped_vllm(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 def _server(choice: EngineChoice, experiment: Experiment) -> Engine:
     from simtune.validation.client.http_exchange import ServerAddress
-    from simtune.validation.client.load_client import Patience
     from simtune.validation.servers.served import ServerEngine
 
     server = ServerAddress(choice.name, choice.api_key)
-    return ServerEngine(server, experiment.deployment.model, Patience(silence_s=choice.silence_s))
+    return ServerEngine(server, experiment.deployment.model, choice.patience)
 
 
 def _torch(choice: EngineChoice, experiment: Experiment) -> Engine:
@@ -201,6 +210,19 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     default=120.0,
     help="Seconds without a byte after which a request fails.",
 )
+@click.option(
+    "--request-timeout",
+    type=RealRange(above=0, most=1e7),
+    default=3600.0,
+    show_default=True,
+    help="Seconds after which a request fails that is not complete.",
+)
+@click.option(
+    "--max-response",
+    type=RealRange(above=0, most=1e6),
+    default=None,
+    help="MiB of one answer after which a request fails; 1 and 1 for 256 tokens unless given.",
+)
 @click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
 @click.option("--vllm-python", default=None, help="Python interpreter of the environment with vLLM.")
@@ -239,6 +261,8 @@ def validate(  # noqa: PLR0913 - one for each option
     max_lateness: float,
     worlds: int,
     timeout: float,
+    request_timeout: float,
+    max_response: float | None,
     api_key: str | None,
     weights: Path | None,
     vllm_python: str | None,
@@ -266,7 +290,8 @@ def validate(  # noqa: PLR0913 - one for each option
         raise UsageError("name the load to send: --workload")
     if record is not None:
         _profile_folder(record)
-    choice = EngineChoice(engine or "", api_key, timeout, weights, vllm_python, engine_arg, device, clock)
+    waits = (timeout, request_timeout, max_response)
+    choice = EngineChoice(engine or "", api_key, *waits, weights, vllm_python, engine_arg, device, clock)
     options = _Asked(repeat, _rates(rates), tolerance, max_lateness, worlds, seed or 0, export, force, quiet)
     by_spec = split_settings(settings, ("model", "hardware", "workload", "plan"))
     specs = _Given(plan_file, model, hardware, workload, requests, by_spec, relayed=engine in ENGINES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simtune.validation.client import relay
-from simtune.validation.client.http_exchange import Exchange, ServerAddress
+from simtune.validation.client.http_exchange import Exchange, ResponseCaps, ServerAddress
 from simtune.validation.client.load_client import Patience, Traffic, send
 from simtune.validation.client.prompts import Prompts
 from simtune.validation.client.relay import Relay
@@ -90,7 +90,7 @@ def test_which_of_them_failed_is_said(servers: Sequence[str | None], said: str) 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_half_an_answer_of_the_prefill_server_is_none(tokens: int) -> None:
     servers = [ServerAddress(f"http://127.0.0.1:{port}") for port in (1, 2)]
-    relay, cut = Relay(servers[0], servers[1], [{"max_tokens": tokens}]), Exchange(None)  # type: ignore[arg-type]
+    relay, cut = Relay(servers[0], servers[1], [{"max_tokens": tokens}]), Exchange(None, ResponseCaps())  # type: ignore[arg-type]
     cut.pieces = [(1.0, b'HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"choices": [')]
     answer = Answer(tokens)
     assert relay.message(0, [cut]) is None

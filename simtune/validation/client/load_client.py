@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simtune.errors import EngineError
-from simtune.validation.client.http_exchange import Exchange, Piece, ServerAddress, ask, fetch, look_up, read_response
+from simtune.validation.client.http_exchange import (
+    Exchange,
+    Piece,
+    ResponseCaps,
+    ServerAddress,
+    ask,
+    fetch,
+    look_up,
+    read_response,
+)
 from simtune.validation.client.measured_run import Lateness, MeasuredRequest
 from simtune.validation.client.prometheus import MetricsReading
 from simtune.validation.client.prompts import Prompts
@@ -29,16 +39,21 @@ LEAD_S = 0.2
 """Seconds between the last preparation and the first request."""
 LOOK_EVERY_S = 0.1
 """Seconds between two checks for responses that have become silent."""
+METRICS_BYTES = 64 * 1024 * 1024
+"""Most bytes of all readings of /metrics together; beyond it only the last reading is kept."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Waiting times, in seconds."""
+    """Limits of waiting, in seconds, and of the size of a response."""
 
     silence_s: float = 120.0
-    """Longest wait for the next byte of a response, including the first."""
+    """Longest wait for a connection, and for the next byte of a response, including the first."""
+    request_s: float = 3600.0
+    """Longest time of a request, from its sending to the end of its response."""
     metrics_every_s: float = 1.0
     """Time between two readings of /metrics."""
+    caps: ResponseCaps = field(default_factory=ResponseCaps)
 
 
 class Traffic(NamedTuple):
@@ -76,7 +91,7 @@ def served_model(server: ServerAddress) -> str:
     text = ask(server, "/v1/models")
     try:
         return str(json.loads(text)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise EngineError(f"{server.url}: does not say which models it serves (/v1/models)") from None
 
 
@@ -128,6 +143,7 @@ class _Drive:
         self._sent: list[_Sent] = []
         self._under_way: set[_Sent] = set()
         self._scrapes: list[tuple[float, list[list[Piece]]]] = []
+        self._metrics_bytes = 0
         self._start = 0.0
 
     async def run(self) -> None:
@@ -187,11 +203,18 @@ class _Drive:
             if message is None or sent.error is not None:
                 return
             try:
-                sent.exchanges.append(await address.open(message))
+                async with asyncio.timeout(self._patience.silence_s):
+                    sent.exchanges.append(await address.open(message, self._caps(request)))
+            except TimeoutError:
+                sent.error = f"cannot be reached: no connection within {self._patience.silence_s:g} s"
+                return
             except OSError as error:
-                sent.error = f"cannot be reached: {error.strerror or error}"
+                sent.error = f"cannot be reached: {os.strerror(error.errno) if error.errno else error}"
                 return
             await self._closed(sent)
+
+    def _caps(self, request: int) -> ResponseCaps:
+        return self._patience.caps.of_stream(int(self._stream.output_tokens[request]))
 
     async def _closed(self, sent: _Sent) -> None:
         exchange = sent.exchanges[-1]
@@ -201,14 +224,22 @@ class _Drive:
         finally:
             self._under_way.discard(sent)
             exchange.abort()
+            if exchange.too_long is not None:
+                sent.error = exchange.too_long
 
     async def _look(self) -> None:
-        """Abort requests that have been silent for too long."""
+        """Abort requests that have been silent, or under way, for too long."""
+        silence_s, request_s = self._patience.silence_s, self._patience.request_s
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            limit = now() - self._patience.silence_s
-            for sent in [s for s in self._under_way if s.exchanges[-1].last_s < limit]:
-                sent.error = f"silent for {self._patience.silence_s:g} s"
+            at_s = now()
+            for sent in list(self._under_way):
+                if at_s - sent.exchanges[-1].last_s > silence_s:
+                    sent.error = f"silent for {silence_s:g} s"
+                elif at_s - sent.sent_s > request_s:
+                    sent.error = f"not complete within {request_s:g} s"
+                else:
+                    continue
                 sent.exchanges[-1].abort()
 
     async def _scrape(self) -> None:
@@ -217,8 +248,13 @@ class _Drive:
             await self._read_metrics()
 
     async def _read_metrics(self) -> None:
-        every = (fetch(address, "/metrics", self._patience.silence_s) for address in self._addresses)
-        self._scrapes.append((now(), list(await asyncio.gather(*every))))
+        at_s, patience = now(), self._patience
+        every = (fetch(address, "/metrics", patience.silence_s, patience.caps) for address in self._addresses)
+        reading = list(await asyncio.gather(*every))
+        if self._metrics_bytes > METRICS_BYTES and len(self._scrapes) > 1:
+            self._scrapes.pop()
+        self._metrics_bytes += sum(len(data) for pieces in reading for _, data in pieces)
+        self._scrapes.append((at_s, reading))
 
     # --- when all is over ---------------------------------------------------------------------------------
 
@@ -235,7 +271,10 @@ class _Drive:
         error = sent.error
         if sent.exchanges:
             why = self._path.read(answer, sent.exchanges)
-            error = why if error is None else f"{error}, {answer.so_far}"
+            if error is None:
+                error = why
+            elif sent.exchanges[-1].too_long is None:
+                error = f"{error}, {answer.so_far}"
         times = tuple(at_s - self._start for at_s in answer.times_s)
         return MeasuredRequest(
             request=sent.request,

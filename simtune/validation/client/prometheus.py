@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,9 @@ from typing import Any, NamedTuple
 from simtune.validation.client.measured_run import MeasuredDrafts, QueueSamples
 
 _SAMPLE = re.compile(r"^(\w+:\w+)(?:\{[^\n]*?\})?[ \t]+(\S+)", re.MULTILINE)
+
+_MOST = 2.0**53
+"""Largest count that a floating-point number holds exactly."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
@@ -31,13 +35,16 @@ class MetricsReading(NamedTuple):
 
 
 def values(text: str) -> dict[str, float]:
-    """Return the values of NAMES in a text."""
+    """Return the values of NAMES in a text. NaN and infinity are legal there and mean that an engine has no value; they
+    count as absent, as does what no counter can hold."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         try:
-            sums[name] = sums.get(name, 0.0) + float(value)
+            number = float(value)
         except ValueError:
             continue
+        if math.isfinite(number) and 0 <= number <= _MOST:
+            sums[name] = sums.get(name, 0.0) + number
     read = {}
     for quantity, names in NAMES.items():
         metric = next((name for name in names if name in sums), None)
@@ -57,7 +64,12 @@ def engine_facts(readings: Sequence[MetricsReading]) -> dict[str, Any]:
         columns = zip(*((at_s, v["running"], v["waiting"]) for at_s, v in during), strict=True)
         facts["queues"] = QueueSamples.model_validate(dict(zip(("t_s", "running", "waiting"), columns, strict=True)))
     before, after = read[0][1], read[-1][1]
-    rise = {quantity: after[quantity] - before[quantity] for quantity in after if quantity in before}
+    # A counter that fell belongs to an engine that started anew: its rise is not known.
+    rise = {
+        quantity: after[quantity] - before[quantity]
+        for quantity in after
+        if after[quantity] >= before.get(quantity, math.inf)
+    }
     if "preemptions" in rise:
         facts["preemptions"] = round(rise["preemptions"])
     if rise.get("queried") and "hits" in rise:

@@ -113,7 +113,7 @@ def _kept(response: Response | None) -> dict[str, Any] | str:
         return why or ""
     try:
         kv_params = json.loads(response.text)["kv_transfer_params"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         kv_params = None
     if not isinstance(kv_params, dict):
         return "its answer does not say where the KV cache is (kv_transfer_params): it has no KV connector"
@@ -130,7 +130,8 @@ def _why_unread(response: Response | None) -> str | None:
 def _refusal(response: Response) -> str | None:
     """Return why a response is no answer, or None."""
     if 300 <= response.status < 400:
-        return f"answered {response.status}, a redirect to {response.headers.get('location')}, which is not followed"
+        where = quoted(response.headers.get("location", "no address").encode())
+        return f"answered {response.status}, a redirect to {where}, which is not followed"
     if response.status != 200:
         return f"answered {response.status}: {quoted(response.text)}"
     return None
@@ -144,7 +145,7 @@ def _read_stream(answer: Answer, response: Response | None) -> str | None:
     if why is not None:
         return why
     if response.content_type != "text/event-stream":
-        return f"does not stream: its answer is {response.content_type or 'of no type'}"
+        return f"does not stream: its answer is {quoted(response.content_type.encode()) or 'of no type'}"
     for at_s, data in response.body:
         answer.feed(data, at_s)
     if answer.problem is None and not response.complete:

@@ -7,6 +7,8 @@ from typing import Any
 
 MAX_QUOTED = 200
 """Characters of a server's text that an error repeats."""
+MAX_LINE = 1024 * 1024
+"""Longest line of a stream, in bytes."""
 
 
 class Answer:
@@ -19,15 +21,19 @@ class Answer:
         self.times_s: list[float] = []
         self.problem: str | None = None
         """Problem with the messages received; None if there is none."""
-        self._rest = b""
+        self._rest = bytearray()
         self._over = False
 
     def feed(self, data: bytes, at_s: float) -> None:
         """Parse bytes that were read at a time; messages may arrive in pieces and several at once."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:") and self.problem is None:
-                self._message(line[5:].strip(), at_s)
+        self._rest += data
+        if b"\n" in data:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and self.problem is None:
+                    self._message(bytes(line[5:]).strip(), at_s)
+        if len(self._rest) > MAX_LINE and self.problem is None:
+            self.problem = f"sent a line of more than {MAX_LINE:,} bytes, {self.so_far}"
 
     def end(self) -> str | None:
         """End the stream. Return why the response is incomplete, or None."""
@@ -51,7 +57,7 @@ class Answer:
         try:
             message = json.loads(text)
             self._count(message, at_s)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             self.problem = f"sent what is no completion, {self.so_far}: {quoted(text)}"
 
     def _count(self, message: dict[str, Any], at_s: float) -> None:
@@ -63,7 +69,10 @@ class Answer:
             return
         choices, usage = message["choices"], message.get("usage")
         if usage is not None:
-            tokens = int(usage["completion_tokens"])
+            tokens = usage["completion_tokens"]
+            if type(tokens) is not int or not 0 <= tokens <= self.wanted:
+                self.problem = f"counts {quoted(str(tokens).encode())} tokens, {self.so_far}"
+                return
         else:
             tokens = self.tokens + int(bool(choices and (choices[0].get("text") or choices[0].get("token_ids"))))
         if choices and tokens > self.tokens:
