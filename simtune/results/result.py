@@ -40,6 +40,9 @@ _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps
 """Fields of the summary that a notebook shows first."""
 
 
+_ALL = slice(None)
+
+
 @dataclass
 class RequestTimes:
     """Times of requests as arrays in order of request number, in seconds; NaN if the event never came."""
@@ -211,15 +214,16 @@ class Result(RequestTimes):
         """Seconds from the arrival of each request's family until the family's last node was over; NaN without one."""
         return family_latencies(self.outcome, len(self.stream))
 
-    def values(self, metric: str, request_class: int | None = None) -> Array:
-        """Return the finite values of one of METRICS, of one class or of all; for `family` one value per family."""
-        column: Array = getattr(self, metric + "_s")
+    def values(self, metric: str, request_class: int | None = None, part: slice = _ALL) -> Array:
+        """Return the finite values of one of METRICS, of one class or of all, of a part of the requests or of all; for
+        `family` one value per family."""
+        column: Array = getattr(self, metric + "_s")[part]
         if metric == "family":
-            column = column[:: max(1, len(column) // max(1, len(self.outcome.family_end)))]
+            column = column[:: max(1, len(self.stream) // max(1, len(self.outcome.family_end)))]
             return column[np.isfinite(column)]
         keep = np.isfinite(column)
         if request_class is not None:
-            keep &= self.stream.class_index == request_class
+            keep &= self.stream.class_index[part] == request_class
         return column[keep]
 
     def statistic(self, metric: str, statistic: str) -> float | None:
@@ -230,10 +234,14 @@ class Result(RequestTimes):
     @cached_property
     def limits(self) -> list[SloLimit]:
         """All lines of the SLO, the run's own and those of classes that have one, with their values."""
+        return self.limits_of(_ALL)
+
+    def limits_of(self, part: slice) -> list[SloLimit]:
+        """Return `limits` as if the run had only a part of its requests, in order of arrival."""
         lines = []
         for index, name, slo in self._objectives():
             for metric, statistic, limit in slo.limits():
-                values = self.values(metric, index)
+                values = self.values(metric, index, part)
                 # Latencies of a saturated system grow with the length of the run, so it has no value.
                 value = statistic_of(values, statistic) if len(values) and not self.saturated else None
                 lines.append(

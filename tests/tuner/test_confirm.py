@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simtune.errors import UsageError
@@ -93,6 +94,22 @@ def test_a_run_is_made_longer_until_it_lasts_ten_lifetimes() -> None:
     assert finding.summary.lifetimes is not None
     assert finding.summary.lifetimes >= 10
     assert finding.summary.requests > 60
+
+
+def test_each_part_of_a_long_draw_must_keep_the_slo() -> None:
+    """A burst of 60 requests is within the percentile of 1,200, and not within that of the 200 that it is part of."""
+    q = asked(slo=Slo(ttft_s={"p90": 0.3}))
+    deployment = q.deploy(next(iter(optimize(asked(), jobs=1).rows)).candidate, 8192)
+    stream = build_stream(LOAD, None, requests=1200, seed=0)
+    arrival_s = np.arange(1200) / 4.0
+    arrival_s[400:460] = arrival_s[400]
+    burst = replace(stream, arrival_s=arrival_s)
+    whole = Simulation(deployment, burst, q.study.slo, None).run()
+    parts = Simulation(deployment, burst, q.study.slo, None, part=200).run()
+    assert whole.met
+    assert not parts.met
+    assert parts.reason.startswith("in requests 401 to 600 of 1,200: p90 TTFT")
+    assert Simulation(deployment, burst, q.study.slo, None, part=601).run().met
 
 
 def test_draws_of_a_load_without_chance_are_one() -> None:

@@ -26,10 +26,10 @@ from simtune.specs.pool import Role
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
-from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
-from simtune.tuner.search.confirm import judged_together, num_draws
+from simtune.tuner.search.confirm import judged_together, num_draws, part_requests
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
@@ -461,7 +461,8 @@ class Audit:
             stream = draws.stream(tried.requests, tried.draw)
         if tried.all_cores:
             return Simulation(deployment, stream, slo, tried.rate_rps, None)
-        return Simulation(deployment, stream, slo, tried.rate_rps, SAMPLED_CORES, draws, tried.draw)
+        part = part_requests(self.question) if tried.draw else None
+        return Simulation(deployment, stream, slo, tried.rate_rps, draws=draws, draw=tried.draw, part=part)
 
     def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""

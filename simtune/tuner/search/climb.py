@@ -64,6 +64,9 @@ class Simulation:
     """Source of more requests, if those of the stream last less than ten lifetimes; None if the run stays as it is."""
     draw: int = 0
     """Number of the draw that the stream belongs to."""
+    part: int | None = None
+    """Requests of a part; each of the parts that the run can be cut into must keep the SLO by itself. None: the run is
+    judged as a whole."""
 
     def run(self) -> SimulationFinding:
         """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
@@ -72,12 +75,14 @@ class Simulation:
         while self.draws is not None and (requests := longer(result, len(stream))) is not None:
             stream = self.draws.stream(requests, self.draw)
             result = self._simulated(stream)
-        short = "" if self.draws is None else too_short(result)
-        met = result.meets_slo and not short
+        problem = "" if self.draws is None else too_short(result)
+        if result.meets_slo and not problem and self.part is not None:
+            problem = missed_in_part(result, self.part)
+        met = result.meets_slo and not problem
         return SimulationFinding(
             met=met,
             summary=result.summary(noise=False),
-            reason="" if met else violation(result) or short,
+            reason="" if met else violation(result) or problem,
             used=uses(self.deployment, result),
             first_tokens_miss=not result.meets_slo and first_tokens_miss(self.deployment, result),
             strain=_strain(result),
@@ -100,6 +105,21 @@ def longer(result: Result, requests: int) -> int | None:
     assert result.lifetimes is not None
     factor = min(LONGER, max(1.5, 1.2 * LIFETIMES / max(result.lifetimes, 1e-9)), MOST_REQUESTS / simulated)
     return math.ceil(requests * factor)
+
+
+def missed_in_part(result: Result, requests: int) -> str:
+    """Return which part of a run misses the SLO, if it is cut into as many equal parts of `requests` requests or more
+    as it has; empty if none does. A class that no request of a part belongs to is not judged there."""
+    count = len(result.stream)
+    parts = max(1, count // requests)
+    for i in range(parts):
+        begin, end = count * i // parts, count * (i + 1) // parts
+        missed = [
+            str(limit) for limit in result.limits_of(slice(begin, end)) if limit.value_s is not None and not limit.met
+        ]
+        if missed:
+            return f"in requests {begin + 1:,} to {end:,} of {count:,}: " + "; ".join(missed)
+    return ""
 
 
 def too_short(result: Result) -> str:
