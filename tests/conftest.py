@@ -62,3 +62,9 @@ def data_dir() -> Path:
 def oracle_dir() -> Path:
     """The folder of checked answers, beside the data; the test is skipped where it is absent."""
     return _there(DATA.parent / "oracles")
+
+
+@pytest.fixture
+def own_code_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission to import modules that files name."""
+    monkeypatch.setenv("SIMTUNE_ALLOW_CODE", "1")

@@ -53,6 +53,31 @@ INTERNAL = (
 )
 
 
+READS_CODE = (
+    "optimize", "simulate", "sweep", "validate", "check", "explain", "certify", "replay", "loop", "calibrate", "show",
+    "report", "speculate", "acceptance",
+)  # fmt: skip
+"""Verbs that read plans or studies, which may name code of their own."""
+
+
+def _allow_code_option() -> click.Option:
+    def permit(ctx: click.Context, option: click.Parameter, given: bool) -> None:
+        if given:
+            from simtune.specs.plugins import allow_code
+
+            allow_code()
+
+    return click.Option(
+        ["--allow-code"],
+        is_flag=True,
+        envvar="SIMTUNE_ALLOW_CODE",
+        expose_value=False,
+        is_eager=True,
+        callback=permit,
+        help="Run modules that the files name (module:Class). Only with files that you trust.",
+    )
+
+
 class _Verbs(click.Group):
     """Loads a verb's module when it is called, so that --help stays quick."""
 
@@ -64,6 +89,8 @@ class _Verbs(click.Group):
         if name not in VERBS:
             return None
         command: click.Command = getattr(importlib.import_module(f"simtune.cli.{name}"), name)
+        if name in READS_CODE and not any(option.name == "allow_code" for option in command.params):
+            command.params.append(_allow_code_option())
         return command
 
     def resolve_command(

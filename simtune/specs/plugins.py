@@ -6,6 +6,9 @@ package that is installed may register a name instead, in an entry-point group s
     [project.entry-points."simtune.policies"]
     least-attained = "mypackage.policies:LeastAttained"
 
+A file may come from a stranger, so a module that it names is imported only with permission (`allow_code`): installed
+parts, modules that are imported already and the running program need none, since they bring no new code.
+
 Whatever goes wrong in such a part is told as one PartError that names file, line, class and method.
 """
 
@@ -20,6 +23,8 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,6 +32,8 @@ from simtune.errors import PartError, suggest
 
 T = TypeVar("T")
 
+ALLOW_CODE = "SIMTUNE_ALLOW_CODE"
+"""Environment variable that gives permission, here and in worker processes."""
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 EXAMPLE = "package.module:Class"
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -45,6 +52,50 @@ def registered(group: str) -> Mapping[str, str]:
     from importlib import metadata
 
     return {point.name: point.value for point in sorted(metadata.entry_points(group=group), key=lambda p: p.name)}
+
+
+def allow_code() -> None:
+    """Permit the import of modules that plans and studies name, in this process and in those that it starts."""
+    os.environ[ALLOW_CODE] = "1"
+
+
+def need_permission(reference: str) -> None:
+    """Raise PartError if an import path brings code that nobody has permitted. Nothing is imported."""
+    name = reference.partition(":")[0]
+    if name in sys.modules or os.environ.get(ALLOW_CODE, "").lower() in ("1", "true", "yes"):
+        return
+    file = _file_of_module(name)
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None or (program is not None and os.path.exists(program) and os.path.samefile(file, program)):
+        # There is nothing to import, which `load` reports, or it runs already.
+        return
+    raise PartError(
+        f"{reference} runs the code of {_shown(file)}{_owner_of(file)}; if you trust it, give --allow-code, or set "
+        f"{ALLOW_CODE}=1"
+    )
+
+
+def _file_of_module(name: str) -> str | None:
+    """Return the file that an import would run first, found without importing the packages that it lies in; None if
+    there is none."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), places)
+        if spec is None:
+            return None
+        if spec.origin is not None and (depth == len(parts) or os.path.basename(spec.origin) == "__init__.py"):
+            return os.path.abspath(spec.origin)
+        places = spec.submodule_search_locations
+    return None
+
+
+def _owner_of(file: str) -> str:
+    try:
+        return f" (owned by {Path(file).owner()})"
+    except (NotImplementedError, KeyError, OSError):
+        # Systems without owners, and owners without a name.
+        return ""
 
 
 def load(reference: str) -> Any:
@@ -91,6 +142,8 @@ class PartKind(Generic[T]):
         reference = registered(self.group).get(name, name)
         if not is_import_path(reference):
             raise PartError(f"no {self.noun} is called {name}; known: {', '.join(self.names())}, or {EXAMPLE}")
+        if reference == name:
+            need_permission(reference)
         cls = load(reference)
         base = f"{self.base.__module__}.{self.base.__qualname__}"
         if not isinstance(cls, type):

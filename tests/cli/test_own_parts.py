@@ -13,6 +13,8 @@ import pytest
 
 from tests.cli.conftest import ROOT, bytes_of, typed
 
+pytestmark = pytest.mark.usefixtures("own_code_allowed")
+
 MODULE = """\
 import simtune
 

@@ -29,6 +29,8 @@ from simtune.specs.routing import OwnRouting, Routing
 from simtune.testing.clusters import stream_of
 from simtune.workload.requests import RequestStream
 
+pytestmark = pytest.mark.usefixtures("own_code_allowed")
+
 KINDS = {
     variant.model_fields["kind"].default: variant.model_fields
     for tagged in get_args(get_args(Routing)[0])

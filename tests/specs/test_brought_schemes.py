@@ -19,6 +19,8 @@ from simtune.specs.plan import Plan
 from simtune.specs.schemes import SCHEMES, Scheme
 from simtune.testing.clusters import stream_of
 
+pytestmark = pytest.mark.usefixtures("own_code_allowed")
+
 MODULE = '''
 from typing import ClassVar
 
