@@ -129,16 +129,19 @@ class _Softmax(AttentionLayer):
         self._heads, self._head_dim = attention.heads // tp, attention.head_dim
         # KV heads are repeated if there are fewer of them than ranks.
         self._kv_heads = max(1, attention.kv_heads // tp)
-        self._gate, self._norm, self._q_rank = attention.output_gate, attention.qk_norm, attention.q_lora_rank
+        self._v_dim = attention.value_width
+        self._gate = self._heads * (attention.output_gate * self._v_dim + attention.head_gate)
+        self._values = 0 if attention.values_from_keys else self._kv_heads * self._v_dim
+        self._norm, self._q_rank = attention.qk_norm, attention.q_lora_rank
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        q, out = self._heads * self._head_dim, (self._hidden, self.output_width)
+        beside = self._kv_heads * self._head_dim + self._values + self._gate
         if self._q_rank is not None:
-            into = [(self._q_rank + q * self._gate + 2 * kv, self._hidden), (q, self._q_rank)]
-            return [*into, (self._hidden, q)]
-        return [(q * (1 + self._gate) + 2 * kv, self._hidden), (self._hidden, q)]
+            return [(self._q_rank + beside, self._hidden), (q, self._q_rank), out]
+        return [(q + beside, self._hidden), out]
 
     @property
     def small(self) -> list[tuple[str, int]]:
@@ -154,7 +157,7 @@ class _Softmax(AttentionLayer):
 
     @property
     def output_width(self) -> int:
-        return self._heads * self._head_dim
+        return self._heads * self._v_dim
 
     @property
     def query_width(self) -> int:
@@ -162,7 +165,7 @@ class _Softmax(AttentionLayer):
 
     @property
     def values_per_token(self) -> int:
-        return 2 * self._kv_heads * self._head_dim
+        return self._kv_heads * (self._head_dim + self._v_dim)
 
     @property
     def window(self) -> int | None:
@@ -171,7 +174,9 @@ class _Softmax(AttentionLayer):
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         decode = profile.predictor("decode_attention", dtype, kv_dtype=kv_dtype)
         prefill = profile.predictor("prefill_attention", dtype, kv_dtype=kv_dtype)
-        shape = {"heads": self._heads, "kv_heads": self._kv_heads, "head_dim": self._head_dim}
+        # Scores over head_dim and sums over v_dim are as much work, and as many bytes, as both over their mean.
+        head_dim = (self._head_dim + self._v_dim) / 2
+        shape = {"heads": self._heads, "kv_heads": self._kv_heads, "head_dim": head_dim}
 
         def window(context: Array) -> Array | int:
             return context if self._window is None else self._window

@@ -23,7 +23,13 @@ class FullAttention(Part):
     output_gate: bool = Field(False, description="a gate as wide as the queries, projected along with them")
     qkv_bias: bool = Field(False, description="queries, keys and values have a bias")
     output_bias: bool = Field(False, description="the projection out of attention has a bias")
+    head_gate: bool = Field(False, description="a gate of one value for each head, projected from the hidden states")
+    v_dim: Width | None = Field(None, description="values of a head, if they are fewer or more than head_dim")
+    values_from_keys: bool = Field(
+        False, description="no projection for values: they are the projected keys, which both are cached"
+    )
     qk_norm: bool = Field(False, description="queries and keys are normed by head")
+    wide_qk_norm: bool = Field(False, description="norms of queries and keys have a weight for each value of all heads")
     sinks: bool = Field(False, description="a learned score for each head that takes part in its softmax")
     q_lora_rank: Width | None = Field(
         None, description="values that queries are projected through; not divided over ranks"
@@ -36,20 +42,27 @@ class FullAttention(Part):
 
     def matrices(self, hidden: int) -> int:
         """Parameters of its matrices in a model of this hidden size."""
+        queries, out = self.heads * self.head_dim, self.heads * self.value_width
         if self.q_lora_rank is None:
-            return hidden * (self._projected + self.heads * self.head_dim)
-        queries = self.heads * self.head_dim
-        into = hidden * (self.q_lora_rank + self._projected - queries)
-        return into + (self.q_lora_rank + hidden) * queries
+            return hidden * (self._projected + out)
+        return hidden * (self.q_lora_rank + self._projected - queries + out) + self.q_lora_rank * queries
 
     def vectors(self, hidden: int) -> int:
         """Parameters of its biases, norms and sinks."""
         biases = self.qkv_bias * self._projected + self.output_bias * hidden
-        return biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads + (self.q_lora_rank or 0)
+        normed = self.heads + self.kv_heads if self.wide_qk_norm else 2
+        return biases + self.qk_norm * normed * self.head_dim + self.sinks * self.heads + (self.q_lora_rank or 0)
+
+    @property
+    def value_width(self) -> int:
+        """Values of one head."""
+        return self.v_dim or self.head_dim
 
     @property
     def _projected(self) -> int:
-        return (self.heads * (1 + self.output_gate) + 2 * self.kv_heads) * self.head_dim
+        gates = self.heads * (self.output_gate * self.value_width + self.head_gate)
+        values = 0 if self.values_from_keys else self.kv_heads * self.value_width
+        return (self.heads + self.kv_heads) * self.head_dim + values + gates
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:

@@ -115,7 +115,11 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     }
     if raising:
         config.raise_if_any()
-    layers = zip(attention, feed_forward, formats.of_attention, strict=True)
+    layers = [
+        layer
+        for layer in zip(attention, feed_forward, formats.of_attention, strict=True)
+        if not layer[0]["kind"] == layer[1]["kind"] == "none"
+    ]
     spec["layers"] = [
         {"count": len(list(equal)), "attention": mixing, "feed_forward": behind}
         | ({} if projections is None else {"attention_dtype": projections})

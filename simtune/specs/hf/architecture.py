@@ -37,7 +37,9 @@ class Architecture:
     output_bias: bool | str = False
     feed_forward_bias: bool | str = False
     qk_norm: bool | str = False
-    output_gate: bool = False
+    wide_qk_norm: bool = False
+    output_gate: bool | str = False
+    head_gate: bool = False
     sinks: bool = False
     indexed: bool = False
     gated: bool = True

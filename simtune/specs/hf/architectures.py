@@ -10,6 +10,7 @@ from functools import partial
 
 from simtune.specs.hf import attention_layers, feed_forward
 from simtune.specs.hf.architecture import Architecture
+from simtune.specs.hf.llama_like import LLAMA_LIKE
 
 _like = partial(Architecture, attention=attention_layers.softmax, feed_forward=feed_forward.dense_or_experts)
 
@@ -228,6 +229,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPTNeoXForCausalLM": replace(
         _OLDER, qkv_bias="attention_bias", output_bias="attention_bias", defaults={"attention_bias": True}
     ),
+    **LLAMA_LIKE,
 }
 
 LANGUAGE_MODELS = {
@@ -250,6 +252,10 @@ LANGUAGE_MODELS = {
     "kimi_k2": "DeepseekV3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
 }
 """Architectures of the language part of multimodal models, by its model_type."""
 

@@ -25,10 +25,12 @@ def _shape(config: Config, architecture: Architecture) -> dict[str, Any]:
     # Without a default of its own, an architecture takes one KV head per query head.
     kv_heads = config.count("num_key_value_heads", default=heads)
     flags = {
-        "output_gate": architecture.output_gate,
+        "output_gate": config.switch(architecture.output_gate),
+        "head_gate": architecture.head_gate,
         "qkv_bias": config.switch(architecture.qkv_bias),
         "output_bias": config.switch(architecture.output_bias),
         "qk_norm": config.switch(architecture.qk_norm),
+        "wide_qk_norm": architecture.wide_qk_norm,
         "sinks": architecture.sinks,
     }
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": _head_dim(config, heads), **flags}
@@ -63,6 +65,37 @@ def _windows(config: Config, architecture: Architecture, num_layers: int) -> Seq
         return [window if i >= first else None for i in range(num_layers)]
     config.problem("sliding_window", "is not known for this architecture; set it to null or give layer_types")
     return full
+
+
+def by_pattern(config: Config, architecture: Architecture) -> Layers:
+    """Return the layers of EXAONE 4: a sliding window by layer_types, or by a pattern of letters, of which L slides."""
+    pattern = config.get("sliding_window_pattern")
+    if config.get("layer_types") is not None or not isinstance(pattern, str) or config.get("sliding_window") is None:
+        return softmax(config, architecture)
+    shape, window = _shape(config, architecture), config.count("sliding_window")
+    num_layers = config.count("num_hidden_layers")
+    # the last layer is full, wherever the pattern ends
+    slides = [pattern[i % len(pattern)] == "L" and i < num_layers - 1 for i in range(num_layers)]
+    return [
+        {"kind": "sliding", "window": window, **shape} if sliding else {"kind": "full", **shape} for sliding in slides
+    ]
+
+
+def by_block(config: Config, architecture: Architecture) -> Layers:
+    """Return the layers of models from architecture search (DeciLM): each with its own number of KV heads, or none."""
+    num_layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
+    shape = _shape(config, architecture)
+    layers: Layers = []
+    for block in config.blocks("attention", num_layers):
+        in_group = block.get("n_heads_in_group")
+        if block.get("no_op"):
+            layers.append(NONE)
+        elif type(in_group) is int and in_group > 0 and heads % in_group == 0:
+            layers.append({"kind": "full", **shape, "kv_heads": heads // in_group})
+        else:
+            config.problem("block_configs", f"n_heads_in_group must divide {heads} heads, not {in_group!r}")
+            layers.append(NONE)
+    return layers
 
 
 def falcon(config: Config, architecture: Architecture) -> Layers:

@@ -157,6 +157,19 @@ class Config:
         self.problem(name, f"must be a list of layer numbers, not {numbers!r}")
         return None
 
+    def blocks(self, part: str, num_layers: int) -> list[dict[str, Any]]:
+        """Return one part of each layer of `block_configs`, with `no_op` if the layer lacks it; note what is wrong."""
+        listed = self.get("block_configs")
+        parts = [block.get(part) for block in listed if isinstance(block, dict)] if isinstance(listed, list) else []
+        blocks = [block for block in parts if isinstance(block, dict)]
+        if len(blocks) != num_layers:
+            self.problem("block_configs", f"must be a list of {num_layers} layers with {part}, not of {len(blocks)}")
+            return [{"no_op": True}] * num_layers
+        for key in ("replace_with_linear", "sparsify", "window_length", "num_sink_tokens"):
+            if any(block.get(key) for block in blocks):
+                self.problem("block_configs", f"{key} of {part}: not modelled")
+        return blocks
+
     def refuse_contradictions(self) -> None:
         """Note aliases of one key that have different values."""
         for names in ALIASES.values():

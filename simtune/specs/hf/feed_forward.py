@@ -67,6 +67,28 @@ def alternating(config: Config, architecture: Architecture) -> Layers:
     return [experts if i in of_experts else dense for i in range(num_layers)]
 
 
+def by_block(config: Config, architecture: Architecture) -> Layers:
+    """Return the blocks of models from architecture search (DeciLM): each layer has a width of its own, or none.
+
+    A width is 2/3 of ffn_mult hidden sizes, rounded up to a multiple of 256.
+    """
+    hidden = config.count("hidden_size")
+    layers: Layers = []
+    bias = config.switch(architecture.feed_forward_bias)
+    for block in config.blocks("ffn", config.count("num_hidden_layers")):
+        factor, width = block.get("ffn_mult"), block.get("intermediate_size")
+        if isinstance(factor, int | float) and not isinstance(factor, bool):
+            width = -(-int(2 * factor * hidden / 3) // 256) * 256
+        if block.get("no_op"):
+            layers.append(NONE)
+        elif type(width) is int and width > 0:
+            layers.append({"kind": "dense", "intermediate_size": width, "gated": architecture.gated, "bias": bias})
+        else:
+            config.problem("block_configs", "ffn without ffn_mult or intermediate_size")
+            layers.append(NONE)
+    return layers
+
+
 def one_sublayer(config: Config, architecture: Architecture) -> Layers:
     """Nemotron-H: dense or experts in the layers that are nothing else."""
     kinds = one_sublayer_kinds(config)

@@ -7,29 +7,13 @@ gives them, else as rounded as the `source` has them. KV bytes per token are wri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Published:
-    """A config.json, and facts about its model."""
-
-    config: dict[str, Any]
-    parameters: float
-    kv_bytes: float
-    """Per token in the dtype of the cache, windows in full."""
-    source: str
-    layers: str
-    """Of runs of equal layers: count, attention and feed-forward."""
-    formats: str = "bf16"
-    """Of weights in general, then of modules that differ."""
-    active: float | None = None
-
+from tests.specs.published.base import INDEX, Published
+from tests.specs.published.llama_like import LLAMA_LIKE
 
 BF16 = {"torch_dtype": "bfloat16"}
-INDEX = "checkpoint's index"
 
 
 def _llama(hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, longest: int, **more: Any) -> dict:  # type: ignore[type-arg]
@@ -54,6 +38,7 @@ _PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 NEMOTRON_LAYERS = ", ".join(f"{len(list(run))} {_KINDS[kind]}" for kind, run in groupby(_PATTERN))
 
 PUBLISHED: dict[str, Published] = {
+    **LLAMA_LIKE,
     "Llama-2-7b": Published(
         _llama(4096, 11008, 32, 32, 32, 32000, 4096, torch_dtype="float16"),
         6_738_415_616,
