@@ -21,6 +21,7 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
+from simtune.specs.input_hashes import numbered, sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
 from simtune.tuner.bounds.relaxation import Worths
@@ -141,7 +142,7 @@ class Certificate(Record):
     def expected_digest(self) -> str:
         """sha256 of the content without the digest."""
         body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
-        return _sha256(json.dumps(body, sort_keys=True))
+        return sha256(json.dumps(body, sort_keys=True))
 
 
 def certificate_of(tuned: Tuned) -> Certificate:
@@ -172,41 +173,32 @@ def certificate_of(tuned: Tuned) -> Certificate:
 def inputs_of(question: Question) -> dict[str, str]:
     """Return the sha256 of every input of a search, by kind and name."""
     specs: list[Spec] = [question.study, question.model, question.workload]
-    inputs = {}
     if question.engine is not None:
         specs.append(question.engine)
-    for draft in question.drafts:
-        specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
-    for spec in specs:
-        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(_canonical(spec))
-    for hardware in question.hardware:
-        inputs |= _of_profile(hardware)
+    for drafting in (*(draft.drafting for draft in question.drafts), *question.fixed_drafting.values()):
+        specs += [drafting.acceptance, *([drafting.model] if drafting.model else [])]
+    profiles = (*question.hardware, *question.fixed_hardware.values())
+    hashes = [(f"{spec.KIND}:{spec.name}", sha256(_canonical(spec))) for spec in (*specs, *profiles)]
+    hashes += [(f"arrays:{profile.name}", _arrays_sha256(profile)) for profile in profiles]
     if question.trace is not None:
-        inputs["trace"] = question.trace.sha256
-    return dict(sorted(inputs.items()))
+        hashes.append(("trace", question.trace.sha256))
+    return dict(sorted(numbered(hashes).items()))
 
 
 def inputs_hash(question: Question) -> str:
     """Return a hash of all inputs and of this release: everything that results depend on."""
-    return _sha256(json.dumps([__version__, inputs_of(question)]))
+    return sha256(json.dumps([__version__, inputs_of(question)]))
 
 
-def _of_profile(hardware: Hardware) -> dict[str, str]:
+def _arrays_sha256(hardware: Hardware) -> str:
     arrays = hashlib.sha256()
     for name in sorted(hardware.arrays):
         arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
-    return {
-        f"hardware:{hardware.name}": _sha256(_canonical(hardware)),
-        f"arrays:{hardware.name}": arrays.hexdigest(),
-    }
+    return arrays.hexdigest()
 
 
 def _canonical(spec: Spec) -> str:
     return json.dumps(spec.to_data(), sort_keys=True)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- what a plan can reach --------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from simtune.errors import Infeasible
 from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import Miss, RateObjective
 from simtune.tuner.plan_cache import PlanCache
@@ -32,7 +31,7 @@ from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.reasons import no_allocation, no_better, praise, ranked, why_none
+from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, praise, ranked
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.simulated_plans import SeenPlans
 from simtune.tuner.space.candidates import Candidate
@@ -375,7 +374,7 @@ class BestFirst:
             pass
         if (confirmed := self.confirmed) is None:
             self._look_at_nearest()
-            raise Infeasible(why_none(self.question, self.rows))
+            raise no_plan(self.question, self.rows)
         best = self.best = confirmed.plan
         value = self.value(best)
         for plan in self.plans:
