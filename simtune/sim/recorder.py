@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
+from simtune.engine import Chunk, Request
 from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
 from simtune.results.recorded_steps import RecordedSteps
+from simtune.sim.step_timing import JumpTime
 
 MOST_ROWS = 1 << 10
 """Most rows of intervals that are kept as tuples."""
@@ -41,6 +43,34 @@ class Recorder:
         self._listed_ends.extend(ends)
         self._listed_jumps.append(len(ends))
         self._listed_jumps.append(decodes)
+
+    def note_intervals(self, time: JumpTime, decodes: int) -> None:
+        """Record the times between tokens of a jump in which `decodes` requests decode."""
+        if time.ends is not None:
+            self.note_listed(time.ends[: time.repetitions], decodes)
+        elif decodes:
+            self.rows.append((time.first, time.slope, time.repetitions, decodes))
+
+    def note_preempted(self, requests: Iterable[Request]) -> None:
+        """Count a preemption of each of the requests."""
+        for request in requests:
+            self.preemptions[request.id] += 1
+
+    def note_chunks(self, now: int, of_step: Iterable[Chunk]) -> tuple[list[tuple[int, int]], int, int]:
+        """Record the requests whose first chunk begins now.
+
+        Return (past tokens, new tokens) of each chunk, the number of prompts that are complete with it, and the new
+        tokens of all chunks.
+        """
+        scheduled, chunks, completing, total = self.scheduled, [], 0, 0
+        for chunk in of_step:
+            request, past, tokens = chunk.request, chunk.past, chunk.tokens
+            chunks.append((past, tokens))
+            total += tokens
+            completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
+            if scheduled[request.id] < 0:
+                scheduled[request.id] = now
+        return chunks, completing, total
 
     def pack(self) -> None:
         """Move the latest intervals to compact storage; to be called when there are MOST_ROWS."""

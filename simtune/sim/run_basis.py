@@ -84,7 +84,7 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
         saved = model.sharing.saved_s(verifying, np.clip(decodes, 1.0, verifying))
         columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
-        seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
+        seconds = model.attention.chunks_s(past, new)
         columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
     return columns
 
