@@ -280,7 +280,7 @@ def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
 
     note_estimates(deployment)
     note_idle(deployment)
-    summary, basis = result.summary(), cost_basis(deployment, result.as_result)
+    summary, basis = result.summary(), cost_basis(deployment, result)
     note_basis(basis)
     if as_json:
         _print_json(deployment.plan, summary, basis, None)

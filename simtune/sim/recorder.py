@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,21 @@ from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
 from simtune.results.recorded_steps import RecordedSteps
 from simtune.sim.step_timing import JumpTime
 
+COLUMNS = (
+    "arrival",
+    "scheduled",
+    "first_token",
+    "finish",
+    "core",
+    "preemptions",
+    "waiting_at_arrival",
+    "transferred",
+    "prefilled",
+    "family_begin",
+    "family_end",
+    "resent",
+)
+"""Columns of an outcome by request or family; the source of requests has the first, the recorder all others."""
 MOST_ROWS = 1 << 10
 """Most rows of intervals that are kept as tuples."""
 
@@ -93,18 +109,7 @@ class Recorder:
         """Return the record of the run as an Outcome."""
         self.pack()
         return Outcome(
-            arrival=_array(arrival),
-            scheduled=_array(self.scheduled),
-            first_token=_array(self.first_token),
-            finish=_array(self.finish),
-            core=_array(self.core),
-            preemptions=_array(self.preemptions),
-            waiting_at_arrival=_array(self.waiting_at_arrival),
-            transferred=_array(self.transferred),
-            prefilled=_array(self.prefilled),
-            family_begin=_array(self.family_begin),
-            family_end=_array(self.family_end),
-            resent=_array(self.resent),
+            **self._columns(arrival),
             refused=self.refused,
             stopped=dict(stopped or {}),
             aborted=aborted,
@@ -112,9 +117,17 @@ class Recorder:
             steps=self.steps,
             transferred_bytes=self.transferred_bytes,
             cores=cores,
-            intervals=np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()]),
+            intervals=self._steps_between_tokens(),
             records=RecordedSteps() if self.jumps is None else self.jumps,
         )
+
+    def _columns(self, arrival: array[int]) -> dict[str, Any]:
+        """Return the columns of requests by name."""
+        return {"arrival": _array(arrival)} | {name: _array(getattr(self, name)) for name in COLUMNS[1:]}
+
+    def _steps_between_tokens(self) -> Ticks:
+        """Return the rows of `Outcome.intervals`."""
+        return np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()])
 
     def _listed_intervals(self) -> Ticks:
         """Return the intervals of jumps whose ends are listed, a row for each step."""
