@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import JOBS, WORLDS, RealRange, WholeRange
-from simtune.cli.output import (
+from simtune.cli.numbers import WORLDS, RealRange, WholeRange
+from simtune.cli.options import (
     force_option,
+    jobs_option,
     json_option,
+    out_option,
+    quiet_option,
+    seed_option,
+    set_option,
+)
+from simtune.cli.output import (
     milliseconds,
     note_basis,
     note_cut,
@@ -25,9 +32,6 @@ from simtune.cli.output import (
     print_json,
     print_table,
     progress,
-    quiet_option,
-    seed_option,
-    set_option,
     write_run,
 )
 from simtune.cli.pace import seconds_of
@@ -85,13 +89,8 @@ def _nearest(error: Infeasible) -> dict[str, Any] | None:
 
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
-@click.option(
-    "--jobs",
-    type=JOBS,
-    default=None,
-    help="Processes; one per core by default. The result does not depend on it.",
-)
+@out_option
+@jobs_option.but(help="Processes; one per core by default. The result does not depend on it.")
 @click.option(
     "--cluster",
     metavar="ADDRESS|local:N",
