@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
@@ -25,6 +25,7 @@ from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
+    is_path,
     load,
     load_acceptance,
     load_engine,
@@ -49,7 +50,8 @@ from simtune.tuner.search.front import answer as _search
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream, build_stream
 
-Load = str | Workload | Trace | Mapping[str, Any]
+Given = TypeVar("Given")
+Load = str | Path | Workload | Trace | Mapping[str, Any]
 """Requests: a workload or a trace file by name or path, as an object, or the columns of a trace."""
 
 # --- simulate ---------------------------------------------------------------------------------------------
@@ -58,10 +60,10 @@ Load = str | Workload | Trace | Mapping[str, Any]
 def simulate(  # noqa: PLR0913 - one for each option
     workload: Load,
     *,
-    plan: str | Plan | None = None,
-    model: str | Model | None = None,
-    hardware: str | Hardware | None = None,
-    engine: str | None = None,
+    plan: str | Path | Plan | None = None,
+    model: str | Path | Model | None = None,
+    hardware: str | Path | Hardware | None = None,
+    engine: str | Path | None = None,
     costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
@@ -118,18 +120,19 @@ class Experiment:
 
 
 def load_specs(
-    model: str | Model | None,
-    hardware: str | Hardware | None,
+    model: str | Path | Model | None,
+    hardware: str | Path | Hardware | None,
     workload: Load,
-    plan: str | Plan | None = None,
+    plan: str | Path | Plan | None = None,
     settings: Mapping[str, Sequence[str]] | None = None,
-    engine: str | None = None,
+    engine: str | Path | None = None,
 ) -> Specs:
     """Load specs that are given by name or path. `settings` override fields, by kind of spec.
 
     A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
     """
     by_spec = settings or {}
+    model, hardware, plan, engine = _named(model), _named(hardware), _named(plan), _named(engine)
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
     if isinstance(plan, str):
@@ -187,6 +190,7 @@ def _load_profiles(
 
 def _load_requests(load: Load, settings: Sequence[str] = ()) -> tuple[Workload, Trace | None]:
     """A load, with the trace it replays, if any."""
+    load = _named(load)
     if isinstance(load, str):
         return load_workload(load, settings)
     if isinstance(load, Workload):
@@ -248,10 +252,11 @@ def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str
         raise
 
 
-def deploy_plan(plan: str | Plan) -> Deployment:
+def deploy_plan(plan: str | Path | Plan) -> Deployment:
     """Deploy a plan on the hardware that it names, without a load. Raises SpecError or UsageError if it cannot be
     deployed.
     """
+    plan = _named(plan)
     if isinstance(plan, str):
         plan = _tables_beside(load_plan(plan, (), plan_parts.problems), Path(plan).parent)
     hardware = _load_profiles(None, plan, None, ())
@@ -325,10 +330,10 @@ def _drafting_by_pool(pools: Sequence[Pool], where: str, placed: Callable[[str],
 
 
 def optimize(
-    study: str | Study,
+    study: str | Path | Study,
     *,
-    model: str | Model | None = None,
-    hardware: str | Hardware | None = None,
+    model: str | Path | Model | None = None,
+    hardware: str | Path | Hardware | None = None,
     workload: Load | None = None,
     jobs: Jobs = None,
     settings: Sequence[str] = (),
@@ -343,14 +348,15 @@ def optimize(
 
 
 def load_question(
-    study: str | Study,
+    study: str | Path | Study,
     settings: Sequence[str] = (),
     *,
-    model: str | Model | None = None,
-    hardware: str | Hardware | None = None,
+    model: str | Path | Model | None = None,
+    hardware: str | Path | Hardware | None = None,
     workload: Load | None = None,
 ) -> Question:
     """A study with everything it names. Names in its file that are paths are relative to its folder."""
+    study, model, hardware = _named(study), _named(model), _named(hardware)
     if isinstance(study, str):
         folder = Path(study).parent
         study = load_study(study, [_from_here(setting, folder) for setting in settings], plan_parts.problems)
@@ -427,6 +433,18 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
     except (Infeasible, ValueError) as error:
         raise UsageError(f"drafter {choice.label}: {error}") from None
     return Draft(choice, Drafting(acceptance, model))
+
+
+@overload
+def _named(reference: Path) -> str: ...
+@overload
+def _named(reference: Given) -> Given: ...
+def _named(reference: object) -> object:
+    """Return a path as a text that is read as a path, never as a built-in name; anything else unchanged."""
+    if not isinstance(reference, Path):
+        return reference
+    text = str(reference)
+    return text if is_path(text) else os.path.join(os.curdir, text)
 
 
 def _from_here(setting: str, folder: Path) -> str:

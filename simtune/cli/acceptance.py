@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.numbers import WholeRange
-from simtune.cli.output import json_option, print_json, print_table
+from simtune.cli.options import force_option, json_option, out_option
+from simtune.cli.output import print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Acceptance spec to write.")
+@out_option.but(required=True, help="Acceptance spec to write.")
 @click.option(
     "--draft-tokens", type=WholeRange(1, 1024), help="Draft tokens of each round, if the file does not contain them."
 )
 @click.option("--model", help="The model to use of a table with several.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@force_option.but(help="Replace a file that exists.")
 def acceptance(
     files: tuple[Path, ...], out: Path, draft_tokens: int | None, model: str | None, as_json: bool, force: bool
 ) -> None:

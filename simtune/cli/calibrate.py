@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import MODEL
 from simtune.cli.numbers import GPUS
-from simtune.cli.output import json_option, print_json, print_table, write_profile
+from simtune.cli.options import force_option, json_option, model_option, out_option, plan_option
+from simtune.cli.output import print_json, print_table, write_profile
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,14 +30,12 @@ operator."""
     type=click.Path(path_type=Path),
     help="Steps of an engine: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
 )
-@click.option("--model", type=MODEL, default=None, help="Model that the engine ran; the plan's own if not given.")
+@model_option.but(help="Model that the engine ran; the plan's own if not given.")
 @click.option("--tp", type=GPUS, default=None, help="Ranks that it ran on; the plan's, or 1.")
-@click.option(
-    "--plan", "plan_file", default=None, help="plan.yaml of the engine's run, if model and tp do not define it."
-)
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
+@plan_option.but("plan_file", help="plan.yaml of the engine's run, if model and tp do not define it.")
+@out_option.but(help="Folder for the corrected profile.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that exists; without --out the one in DIR.")
+@force_option.but(help="Replace a profile that exists; without --out the one in DIR.")
 def calibrate(
     profile: str,
     measured: Path,

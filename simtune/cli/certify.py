@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, print_json
+from simtune.cli.options import json_option
+from simtune.cli.output import print_json
 
 if TYPE_CHECKING:
     from simtune.tuner.certificate.front_certificate import FrontAudit

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from simtune.cli.output import json_option, print_json, set_option, settings_of
+from simtune.cli.options import json_option, set_option
+from simtune.cli.output import print_json, settings_of
 
 
 @click.command()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from simtune.cli.output import json_option, print_json
+from simtune.cli.options import json_option
+from simtune.cli.output import print_json
 
 
 @click.command()

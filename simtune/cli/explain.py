@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from simtune.cli.output import json_option, print_json
+from simtune.cli.options import json_option
+from simtune.cli.output import print_json
 
 
 @click.command()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import HARDWARE
-from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, write_profile
+from simtune.cli.options import force_option, json_option, out_option, quiet_option
+from simtune.cli.output import print_json, print_table, progress, write_profile
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,12 +28,7 @@ operator."""
     type=click.Path(path_type=Path),
     help="YAML file with the facts of the device that tables lack (schema simtune/device@1).",
 )
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Folder to write profile.yaml and arrays.npz into; created if absent.",
-)
+@out_option.but(required=True, help="Folder to write profile.yaml and arrays.npz into; created if absent.")
 @click.option(
     "--transfer-from",
     "source_profile",
@@ -57,7 +53,7 @@ operator."""
     "products out of order.",
 )
 @json_option
-@click.option("--force", is_flag=True, help="Replace a profile that exists.")
+@force_option.but(help="Replace a profile that exists.")
 @quiet_option
 def fit(  # noqa: PLR0913 - one for each option
     sources: tuple[Path, ...],

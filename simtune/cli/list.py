@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table
+from simtune.cli.options import json_option
+from simtune.cli.output import print_json, print_table
 
 SPECS = ("model", "hardware", "workload", "acceptance", "engine")
 PARTS = ("policy", "router", "emitter")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simtune.cli.numbers import TRIALS, RealRange, WholeRange
-from simtune.cli.output import json_option, milliseconds, print_json, print_table, write_run
+from simtune.cli.options import json_option, out_option, requests_option, vllm_python_option
+from simtune.cli.output import milliseconds, print_json, print_table, write_run
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,16 +21,9 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Folder of all stages; a loop that it contains is continued.",
-)
+@out_option.but(required=True, help="Folder of all stages; a loop that it contains is continued.")
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
-@click.option(
-    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
-)
+@vllm_python_option
 @click.option(
     "--budget",
     type=RealRange(least=1, most=1e7),
@@ -39,7 +33,7 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 )
 @click.option("--tolerance", type=RealRange(most=1), default=0.1, show_default=True, help="Largest error of each mean.")
 @click.option("--rounds", type=TRIALS, default=3, show_default=True, help="Most rounds.")
-@click.option("--requests", type=WholeRange(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
+@requests_option.but(type=WholeRange(4, 10**6), default=60, show_default=True, help="Requests of each replay.")
 @click.option(
     "--clock", type=click.Choice(["cpu", "wall"]), default="cpu", show_default=True, help="Clock of the replays."
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
+from simtune.cli.names import ENGINE
 from simtune.cli.numbers import GPUS, LONGEST_S, RealRange
-from simtune.cli.output import force_option
+from simtune.cli.options import force_option, hardware_option, model_option, workload_option
 from simtune.errors import SimtuneError, UsageError
 
 POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
@@ -20,15 +20,13 @@ POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
-@click.option("--model", type=MODEL, help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
-@click.option(
-    "--hardware",
-    type=HARDWARE,
-    help="Name of a profile; by default that of this machine's card if nvidia-smi reports a known one.",
+@model_option.but(help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
+@hardware_option.but(
+    help="Name of a profile; by default that of this machine's card if nvidia-smi reports a known one."
 )
 @click.option("--devices", type=GPUS, help="Number of devices.")
 @click.option("--engine", type=ENGINE, help="Preset of the engine's release (`vllm --version`); vllm-0.24 by default.")
-@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log of a load generator or gateway.")
+@workload_option
 @click.option("--ttft", type=POSITIVE, help="p99 limit of the time to first token, ms.")
 @click.option("--tpot", type=POSITIVE, help="p99 limit of the time per token after it, ms.")
 @click.option("--objective", help="What to optimize, e.g. gpus: the number of GPUs needed; goodput_per_gpu by default.")
@@ -37,7 +35,7 @@ POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
     type=RealRange(least=0.5, most=0.99),
     help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
-@force_option
+@force_option.but(help="Replace a study that exists.")
 def new(  # noqa: PLR0913 - one for each option
     file: Path,
     model: str | None,

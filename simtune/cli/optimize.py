@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import JOBS, WORLDS, RealRange, WholeRange
-from simtune.cli.output import (
+from simtune.cli.numbers import WORLDS, RealRange, WholeRange
+from simtune.cli.options import (
     force_option,
+    jobs_option,
     json_option,
+    out_option,
+    quiet_option,
+    seed_option,
+    set_option,
+)
+from simtune.cli.output import (
     milliseconds,
     note_basis,
     note_cut,
@@ -24,15 +32,13 @@ from simtune.cli.output import (
     print_json,
     print_table,
     progress,
-    quiet_option,
-    seed_option,
-    set_option,
     write_run,
 )
 from simtune.cli.pace import seconds_of
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
+    from simtune.errors import Infeasible
     from simtune.runs.schema import Summary
     from simtune.sim.parallel import Jobs
     from simtune.tuner.doubt.confidence import Confidence
@@ -44,15 +50,47 @@ if TYPE_CHECKING:
     from simtune.tuner.trial import Trial, Tuned
 
 
+def _refusal_as_json(verb: Callable[..., int]) -> Callable[..., int]:
+    """Print a study that no plan meets as a JSON document if --json is set; the error, and the exit code, stay."""
+
+    @wraps(verb)
+    def wrapped(study_file: str, as_json: bool, **options: Any) -> int:
+        from simtune.errors import Infeasible
+
+        try:
+            return verb(study_file=study_file, as_json=as_json, **options)
+        except Infeasible as error:
+            if as_json:
+                print_json({"study_file": study_file, "plan": None, "reason": str(error), "nearest": _nearest(error)})
+            raise
+
+    return wrapped
+
+
+def _nearest(error: Infeasible) -> dict[str, Any] | None:
+    """Return the plan that came nearest to the SLO; None if the space has no plan."""
+    from simtune.specs.plan_words import in_words
+    from simtune.tuner.search.reasons import NoPlan
+
+    if not isinstance(error, NoPlan):
+        return None
+    row = error.nearest
+    return {
+        "plan": row.candidate.name,
+        "words": in_words(row.candidate.name),
+        "status": row.status,
+        "reason": row.reason,
+        "num_gpus": row.candidate.num_gpus,
+        "rate_rps": row.rate_rps,
+        "rate_bound_rps": row.rate_bound_rps,
+        "summary": None if row.summary is None else row.summary.to_data(),
+    }
+
+
 @click.command()
 @click.argument("study_file", metavar="STUDY")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
-@click.option(
-    "--jobs",
-    type=JOBS,
-    default=None,
-    help="Processes; one per core by default. The result does not depend on it.",
-)
+@out_option
+@jobs_option.but(help="Processes; one per core by default. The result does not depend on it.")
 @click.option(
     "--cluster",
     metavar="ADDRESS|local:N",
@@ -81,6 +119,7 @@ if TYPE_CHECKING:
 @force_option
 @quiet_option
 @json_option
+@_refusal_as_json
 def optimize(  # noqa: PLR0913 - one for each option
     study_file: str,
     out: Path | None,

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import SEED
 from simtune.cli.pace import Bar, Pace
 
 if TYPE_CHECKING:
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from simtune.specs.hardware import Hardware
     from simtune.specs.traces import Trace
     from simtune.specs.workload import Workload
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout instead of a table."
-)
-set_option = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a field, e.g. workload.arrivals.rate_rps=8.",
-)
-force_option = click.option("--force", is_flag=True, help="Replace an earlier run in the output folder.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
-seed_option = click.option("--seed", type=SEED, default=None, help="Seed of all random streams.")
-out_option = click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
 
 
 def command_line() -> list[str]:

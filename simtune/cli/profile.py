@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.names import MODEL
 from simtune.cli.numbers import LONGEST_S, WholeRange
-from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
+from simtune.cli.options import json_option, model_option, out_option, quiet_option, vllm_python_option
+from simtune.cli.output import print_json, print_table, write_profile
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
 
@@ -60,18 +60,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 
 @click.command()
 @click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
-@click.option(
-    "--model",
-    "references",
-    type=MODEL,
-    multiple=True,
-    required=True,
-    help="Model whose shapes to measure; may be repeated.",
-)
+@model_option.but("references", multiple=True, required=True, help="Model whose shapes to measure; may be repeated.")
 @click.option(
     "--budget", callback=_duration, default="3m", show_default=True, help="Time for everything, fits included."
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for measurements and profile.")
+@out_option.but(required=True, help="Folder for measurements and profile.")
 @click.option(
     "--tp", "tps", callback=_numbers, default="1", show_default=True, help="Tensor-parallel sizes, e.g. 1,2,4."
 )
@@ -94,9 +87,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     metavar="PROFILE",
     help="With --engine: a profile measured here, which splits its steps into kernels and host.",
 )
-@click.option(
-    "--vllm-python", default=None, metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
-)
+@vllm_python_option
 @click.option(
     "--max-num-seqs",
     type=WholeRange(2, 2**20),

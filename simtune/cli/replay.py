@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.output import json_option, print_json, print_table
+from simtune.cli.options import json_option
+from simtune.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from simtune.validation.replay.scheduler_replay import Decision, Parting, Replay, State

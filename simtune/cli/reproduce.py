@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import HARDWARE, PUBLISHED
-from simtune.cli.numbers import JOBS
-from simtune.cli.output import force_option, json_option, number, print_json, print_table, progress, quiet_option
+from simtune.cli.names import PUBLISHED
+from simtune.cli.options import force_option, hardware_option, html_option, jobs_option, json_option, quiet_option
+from simtune.cli.output import number, print_json, print_table, progress
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("systems", nargs=-1, type=PUBLISHED, metavar="[FAMILY|SYSTEM|FILE]...")
-@click.option(
-    "--hardware",
-    type=HARDWARE,
-    default=None,
-    help="Run all systems on this profile instead; the results are not judged.",
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with a figure.")
-@click.option("--jobs", type=JOBS, default=None, help="Processes, one family in each; one per core by default.")
+@hardware_option.but(help="Run all systems on this profile instead; the results are not judged.")
+@html_option
+@jobs_option.but(help="Processes, one family in each; one per core by default.")
 @click.option(
     "--journal",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ANY
-from simtune.cli.output import json_option, print_json, print_table, set_option, settings_of
+from simtune.cli.options import force_option, html_option, json_option, set_option
+from simtune.cli.output import print_json, print_table, settings_of
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -22,13 +23,8 @@ if TYPE_CHECKING:
 @click.argument("reference", metavar="NAME_OR_FILE", type=ANY)
 @set_option
 @json_option
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="For a hardware profile: write one page with plots of its fits.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE.")
+@html_option.but(help="For a hardware profile: write one page with plots of its fits.")
+@force_option.but(help="Replace FILE.")
 def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
     far off its operators are."""

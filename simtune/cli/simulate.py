@@ -10,25 +10,33 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, WholeRange
-from simtune.cli.output import (
+from simtune.cli.names import ENGINE
+from simtune.cli.numbers import RATE, WORLDS, WholeRange
+from simtune.cli.options import (
     force_option,
+    hardware_option,
+    jobs_option,
     json_option,
+    model_option,
+    out_option,
+    plan_option,
+    quiet_option,
+    requests_option,
+    seed_option,
+    set_option,
+    workload_option,
+)
+from simtune.cli.output import (
     milliseconds,
     note_basis,
     note_cut,
     note_estimates,
     note_idle,
     number,
-    out_option,
     print_basis,
     print_json,
     print_table,
     progress,
-    quiet_option,
-    seed_option,
-    set_option,
     split_settings,
     write_run,
 )
@@ -46,19 +54,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--model", type=MODEL, default=None, help="Name, spec, or Hugging Face config.json; the plan's own if not given."
-)
-@click.option(
-    "--hardware", type=HARDWARE, default=None, help="Name of a profile, or its folder; the plan's own if not given."
-)
-@click.option("--workload", type=WORKLOAD, required=True, help="Name, spec, or a published trace file.")
-@click.option(
-    "--plan",
-    "plan_file",
-    default=None,
-    help="plan.yaml; without it one instance on the fewest GPUs that fit.",
-)
+@model_option
+@hardware_option
+@workload_option.but(required=True)
+@plan_option.but("plan_file")
 @click.option(
     "--engine",
     type=ENGINE,
@@ -79,12 +78,7 @@ if TYPE_CHECKING:
     default=None,
     help="Exact mean of requests per second, instead of the workload's own.",
 )
-@click.option(
-    "--requests",
-    type=REQUESTS,
-    default=None,
-    help="Requests to simulate, instead of the workload's own number.",
-)
+@requests_option
 @click.option(
     "--uncertainty",
     "worlds",
@@ -93,7 +87,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Also simulate N worlds in which operator times are off, and print 90 % intervals.",
 )
-@click.option("--jobs", type=JOBS, default=None, help="Processes for --uncertainty; one per core.")
+@jobs_option.but(help="Processes for --uncertainty; one per core.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -280,7 +274,7 @@ def _say(deployment: Deployment, result: StreamedResult, as_json: bool) -> int:
 
     note_estimates(deployment)
     note_idle(deployment)
-    summary, basis = result.summary(), cost_basis(deployment, result.as_result)
+    summary, basis = result.summary(), cost_basis(deployment, result)
     note_basis(basis)
     if as_json:
         _print_json(deployment.plan, summary, basis, None)

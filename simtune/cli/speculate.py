@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import ACCEPTANCE, HARDWARE, MODEL
+from simtune.cli.names import ACCEPTANCE
 from simtune.cli.numbers import GPUS
-from simtune.cli.output import json_option, number, print_json, print_table
+from simtune.cli.options import force_option, hardware_option, html_option, json_option, model_option
+from simtune.cli.output import number, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -22,10 +23,8 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 @click.command()
-@click.option(
-    "--model", type=MODEL, required=True, help="Target: a built-in name, a spec, or a Hugging Face config.json."
-)
-@click.option("--hardware", type=HARDWARE, required=True, help="A hardware profile, by name or file.")
+@model_option.but(required=True, help="Target: a built-in name, a spec, or a Hugging Face config.json.")
+@hardware_option.but(required=True, help="A hardware profile, by name or file.")
 @click.option(
     "--drafter",
     "drafter_text",
@@ -34,9 +33,9 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 )
 @click.option("--acceptance", type=ACCEPTANCE, required=True, help="Acceptance of the drafts: a spec, by name or file.")
 @click.option("--tp", type=GPUS, default=1, show_default=True, help="GPUs of one instance.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
+@html_option.but(help="Write one page with maps and the tree.")
 @json_option
-@click.option("--force", is_flag=True, help="Replace FILE.")
+@force_option.but(help="Replace FILE.")
 def speculate(
     model: str,
     hardware: str,

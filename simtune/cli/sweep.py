@@ -6,9 +6,20 @@ from pathlib import Path
 
 import click
 
-from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import JOBS
-from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, set_option
+from simtune.cli.options import (
+    hardware_option,
+    jobs_option,
+    json_option,
+    model_option,
+    out_option,
+    plan_option,
+    quiet_option,
+    requests_option,
+    seed_option,
+    set_option,
+    workload_option,
+)
+from simtune.cli.output import print_json, print_table, progress
 from simtune.errors import UsageError
 
 
@@ -22,20 +33,16 @@ from simtune.errors import UsageError
     help="Field to sweep and its values; repeatable.",
 )
 @click.option("--zip", "zipped", is_flag=True, help="Take the values of all fields side by side, not all combinations.")
-@click.option("--model", type=MODEL, help="Name, spec, or Hugging Face config.json; the plan's own if not given.")
-@click.option("--hardware", type=HARDWARE, help="Name of a profile, or its folder; the plan's own if not given.")
-@click.option("--workload", type=WORKLOAD, help="Name, spec, or a log of a load generator or gateway.")
-@click.option("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
+@model_option
+@hardware_option
+@workload_option
+@plan_option
 @click.option("--rate", help="Mean requests per second.")
-@click.option("--requests", help="Requests to simulate.")
-@click.option("--seed", default="0", show_default=True, help="Seed of all random streams.")
+@requests_option.but(help="Requests to simulate.", type=str)
+@seed_option.but(default="0", show_default=True, type=str)
 @set_option
-@click.option("--jobs", type=JOBS, help="Processes; one per core by default.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Folder for sweep.csv and sweep.html; a sweep that it contains is continued.",
-)
+@jobs_option
+@out_option.but(help="Folder for sweep.csv and sweep.html; a sweep that it contains is continued.")
 @click.option("--parquet", is_flag=True, help="Also write sweep.parquet.")
 @quiet_option
 @json_option

@@ -9,21 +9,28 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
-from simtune.cli.numbers import LARGEST_RATE, REQUESTS, SMALLEST, TRIALS, WORLDS, RealRange, WholeRange
+from simtune.cli.numbers import LARGEST_RATE, SMALLEST, TRIALS, WORLDS, RealRange, WholeRange
+from simtune.cli.options import (
+    force_option,
+    hardware_option,
+    json_option,
+    model_option,
+    out_option,
+    quiet_option,
+    requests_option,
+    seed_option,
+    set_option,
+    vllm_python_option,
+    workload_option,
+)
 from simtune.cli.output import (
     command_line,
-    force_option,
-    json_option,
     milliseconds,
     note_basis,
     number,
     print_json,
     print_table,
     progress,
-    quiet_option,
-    seed_option,
-    set_option,
     split_settings,
 )
 from simtune.errors import UsageError, suggest
@@ -161,15 +168,13 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--workload", type=WORKLOAD, default=None, help="Load to send; not needed with --from.")
+@workload_option.but(help="Load to send; not needed with --from.")
 @click.option(
     "--engine",
     default=None,
     help="http://HOST:PORT of an OpenAI server, or one to start: vllm, torch, transformers.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="Folder to write; runs that it contains are kept."
-)
+@out_option.but(required=True, help="Folder to write; runs that it contains are kept.")
 @click.option(
     "--from",
     "measured_files",
@@ -177,9 +182,9 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     multiple=True,
     help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
 )
-@click.option("--model", type=MODEL, default=None, help="Model in place of the plan's.")
-@click.option("--hardware", type=HARDWARE, default=None, help="Hardware profile in place of the plan's.")
-@click.option("--requests", type=REQUESTS, default=None, help="Number of requests, instead of the workload's own.")
+@model_option.but(help="Model in place of the plan's.")
+@hardware_option.but(help="Hardware profile in place of the plan's.")
+@requests_option.but(help="Number of requests, instead of the workload's own.")
 @click.option("--repeat", type=TRIALS, default=3, show_default=True, help="Runs of every load.")
 @click.option("--rates", default=None, help="Requests per second, e.g. 2,4,8; fractions of the knee otherwise.")
 @click.option(
@@ -225,7 +230,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 )
 @click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
 @click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
-@click.option("--vllm-python", default=None, help="Python interpreter of the environment with vLLM.")
+@vllm_python_option
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
 @click.option("--device", default=None, help="Device of an engine in this process: cpu unless given, or e.g. cuda.")
 @click.option(

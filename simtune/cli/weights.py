@@ -7,20 +7,21 @@ from pathlib import Path
 import click
 
 from simtune.cli.numbers import RealRange
-from simtune.cli.output import force_option, seed_option, set_option, split_settings
+from simtune.cli.options import force_option, out_option, seed_option, set_option
+from simtune.cli.output import split_settings
 from simtune.errors import UsageError
 
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@out_option.but(required=True, help="Folder to write.")
 @click.option(
     "--rigged", "draft", default=None, metavar="DRAFT", help="Also write a draft model; the outputs of both are known."
 )
 @click.option("--acceptance", type=RealRange(most=1), default=None, help="Share of the drafts that is accepted.")
 @seed_option
 @set_option
-@force_option
+@force_option.but(help="Replace weights that the folder contains.")
 def weights(
     model: str,
     out: Path,

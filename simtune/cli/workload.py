@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simtune.cli.numbers import RATE, RealRange, WholeRange
-from simtune.cli.output import force_option, json_option, milliseconds, print_json, print_table
+from simtune.cli.options import force_option, html_option, json_option, out_option
+from simtune.cli.output import milliseconds, print_json, print_table
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,14 +54,9 @@ if TYPE_CHECKING:
 @click.option("--part", type=WholeRange(1, 10**6), help="Number of the run in a file with several.")
 @click.option("--rate", type=RATE, help="Requests per second of lengths without times.")
 @click.option("--span", metavar="TIME", help="Time from the first to the last scrape, or until the only one: 30m.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File to write: a spec (.yaml), or the trace (.csv, .jsonl).",
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with figures.")
-@force_option
+@out_option.but(metavar="FILE", help="File to write: a spec (.yaml), or the trace (.csv, .jsonl).")
+@html_option
+@force_option.but(help="Replace FILE.")
 @json_option
 def workload(  # noqa: PLR0913 - one for each option
     files: tuple[Path, ...],

@@ -250,16 +250,18 @@ def compile_tables(
     scales = [1.0 if c is None else c.scale for c in (step_model.correction(False), step_model.correction(True))]
     alone = DecodeTable(models, contexts, seqs, 0, scales[False])
     beside: tuple[DecodeTable, ...] = (alone,)
-    if differs or step_model.mixes:
-        chunks = _chunks(pool.batching.max_num_batched_tokens) if step_model.mixes else [0]
+    if differs or step_model.attention.mixes:
+        chunks = _chunks(pool.batching.max_num_batched_tokens) if step_model.attention.mixes else [0]
         beside = tuple(DecodeTable(models, contexts, seqs, chunk, scales[True]) for chunk in chunks)
-    overhead_s = step_model.prefill_overhead_s
+    overhead_s = step_model.attention.chunk_overhead_s
     lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
-    prefill = models.dense(lambda model, x: model.prefill(x) + overhead_s, lengths) - overhead_s
+    prefill = models.dense(lambda model, x: model.attention.prefill(x) + overhead_s, lengths) - overhead_s
     prefill = scales[True] * rising(np.maximum(prefill, 0))
-    past = scales[True] * models.dense(lambda model, x: model.past(x), lengths)
+    past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
-    imbalance = [[0, *whole_ticks(scales[kind] * step_model.imbalance_s(decodes, kind))] for kind in (False, True)]
+    imbalance = [
+        [0, *whole_ticks(scales[kind] * step_model.attention.imbalance_s(decodes, kind))] for kind in (False, True)
+    ]
     return StepTables(
         models=models,
         max_num_seqs=seqs,

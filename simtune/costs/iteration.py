@@ -37,11 +37,10 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
-from simtune.costs.context_parallel import ContextRanks, across_ranks
-from simtune.costs.layers import AttentionCosts, AttentionLayer, under_policy
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
+from simtune.costs.step_attention import StepAttention
 from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed, hidden_kinds, in_halves, overlapped
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware, Operator
@@ -153,19 +152,16 @@ class StepModel:
         self._profile = profile or Profile(hardware, in_step=True)
         layers = equal_layers(model, pool.parallelism.tp)
         self._cp = pool.parallelism.context_ranks
-        self._attention = [(equal.number, self._attention_costs(equal.attention)) for equal in layers]
+        factors_of = self._factor("decode_attention"), self._factor("prefill_attention")
+        self.attention = StepAttention.of(model, pool, layers, self._profile, *factors_of)
         self._apart = FeedForwardDevices.of(full_model, hardware, pool, self._profile)
-        calls = StepCalls(model, hardware, pool, self._profile, layers, self._attention)
+        calls = StepCalls(model, hardware, pool, self._profile, layers, self.attention.layers)
         self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
         self.sharing = calls.sharing(self._factor("moe"))
         """Layers in which tokens of a sequence share experts, which `linear` does not know; None if there are none."""
         windows = {equal.attention.window for equal in layers}
         self.windows = {window for window in windows if window is not None}
         """Sliding windows in tokens."""
-        self.prefill_overhead_s = self._factor("prefill_attention") * sum(
-            layers * costs.overhead_s for layers, costs in self._attention
-        )
-        """Seconds of each prefill chunk besides its share of `prefill` and its `past`."""
         self._overlap = pool.overlap
         if pool.overlap is not None:
             # a model without any collective of the hidden kinds has nothing to hide, and its batch is not halved
@@ -178,20 +174,6 @@ class StepModel:
         self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
         """Seconds of launching the kernels of a step without a graph, or of what the host sends and computes meanwhile,
         without and with chunks; no step is shorter."""
-
-    def _attention_costs(self, layer: AttentionLayer) -> AttentionCosts:
-        """Costs of one layer under the pool's policy for the cache, and over the ranks that share a sequence."""
-        model, pool = self._model, self._pool
-        kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-        costs = under_policy(layer.costs(self._profile, model.dtype, kv_dtype), pool.kv_cache.policy, kv_dtype)
-        if self._cp == 1:
-            return costs
-        return across_ranks(costs, layer, ContextRanks.of(pool.parallelism, self._profile, model.dtype, kv_dtype))
-
-    @property
-    def mixes(self) -> bool:
-        """True if decodes take another time in steps with prefill chunks."""
-        return any(costs.mixed is not None for _, costs in self._attention)
 
     @property
     def routes(self) -> bool:
@@ -274,9 +256,9 @@ class StepModel:
             return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
         if self._host is not None and self._host.per_context_s:
             on_device = np.maximum(1.0, self._host.on_device * context)
-            attention = self._decode_s(num_decodes, on_device, width, chunk)
+            attention = self.attention.decode(num_decodes, on_device, width, chunk)
             return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))
-        return self._decode_s(num_decodes, context, width, chunk)
+        return self.attention.decode(num_decodes, context, width, chunk)
 
     def _of_part(self, num_tokens: int | Array) -> Array:
         assert self._apart is not None
@@ -301,7 +283,7 @@ class StepModel:
     ) -> Array:
         """Seconds by which attention makes a step of decodes longer than its matrix products do."""
         decodes = np.asarray(num_decodes, dtype=np.float64)
-        attends = self._decode_s(np.maximum(1.0, decodes / apart.parts), context, width, chunk)
+        attends = self.attention.decode(np.maximum(1.0, decodes / apart.parts), context, width, chunk)
         with_it = self._part(apart, decodes * width, attends).step_s(apart.parts)
         return with_it - self._part(apart, decodes * width).step_s(apart.parts)
 
@@ -310,51 +292,6 @@ class StepModel:
         rows = np.asarray(num_decodes, dtype=np.float64) * width
         total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
         return total
-
-    def _decode_s(self, num_decodes: int | Array, context: Array, width: int, chunk: int) -> Array:
-        total = np.zeros_like(context)
-        for layers, costs in self._attention:
-            if chunk and costs.mixed is not None:
-                total += layers * costs.mixed(num_decodes, context, chunk)
-            else:
-                total += layers * costs.decode(num_decodes, context, width)
-        return self._factor("decode_attention") * total
-
-    def _shared_s(self, tokens: int, num_decodes: int) -> float:
-        """Seconds in which one token of each decode attends to `tokens` tokens that all share, as a chunk would."""
-        through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
-        return float(through[0] - through[1]) + self.prefill_overhead_s
-
-    def imbalance_s(self, num_decodes: Array, with_chunks: bool) -> Array:
-        """Additional seconds for each token by which the longest context of the decodes exceeds the mean, in all
-        layers."""
-        total = np.zeros(num_decodes.shape)
-        for layers, costs in self._attention:
-            total += layers * costs.imbalance_s(num_decodes, with_chunks)
-        return self._factor("decode_attention") * total
-
-    def prefill(self, num_tokens: Array) -> Array:
-        """Seconds of causal attention over prompts of these lengths in all layers, less `prefill_overhead_s`.
-
-        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p) +
-        prefill_overhead_s.
-        """
-        tokens = np.asarray(num_tokens, dtype=np.float64)
-        total = np.zeros_like(tokens)
-        for layers, costs in self._attention:
-            total += layers * costs.prefill(tokens)
-        return self._factor("prefill_attention") * total
-
-    def past(self, num_tokens: Array) -> Array:
-        """Seconds a chunk spends on `num_tokens` cached tokens before it attends to them, in all layers.
-
-        Latent attention expands their keys and values again; other kinds have nothing to do.
-        """
-        tokens = np.asarray(num_tokens, dtype=np.float64)
-        total = np.zeros_like(tokens)
-        for layers, costs in self._attention:
-            total += layers * costs.past(tokens)
-        return self._factor("prefill_attention") * total
 
     def host_s(self, num_seqs: int) -> float:
         """Seconds the engine's host side needs for a step with this many sequences."""
@@ -382,14 +319,13 @@ class StepModel:
             longest = max((new for _, new in batch.chunks), default=0)
             decode_s = float(self.decode(batch.num_decodes, mean, chunk=longest)[0])
             excess = max(0.0, batch.longest_context - float(mean[0]))
-            imbalance_s = float(self.imbalance_s(np.array([float(batch.num_decodes)]), longest > 0)[0])
+            imbalance_s = float(self.attention.imbalance_s(np.array([float(batch.num_decodes)]), longest > 0)[0])
             parts["decode_attention"] = decode_s + excess * imbalance_s
             if batch.shared_tokens:
-                parts["decode_attention"] += self._shared_s(batch.shared_tokens, batch.num_decodes)
+                parts["decode_attention"] += self.attention.shared_s(batch.shared_tokens, batch.num_decodes)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
-            seconds = self.prefill(past + new) - self.prefill(past) + self.past(past) + self.prefill_overhead_s
-            parts["prefill_attention"] = float(seconds.sum())
+            parts["prefill_attention"] = float(self.attention.chunks_s(past, new).sum())
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def correction(self, with_chunks: bool) -> Correction | None:

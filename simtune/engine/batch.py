@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from simtune.engine.request import Request
 from simtune.engine.step import Contexts, Step
@@ -152,7 +152,37 @@ class Batch(Protocol):
         """Run the drafter after a step of `requests` requests; return the members that are `discarded` from now on."""
 
 
-class DecodeBatch:
+M = TypeVar("M")
+
+
+class BatchMembers(Generic[M]):
+    """Members of a batch in order of joining, each with what the batch notes of it, and those that have just left."""
+
+    __slots__ = ("_members", "_past")
+
+    def __init__(self) -> None:
+        self._members: dict[Request, M] = {}
+        self._past: dict[Request, int] = {}  # see `past_of`
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the members in order of joining. For executors and tests: costs O(members)."""
+        return iter(self._members)
+
+    def newest(self) -> Request:
+        """Return the member that joined last."""
+        return next(reversed(self._members))
+
+    def past_of(self, request: Request) -> int:
+        """Tokens that a request which has left since the latest step had computed before it; -1 if it had no part in
+        the step."""
+        return self._past.get(request, -1)
+
+    def end_discarded(self) -> Sequence[Request]:
+        """Return none: when a step is scheduled, it is known which requests are complete."""
+        return ()
+
+
+class DecodeBatch(BatchMembers[int]):
     """Members that gain one token a step, aged together. Times here are counts of steps taken by this batch.
 
     Nothing is written per token or per member: a member's context is what it had when it joined plus the steps since.
@@ -172,8 +202,6 @@ class DecodeBatch:
         "_block_size",
         "_completions",
         "_longest",
-        "_members",
-        "_past",
         "_residues",
         "context_tokens",
         "count",
@@ -186,23 +214,18 @@ class DecodeBatch:
     tally: ClassVar[Tally] = Tally()
 
     def __init__(self, block_size: int) -> None:
+        super().__init__()  # each member with the step at which it joined
         self._block_size = block_size
         self._residues = [0] * block_size
-        self._members: dict[Request, int] = {}  # the step at which each joined, in order of joining
         # A heap of (step, admission, request). An entry is void when the request has left, or has joined anew since.
         self._completions: list[tuple[int, int, Request]] = []
         self._longest: tuple[int, int, Request] | None = None  # (computed tokens at step 0, admission, request)
-        self._past: dict[Request, int] = {}  # see `past_of`
         self._admissions = 0
         self.rests = False
         self.steps = 0
         self.count = 0
         self.context_tokens = 0
         """Sum of the members' computed tokens."""
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over the members in order of joining. For executors and tests: costs O(members)."""
-        return iter(self._members)
 
     def totals(self) -> tuple[int, int, int]:
         """Return (tokens the next step computes, tokens its members have computed before, new blocks it needs)."""
@@ -224,11 +247,6 @@ class DecodeBatch:
         """New blocks the next step needs for a member."""
         return int((member.computed + self.steps - self._members[member]) % self._block_size == 0)
 
-    def past_of(self, request: Request) -> int:
-        """Tokens that a request which has left since the latest step had computed before it; -1 if it had no part in
-        the step."""
-        return self._past.get(request, -1)
-
     def join(self, request: Request, rejected: int = 0) -> None:
         """Add a request whose known tokens but the newest are computed."""
         steps = self.steps
@@ -249,10 +267,6 @@ class DecodeBatch:
     def rejoin(self, request: Request) -> None:
         """Add a request that left before a step, as the last of the members."""
         self.join(request)
-
-    def newest(self) -> Request:
-        """Return the member that joined last."""
-        return next(reversed(self._members))
 
     def leave(self, member: Request) -> None:
         """Remove a member and update its fields."""
@@ -353,10 +367,6 @@ class DecodeBatch:
                 self.leave(request)
                 finished.append(request)
         return finished
-
-    def end_discarded(self) -> Sequence[Request]:
-        """Return none: without drafts the end of an answer is known beforehand."""
-        return ()
 
     def draft(self, requests: int) -> Sequence[Request]:
         """Return none: there is no drafter."""

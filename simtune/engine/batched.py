@@ -12,16 +12,18 @@ step and its repetitions, tokens delivered, and the features that vLLM also has,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal, Unpack
 
 from simtune.engine.batch import Batch, DecodeBatch, Tally
 from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms, DraftNeeds
+from simtune.engine.left_out import LeftOut
+from simtune.engine.policy_traits import Settings
 from simtune.engine.preemption import Preemption, Recompute, Swap
 from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Scheduler, Settings
+from simtune.engine.scheduler import Scheduler
 from simtune.engine.settling import OneStepLate, Settling, Synchronous
 from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
 
@@ -78,7 +80,7 @@ class BatchScheduler(Scheduler):
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out_blocks = 0  # of the preempted requests
-        self._left_out: list[Request] = []  # members of the batch without a part in the step under way
+        self._left_out = LeftOut()
         self._overtakes = False  # whether a request may decode before one that was admitted earlier
 
     def _new_batch(self, speculation: DraftingTerms | None) -> Batch:
@@ -218,23 +220,6 @@ class BatchScheduler(Scheduler):
         victim.preemptions += 1
         self.waiting.appendleft(victim)
 
-    def _leave_out(self, residents: Iterable[Request]) -> None:
-        """Leave these residents out of the coming step: those that decode leave the batch for its duration."""
-        for request in residents:
-            if request.decoding:
-                ended = self._settling.has_ended(request)
-                self.decoding.leave(request)
-                if ended:
-                    self._settling.finish([request])
-                else:
-                    self._left_out.append(request)
-
-    def _rejoin(self) -> None:
-        """Return the requests left out of the step that is over to the batch."""
-        for request in self._left_out:
-            self.decoding.rejoin(request)
-        self._left_out.clear()
-
     def complete(self, repetitions: int = 1) -> Progress:
         """End the step returned last, which ran `repetitions` times: see `Scheduler.complete`."""
         step, self._under_way = self._under_way, None
@@ -255,7 +240,7 @@ class BatchScheduler(Scheduler):
                 finished = sorted(finished, key=attrgetter("seat"))
             settling.finish(finished)
         if self._left_out:
-            self._rejoin()
+            self._left_out.rejoin(self.decoding)
         if self._late:
             self._late.move(self._queue, repetitions)
         if self.drafting:
@@ -298,7 +283,7 @@ class BatchScheduler(Scheduler):
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:
-        self._rejoin()
+        self._left_out.rejoin(self.decoding)
         self._held.update((request, None) for request in self._settling.abandon() if request.hold)
         self._preempted, self._swapped_out_blocks = [], 0
         lost = list(self.decoding)

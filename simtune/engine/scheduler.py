@@ -4,54 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypedDict
 
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
+from simtune.engine.policy_traits import PolicyTraits
 from simtune.engine.request import Request
+from simtune.engine.reservations import Reservations
 from simtune.engine.step import Progress, Step
-from simtune.engine.waiting import LateArrivals, WaitingQueue
-
-Feature = Literal[
-    "async_scheduling",
-    "long_prefills",
-    "prefix_caching",
-    "reserve_full_isl",
-    "safety_margin",
-    "speculation",
-    "swap",
-    "watermark",
-]
-"""Features of a policy that a plan may ask for."""
-SETTINGS_OF: dict[Feature, frozenset[str]] = {
-    "async_scheduling": frozenset({"async_scheduling"}),
-    "long_prefills": frozenset({"long_prefill_token_threshold"}),
-    "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
-    "reserve_full_isl": frozenset({"scheduler_reserve_full_isl"}),
-    "safety_margin": frozenset({"safety_margin"}),
-    "speculation": frozenset({"speculation"}),
-    "swap": frozenset({"preemption"}),
-    "watermark": frozenset({"watermark_blocks"}),
-}
-"""Settings that are passed to a policy that offers a feature."""
-Hint = Literal["deadline", "predicted_tokens"]
-"""Fields of a request that are filled in for policies that read them."""
+from simtune.engine.waiting import LateArrivals, WaitingQueue, drop
 
 
-class Settings(TypedDict, total=False):
-    """Settings of every policy; see `Scheduler`."""
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    chunked_prefill: bool
-    watermark_blocks: int
-
-
-class Scheduler(ABC):
+class Scheduler(PolicyTraits, ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks.
 
     A driver calls it in this order, repeatedly:
@@ -78,28 +41,6 @@ class Scheduler(ABC):
     (`SETTINGS_OF`), and its own options.
     """
 
-    offers: ClassVar[frozenset[Feature]] = frozenset({"watermark"})
-    cuts_prompts: ClassVar[Literal["always", "if asked", "never"]] = "if asked"
-    """Condition for spreading prompts over steps: if `chunked_prefill` is set, always, or never."""
-    reads: ClassVar[frozenset[Hint]] = frozenset()
-    takes_over: ClassVar[bool] = True
-    """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
-    first_come: ClassVar[bool] = False
-    """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
-    admitted while a preempted one waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
-    inherited: a derived policy may have another order."""
-    recomputes: bool = True
-    """True if a request may lose its blocks and compute all its tokens again, in one step without chunked prefill."""
-
-    @classmethod
-    def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
-        """Return `recomputes` of a scheduler with these options."""
-        return cls.recomputes
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.first_come = vars(cls).get("first_come", False)
-
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
 
@@ -119,16 +60,7 @@ class Scheduler(ABC):
         Raises ValueError for settings with which an admitted request could wait forever.
         """
         self.kv = KvBlocks(num_blocks, block_size)
-        if self.kv.blocks_for(max_model_len) > num_blocks:
-            raise ValueError(
-                f"one request of max_model_len ({max_model_len}) needs {self.kv.blocks_for(max_model_len)} KV blocks "
-                f"of {block_size} tokens; there are {num_blocks}"
-            )
-        rule = f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least"
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(f"{rule} max_num_seqs ({max_num_seqs})")
-        if not chunked_prefill and self.recomputes and max_num_batched_tokens < max_model_len:
-            raise ValueError(f"without chunked prefill {rule} max_model_len ({max_model_len})")
+        self.check(self.kv, max_num_seqs, max_num_batched_tokens, max_model_len, chunked_prefill)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -141,15 +73,9 @@ class Scheduler(ABC):
         """True if requests that decode may compute more than one token in a step: their drafts."""
         self.waiting: WaitingQueue = deque()
         self._late = LateArrivals()
-        self._reserved: dict[Request, None] = {}  # expected, and received but not yet in the batch
-        self._received: list[Request] = []
+        self._reserved = Reservations()
         self._held: dict[Request, None] = {}
         self._under_way: Step | None = None
-
-    @classmethod
-    def settings(cls) -> frozenset[str]:
-        """Return the names of the settings that a plan passes to the constructor, besides the policy's own options."""
-        return frozenset(Settings.__annotations__).union(*(SETTINGS_OF[feature] for feature in cls.offers))
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -206,15 +132,12 @@ class Scheduler(ABC):
         samples the first token.
         """
         assert request in self._reserved, "it was not expected"
-        self._received.append(request)
+        self._reserved.received.append(request)
 
     def release(self, request: Request) -> None:
         """Free the blocks of a request that is finished and held, or that was expected and will not come."""
         if request in self._reserved:
-            del self._reserved[request]
-            self.kv.give(self.kv.blocks_for(request.known_tokens))
-            if request in self._received:
-                self._received.remove(request)
+            self._reserved.give_up(request, self.kv)
         else:
             del self._held[request]
             self.kv.release(request)
@@ -227,10 +150,7 @@ class Scheduler(ABC):
             return True
         if request not in self.waiting:
             return self._expel(request)
-        remaining = [queued for queued in self.waiting if queued is not request]
-        self.waiting.clear()
-        for queued in remaining:
-            self.waiting.append(queued)
+        drop(self.waiting, request)
         return True
 
     def withdraw(self) -> list[Request]:
@@ -252,7 +172,7 @@ class Scheduler(ABC):
         self._late.move_all(self._queue)
         lost = [*self._lose_residents(), *self._reserved, *self._held, *self.waiting]
         self.kv.clear()
-        for queue in (self._reserved, self._received, self._held, self.waiting):
+        for queue in (self._reserved, self._held, self.waiting):
             queue.clear()
         self._under_way = None
         for request in lost:
@@ -318,13 +238,8 @@ class Scheduler(ABC):
     def _begin(self) -> None:
         """Let requests that were received join the batch; `schedule` calls this first."""
         assert self._under_way is None, "the step given last was not completed"
-        if self._received:
-            for request in self._received:
-                del self._reserved[request]
-                request.computed = request.known_tokens - 1
-                self.kv.give(self.kv.blocks_for(request.known_tokens) - self.kv.blocks_for(request.computed))
-                self._enter(request)
-            self._received.clear()
+        for request in self._reserved.joining(self.kv):
+            self._enter(request)
 
     @abstractmethod
     def _enter(self, request: Request) -> None:

@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from typing import ClassVar, Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Settings
 from simtune.engine.sharing import SharedBlocks
 from simtune.engine.step import Progress, Step
 

@@ -84,7 +84,7 @@ class VllmFcfs(BatchScheduler):
 
     def schedule(self) -> Step | None:
         """Return the next step: residents first, then those that wait. See `Scheduler.schedule`."""
-        if self._received:
+        if self._reserved.received:
             self._begin()
         if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
             step = self._decode_step()
@@ -102,7 +102,7 @@ class VllmFcfs(BatchScheduler):
             if not (preempting or self._comes_back):
                 return None
             # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
-            self._rejoin()
+            self._left_out.rejoin(self.decoding)
             self._late.move_all(self._queue)
             self._settling.settle()
 
@@ -178,7 +178,7 @@ class VllmFcfs(BatchScheduler):
                 break
             scheduled[request] = self._give(request, num_tokens, new_blocks)
             token_budget -= num_tokens + extra_slots
-        self._leave_out(request for request in running if request not in scheduled)
+        self._left_out.add((r for r in running if r not in scheduled), self.decoding, self._settling)
         return [part.chunk for part in scheduled.values() if part.chunk is not None], token_budget
 
     def _wanted_by(self, request: Request) -> int:

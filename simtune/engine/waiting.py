@@ -29,6 +29,14 @@ class WaitingQueue(Protocol):
         """Remove all."""
 
 
+def drop(queue: WaitingQueue, request: Request) -> None:
+    """Remove a request from a queue, wherever it is; the others keep their order."""
+    remaining = [queued for queued in queue if queued is not request]
+    queue.clear()
+    for queued in remaining:
+        queue.append(queued)
+
+
 urgency = attrgetter("priority", "id")
 """Sort key: `Request.priority`, the smallest first, and among equals the order of arrival."""
 

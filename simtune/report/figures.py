@@ -27,7 +27,7 @@ from simtune.report.info import (
 from simtune.report.labels import briefs, escape, plan_labels
 from simtune.results.summary import InstanceUse
 from simtune.runs.schema import Summary, Timeline
-from simtune.specs.plan_words import in_words, sentence_in_words
+from simtune.specs.plan_words import MIXED, in_words, kind_of_server, sentence_in_words
 from simtune.workload.load import LengthFacts, LoadFacts
 
 Figure = dict[str, Any]
@@ -179,7 +179,7 @@ FEW = 3
 def pareto_figure(info: ParetoInfo) -> Figure:
     """Tokens/s/GPU against tokens/s/user: front joined, dominated faded, infeasible apart, chosen a star."""
     feasible = [*info.front, *info.dominated]
-    families = sorted({(p.candidate.tp, p.candidate.pp) for p in feasible})
+    families = list(dict.fromkeys(family for _, family in sorted(map(_family, feasible))))
     data = [
         {
             "type": "scatter",
@@ -191,11 +191,8 @@ def pareto_figure(info: ParetoInfo) -> Figure:
             "hoverinfo": "skip",
         }
     ]
-    for i, (tp, pp) in enumerate(families):
-        family, name = (tp, pp), f"tp {tp} × pp {pp}"
-        on, off = (
-            [p for p in group if (p.candidate.tp, p.candidate.pp) == family] for group in (info.front, info.dominated)
-        )
+    for i, name in enumerate(families):
+        on, off = ([p for p in group if _family(p)[1] == name] for group in (info.front, info.dominated))
         data.append(_points(off, name, size=8, color=series_colour(i), opacity=0.35, showlegend=not on))
         if on:
             data.append(_points(on, name, size=11, color=series_colour(i), opacity=1.0))
@@ -207,7 +204,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
         data.append(stopped if len(feasible) < FEW else stopped | {"visible": "legendonly"})
     chosen = [p for p in feasible if p.candidate.status == "chosen"]
     if chosen:
-        colour = series_colour(families.index((chosen[0].candidate.tp, chosen[0].candidate.pp)))
+        colour = series_colour(families.index(_family(chosen[0])[1]))
         data.append(_points(chosen, "chosen", size=20, color=colour, symbol="star"))
     return {
         "data": data,
@@ -218,6 +215,15 @@ def pareto_figure(info: ParetoInfo) -> Figure:
             dragmode="select",
         ),
     }
+
+
+def _family(p: ParetoPoint) -> tuple[tuple[int, ...], str]:
+    """Return the kind of server of a plan that decodes, in words, after a key to sort it by."""
+    c = p.candidate
+    # Only of plans with a prefill pool the other pool decodes alone.
+    role, dp = "decode" if c.prefill else MIXED, c.attention_dp or 1
+    words = kind_of_server(role, {"tp": c.tp, "pp": c.pp, "dp": dp}, bool(c.expert_parallel))
+    return (c.tp, c.pp, dp, bool(c.expert_parallel), role != MIXED), words
 
 
 def _points(

@@ -19,21 +19,17 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Tally
-from simtune.errors import UsageError
-from simtune.results.energy import Power, energy_of
+from simtune.results.energy import Power
 from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.results.outcome import Outcome
+from simtune.results.run_statistics import METRICS, InSystem, RunStatistics, Sums, objectives
 from simtune.results.statistics import TokenIntervals, warm_up
-from simtune.results.steady import Steadiness, in_system, needed_for, steadiness, wander
-from simtune.results.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
+from simtune.results.steady import in_system, wander
+from simtune.results.summary import Distribution, LatencyQuantiles, Metric, SloLimit
+from simtune.results.summing import between_tokens, distribution, quantiles
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
-METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2el", "queue", "prefill", "transfer", "decode")
-PERCENTILES = ("p50", "p90", "p95", "p99")
-"""Percentiles of a summary."""
 _ROUNDING = 1e-9
 """Relative error that adding up may cause."""
 _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps", "slo_attainment", "num_gpus")
@@ -126,7 +122,7 @@ class RequestTimes:
 
 
 @dataclass
-class Result(RequestTimes):
+class Result(RequestTimes, RunStatistics):
     """Result of a simulation: times of requests, and the statistics and verdicts that follow from them."""
 
     num_gpus: int
@@ -139,35 +135,12 @@ class Result(RequestTimes):
     power: Power | None = None
     """Power of the instances; None if a hardware profile does not state it."""
 
-    @property
-    def refused(self) -> int:
-        """Requests that exceed max_model_len; 0 for a run that was stopped early, where the number is not known."""
-        return 0 if self.outcome.aborted else self.outcome.refused
-
-    @property
-    def unserved(self) -> int:
-        """Requests left when no instance was up any more to serve them; 0 for a run that was stopped early."""
-        return 0 if self.outcome.aborted else int((~self.completed).sum()) - self.refused - len(self.outcome.stopped)
-
     @cached_property
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last finish; 0 if nothing finished."""
         if not self.completed.any():
             return 0.0
         return float(np.nanmax(self.finish_s) - self.arrival_s[self.outcome.arrival >= 0].min())
-
-    @cached_property
-    def steadiness(self) -> Steadiness | None:
-        """Verdict on whether the deployment keeps up with the load (`simtune.results.steady`).
-
-        None if the question does not apply: to a closed loop, whose users wait; to a batch, to requests that all come
-        at once, and to a run that was stopped early. Requests left when no instance is up make any system saturated.
-        """
-        if self.unserved:
-            return "saturated"
-        if self.stream.offered_rate_rps is None or self.stream.batch or self.outcome.aborted:
-            return None
-        return steadiness(*self._at_arrivals, int((self.outcome.arrival >= 0).sum()))
 
     @cached_property
     def _at_arrivals(self) -> tuple[Ints, Ints]:
@@ -185,11 +158,6 @@ class Result(RequestTimes):
             else wander(present[len(present) // 2 :].astype(np.float64))
         )
 
-    @property
-    def saturated(self) -> bool:
-        """True if requests certainly pile up."""
-        return self.steadiness == "saturated"
-
     @cached_property
     def lifetimes(self) -> float | None:
         """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
@@ -198,16 +166,42 @@ class Result(RequestTimes):
             return None
         return float(np.ptp(self.arrival_s[self.outcome.arrival >= 0]) / mean.mean())
 
-    @cached_property
-    def too_few_for(self) -> tuple[str, ...]:
-        """Percentiles of the summary and of the SLO for which too few requests ended."""
-        finished = int(self.completed.sum())
-        short = {p: finished for p in PERCENTILES if finished < needed_for(p)}
-        for index, name, slo in self._objectives():
-            count = finished if index is None else int((self.completed & (self.stream.class_index == index)).sum())
-            of_class = "" if name is None else f" of class {name}"
-            short |= {f"{s}{of_class}": count for _, s, _ in slo.limits() if count < needed_for(s)}
-        return tuple(short)
+    @property
+    def head(self) -> RequestStream:
+        """All requests."""
+        return self.stream
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests."""
+        return len(self.stream)
+
+    def num_completed(self, request_class: int | None = None) -> int:
+        """Return the number of requests that were answered to the end, of one class or of all."""
+        return int(self._of_class(self.completed, request_class).sum())
+
+    @property
+    def num_good(self) -> int:
+        """Requests that were answered within every limit that applies to them."""
+        return int(self.good.sum())
+
+    @property
+    def sums(self) -> Sums:
+        """Sums over requests."""
+        completed, core = self.completed, self.outcome.core
+        return Sums(
+            prompt_tokens=int(self.stream.prompt_tokens[completed].sum()),
+            output_tokens=int(self.stream.output_tokens[completed].sum()),
+            preemptions=int(self.outcome.preemptions.sum()),
+            resent=int(self.outcome.resent.sum()),
+            answered=np.bincount(core[completed], minlength=len(self.outcome.cores)).tolist(),
+        )
+
+    def in_system(self) -> InSystem | None:
+        """Return the requests in the system at arrivals; None for a load that no deployment keeps up with or not."""
+        if self.stream.offered_rate_rps is None or self.stream.batch or self.outcome.aborted:
+            return None
+        return *self._at_arrivals, int((self.outcome.arrival >= 0).sum())
 
     @cached_property
     def family_s(self) -> Array:
@@ -221,48 +215,52 @@ class Result(RequestTimes):
         if metric == "family":
             column = column[:: max(1, len(self.stream) // max(1, len(self.outcome.family_end)))]
             return column[np.isfinite(column)]
-        keep = np.isfinite(column)
-        if request_class is not None:
-            keep &= self.stream.class_index[part] == request_class
-        return column[keep]
+        return column[self._of_class(np.isfinite(column), request_class, part)]
 
-    def statistic(self, metric: str, statistic: str) -> float | None:
+    def _of_class(
+        self, requests: NDArray[np.bool_], request_class: int | None, part: slice = _ALL
+    ) -> NDArray[np.bool_]:
+        return requests if request_class is None else requests & (self.stream.class_index[part] == request_class)
+
+    def statistic(self, metric: str, statistic: str, request_class: int | None = None) -> float | None:
         """Return `mean` or a percentile such as `p99` of one of METRICS; None if no request has a value."""
-        values = self.values(metric)
+        values = self.values(metric, request_class)
         return statistic_of(values, statistic) if len(values) else None
 
-    @cached_property
-    def limits(self) -> list[SloLimit]:
-        """All lines of the SLO, the run's own and those of classes that have one, with their values."""
-        return self.limits_of(_ALL)
-
     def limits_of(self, part: slice) -> list[SloLimit]:
-        """Return `limits` as if the run had only a part of its requests, in order of arrival."""
+        """Return the limits with the values of a part of the requests, which are in order of arrival. Limits of classes
+        that no request of the part belongs to are left out."""
         lines = []
-        for index, name, slo in self._objectives():
+        for index, name, slo in self.objectives():
             for metric, statistic, limit in slo.limits():
                 values = self.values(metric, index, part)
-                # Latencies of a saturated system grow with the length of the run, so it has no value.
-                value = statistic_of(values, statistic) if len(values) and not self.saturated else None
-                lines.append(
-                    SloLimit(
-                        request_class=name,
-                        metric=metric,
-                        statistic=statistic,
-                        limit_s=limit,
-                        value_s=value,
-                        met=value is not None and value <= limit,
+                if len(values):
+                    value = statistic_of(values, statistic)
+                    met = value <= limit
+                    lines.append(
+                        SloLimit(
+                            request_class=name,
+                            metric=metric,
+                            statistic=statistic,
+                            limit_s=limit,
+                            value_s=value,
+                            met=met,
+                        )
                     )
-                )
         return lines
 
+    def distributions(self, noise: bool) -> dict[Metric, Distribution]:
+        """Return the distribution of every metric."""
+        by_metric = {metric: distribution(self.values(metric), noise=noise) for metric in METRICS}
+        by_metric["itl"] = between_tokens(self.itl)
+        if self.stream.graph:
+            by_metric["family"] = distribution(self.values("family"), noise=False)
+        return by_metric
+
     @property
-    def meets_slo(self) -> bool:
-        """True if all lines hold, nothing was refused, the system is not saturated, and the run was not stopped for
-        misses."""
-        if self.outcome.aborted or self.saturated or self.refused:
-            return False
-        return all(limit.met for limit in self.limits)
+    def warm_up_requests(self) -> int | None:
+        """Requests after which TTFT has settled; None if that is not seen."""
+        return warm_up(self.values("ttft"))
 
     @cached_property
     def good(self) -> NDArray[np.bool_]:
@@ -271,84 +269,13 @@ class Result(RequestTimes):
         A single request is held to the widest limit of each metric (that of the highest percentile).
         """
         good = self.completed.copy()
-        for index, _, slo in self._objectives():
+        for index, _, slo in self.objectives():
             for metric in ("ttft", "tpot", "e2el", "family"):
                 limits = [limit for m, _, limit in slo.limits() if m == metric]
                 if limits:
                     late = getattr(self, metric + "_s") > max(limits)
                     good &= ~(late if index is None else late & (self.stream.class_index == index))
         return good
-
-    @property
-    def slo_attainment(self) -> float | None:
-        """Share of the finished requests answered within every limit that applies to them."""
-        finished = int(self.completed.sum())
-        return float(self.good.sum()) / finished if finished else None
-
-    @property
-    def goodput_rps(self) -> float | None:
-        """Requests per second answered within their limits: for a stable system the offered rate times the attainment,
-        for any other one the number of such requests over the duration."""
-        if self.offered_rate_rps is not None and self.steadiness == "stable":
-            return self.offered_rate_rps * (self.slo_attainment or 0.0)
-        return float(self.good.sum()) * self.scale / self.duration_s if self.duration_s > 0 else None
-
-    def _objectives(self) -> list[tuple[int | None, str | None, Slo]]:
-        return objectives(self.stream, self.slo)
-
-    def summary(self, *, noise: bool = True) -> SimulationSummary:
-        """Return the statistics of the run; None stands for a number that does not exist or is unbounded. Without
-        `noise` intervals are left out, which take longer than all the rest."""
-        completed, duration, tpot = self.completed, self.duration_s, self.values("tpot")
-        output = int(self.stream.output_tokens[completed].sum())
-        total = output + int(self.stream.prompt_tokens[completed].sum())
-
-        def per_second(x: float) -> float | None:
-            return x * self.scale / duration if duration > 0 else None
-
-        output_rate = per_second(output)
-        # Fields that do not apply are left out of the file.
-        where_it_applies: dict[str, Any] = {}
-        if cached := prefix_cache(self.outcome.cores):
-            where_it_applies["prefix_cache"] = cached
-        if self.drafted.rounds:
-            where_it_applies["speculation"] = verifications(self.drafted)
-        core_use = instances(self.outcome.cores, self._answered_on(completed), duration)
-        where_it_applies |= self.outcome.controlled | energy_of(self.power, core_use, duration, output, self.scale)
-        return SimulationSummary(
-            requests=len(completed),
-            completed=int(completed.sum()),
-            refused=self.refused,
-            unserved=self.unserved,
-            preemptions=int(self.outcome.preemptions.sum()),
-            duration_s=duration,
-            saturated=self.saturated,
-            steadiness=self.steadiness,
-            lifetimes=self.lifetimes,
-            too_few_for=self.too_few_for,
-            offered_rate_rps=self.offered_rate_rps,
-            request_throughput_rps=per_second(int(completed.sum())),
-            goodput_rps=self.goodput_rps,
-            slo_attainment=self.slo_attainment,
-            output_tokens_per_s=output_rate,
-            total_tokens_per_s=per_second(total),
-            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
-            output_tokens_per_s_per_user=1 / float(tpot.mean()) if len(tpot) and tpot.mean() > 0 else None,
-            num_gpus=self.num_gpus,
-            metrics={m: distribution(self.values(m), noise=noise and not self.saturated) for m in METRICS}
-            | {"itl": between_tokens(self.itl)}
-            | ({"family": distribution(self.values("family"), noise=False)} if self.stream.graph else {}),
-            warm_up_requests=warm_up(self.values("ttft")),
-            resent=int(self.outcome.resent.sum()),
-            transferred_bytes=self.outcome.transferred_bytes,
-            instances=core_use,
-            slo=tuple(self.limits),
-            **where_it_applies,
-        )
-
-    def _answered_on(self, completed: NDArray[np.bool_]) -> list[int]:
-        """Return the number of requests that each core answered."""
-        return list(np.bincount(self.outcome.core[completed], minlength=len(self.outcome.cores)).tolist())
 
     def to_pandas(self) -> Any:
         """Return every request as a row of a `pandas.DataFrame`, times in seconds. Raise UsageError without pandas."""
@@ -395,27 +322,6 @@ class Result(RequestTimes):
         """Return the quantiles from which the curves of the latencies are drawn."""
         ttft, tpot, e2el = (quantiles(self.values(metric)) for metric in ("ttft", "tpot", "e2el"))
         return LatencyQuantiles(ttft_s=ttft, tpot_s=tpot, e2el_s=e2el)
-
-    @cached_property
-    def drafted(self) -> Tally:
-        """Tally of all verifications; zeros if no pool drafts."""
-        tallies = [core.drafting for core in self.outcome.cores]
-        return Tally(*(sum(column) for column in zip(*tallies, strict=True)))
-
-
-def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:
-    """Return (class index, class name, SLO): one entry for all requests, or one per class if classes have their own.
-
-    Raises UsageError for a limit of families if the requests are none.
-    """
-    if stream.graph is None and any(limits.family_s for limits in (slo, *stream.slos) if limits is not None):
-        raise UsageError("slo.family_s limits families of a request graph, and this load has none; leave it out")
-    if all(class_slo is None for class_slo in stream.slos):
-        return [(None, None, slo)]
-    return [
-        (index, name, slo if class_slo is None else class_slo)
-        for index, (name, class_slo) in enumerate(zip(stream.class_names, stream.slos, strict=True))
-    ]
 
 
 class MissBudget:

@@ -53,6 +53,11 @@ class Distribution(Record):
 SLO_METRIC_NAMES: dict[SloMetric, str] = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "family": "Family"}
 
 
+def limit_sentence(bound: str, reached: str = "") -> str:
+    """Return a bound such as `p99 TTFT ≤ 1,000 ms` with the value that was reached, if given."""
+    return f"{bound} (it reaches {reached})" if reached else bound
+
+
 class SloLimit(Record):
     """Line of a service level objective, with its value in the run."""
 
@@ -70,8 +75,7 @@ class SloLimit(Record):
 
     def sentence(self, reached: str = "") -> str:
         """Return the limit in words, with the class it belongs to and the value that the run reached, if given."""
-        where = f" for {self.request_class}" if self.request_class else ""
-        return f"{self.bound}{where}" + (f" (it reaches {reached})" if reached else "")
+        return limit_sentence(f"{self.bound} for {self.request_class}" if self.request_class else self.bound, reached)
 
     def __str__(self) -> str:
         return self.sentence("no finite value" if self.value_s is None else f"{self.value_s * 1e3:,.1f} ms")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,6 +11,7 @@ from pathlib import Path
 from simtune import __version__
 from simtune.runs.schema import MANIFEST_SCHEMA, Manifest, TraceFile
 from simtune.specs.base import Spec
+from simtune.specs.input_hashes import numbered, sha256
 from simtune.specs.traces import Trace
 
 PACKAGES = ("click", "jinja2", "numpy", "plotly", "pydantic", "pyyaml", "rich", "scipy")
@@ -27,20 +27,7 @@ def manifest(command: Sequence[str], inputs: Sequence[Spec], trace: Trace | None
         packages={name: metadata.version(name) for name in PACKAGES},
         command=tuple(command),
         seed=seed,
-        inputs=_hashes(inputs),
+        inputs=numbered((f"{spec.KIND}:{spec.name}", sha256(spec.to_yaml())) for spec in inputs),
         trace=TraceFile(file=Path(trace.file).name, sha256=trace.sha256) if trace else None,
         written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-
-
-def _hashes(inputs: Sequence[Spec]) -> dict[str, str]:
-    """Return the hash of each input by kind and name; other contents of one name are numbered."""
-    hashes: dict[str, str] = {}
-    for spec in inputs:
-        name, value = f"{spec.KIND}:{spec.name}", hashlib.sha256(spec.to_yaml().encode()).hexdigest()
-        key, number = name, 1
-        while hashes.get(key, value) != value:
-            number += 1
-            key = f"{name} ({number})"
-        hashes[key] = value
-    return hashes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from simtune.costs.protocol import StepCosts
-from simtune.engine import NO_PROGRESS, Progress, Request, Scheduler, Step
+from simtune.engine import Progress, Request, Scheduler, Step
 from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
@@ -238,14 +238,15 @@ class EngineCore:
     runs_ahead: bool = field(default=False, init=False)
     """True if the core's steps end in `run_ahead` instead of `end`."""
     _single_steps: bool = field(default=False, init=False)
-    _ended: int = field(default=-1, init=False)  # the tick at which the latest step did
-    _timer: StepTimer = field(init=False)
-    _agenda: Agenda = field(init=False)
-    _recorder: Recorder = field(init=False)
+    ended: int = field(default=-1, init=False)
+    """Tick at which the latest step ended."""
+    timer: StepTimer = field(init=False)
+    agenda: Agenda = field(init=False)
+    recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._timer = timer_for(self.costs, self.scheduler.drafting)
-        self.scheduler.tells_longest = self._timer.asks_longest
+        self.timer = timer_for(self.costs, self.scheduler.drafting)
+        self.scheduler.tells_longest = self.timer.asks_longest
         self.virtual_engine = self.stepping.join(self)
 
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
@@ -254,7 +255,7 @@ class EngineCore:
         With `single_steps` no step is repeated. With `runs_ahead` steps without other events between them bypass the
         agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
-        self._agenda, self._recorder = agenda, recorder
+        self.agenda, self.recorder = agenda, recorder
         self.stepping.wire(agenda, stepwise=single_steps or recorder.jumps is not None)
         self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
 
@@ -274,10 +275,10 @@ class EngineCore:
                 notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
         else:  # at the instant when a step ends, the step that follows is dispatched already
             # With asynchronous scheduling the next step is dispatched already, so it does not see the request.
-            late = scheduler.async_scheduling and self._ended == now
+            late = scheduler.async_scheduling and self.ended == now
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
             return False
-        self._recorder.waiting += 1
+        self.recorder.waiting += 1
         self.waiting += 1
         if not repetition:
             self.wake(now)
@@ -298,7 +299,7 @@ class EngineCore:
     def count_waiting(self) -> None:
         """Update the number of waiting requests after the scheduler's queue has changed."""
         waiting = self.scheduler.num_waiting
-        self._recorder.waiting += waiting - self.waiting
+        self.recorder.waiting += waiting - self.waiting
         self.waiting = waiting
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class EngineCore:
         """Let the idle core schedule at this instant, after all other events of the instant."""
         if not self.woken:
             self.woken = True
-            self._agenda.post((now, WAKE, self.number, 0))
+            self.agenda.post((now, WAKE, self.number, 0))
             self.stepping.wakes(now, self)
 
     def notify(self, now: int) -> None:
@@ -329,19 +330,19 @@ class EngineCore:
         if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
-            self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
+            self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
         self.step = step = self.scheduler.schedule()
         if step is None:
-            self._idle(now)
+            self.idle(now)
             return False
-        self._find_time(now, step)
+        self.find_time(now, step)
         self.started = now
         self.version += 1
         return True
 
     def launch(self, end: int) -> None:
         """Run the planned step, which ends at tick `end`; this is most likely the next event."""
-        self._agenda.hold((end, STEP_END, self.number, self.version))
+        self.agenda.hold((end, STEP_END, self.number, self.version))
 
     def cut(self, now: int) -> None:
         """End the jump with the step in which `now` falls, because something has changed."""
@@ -352,7 +353,7 @@ class EngineCore:
         if repetitions < self.time.repetitions:
             self.time.repetitions = repetitions
             self.version += 1
-            self._agenda.replace((self.started + self.time.total, STEP_END, self.number, self.version))
+            self.agenda.replace((self.started + self.time.total, STEP_END, self.number, self.version))
 
     def end(self, now: int, deliver: Deliver) -> None:
         """End the running step and begin the next one."""
@@ -362,62 +363,11 @@ class EngineCore:
         """Complete the repetitions of the running step and deliver their progress."""
         self._account(now)
         progress = self.scheduler.complete(self.time.repetitions)
-        self.step, self._ended = None, now
+        self.step, self.ended = None, now
         if self.inbox.unheard:
             progress = self.inbox.heard(progress, self.scheduler)
         if progress.first_token or progress.finished:
             deliver(now, self, progress)
-
-    def run_ahead(self, now: int, deliver: Deliver) -> None:
-        """Do the same as repeated calls of `end`, for as long as no other event comes before the end of the next step.
-
-        Inlined for speed, and compared with `end` by tests/sim/test_run_ahead.py.
-        """
-        agenda, recorder, sampler, time, timer = self._agenda, self._recorder, self.sampler, self.time, self._timer
-        heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
-        complete, schedule, step = self.scheduler.complete, self.scheduler.schedule, self.step
-        agenda.hold(None)  # so that the heap alone shows what comes first
-        while step is not None:
-            repetitions = time.repetitions
-            recorder.steps += repetitions
-            self.busy += now - self.started
-            if self.busy >= sampler.due:
-                sampler.take(self.busy, step, time, now - self.started)
-            if time.ends is not None:
-                recorder.note_listed(time.ends[:repetitions], step.num_decodes - step.discarded)
-            elif decodes := step.num_decodes - step.discarded:
-                note((time.first, time.slope, repetitions, decodes))
-            progress = complete(repetitions)
-            self.step, self._ended = None, now
-            if progress is not NO_PROGRESS:
-                deliver(now, self, progress)
-            # Another event at this instant may add a request, so the core schedules after it (WAKE sorts last).
-            if heap[0][0] == now:
-                self.wake(now)
-                return
-            self.step = step = schedule()
-            if step is None:
-                self._idle(now)
-                return
-            self.started = now
-            self.version = version = self.version + 1
-            if not step.only_decodes:
-                self._find_time(now, step)
-                now += time.first if time.repetitions == 1 else time.total
-            elif decode is None:
-                timer.decode(step, step.repeat, time)
-                now += time.total
-            else:
-                time.first, time.slope, repetitions = decode(step.num_decodes, step.context_tokens)
-                if step.repeat < repetitions:
-                    repetitions = step.repeat
-                time.repetitions = repetitions
-                now += repetitions * time.first + time.slope * (repetitions * (repetitions - 1) // 2)
-            event = now, STEP_END, self.number, version
-            if heap[0] < event:  # something else comes first, or the run was stopped
-                agenda.held = event
-                return
-            agenda.handled += 1
 
     def fail(self, now: int) -> None:
         """End a step on an instance that fails: finished repetitions have delivered their tokens, the current one is
@@ -435,42 +385,33 @@ class EngineCore:
         self.version += 1
         self.stepping.reset()
 
-    def _idle(self, now: int) -> None:
+    def idle(self, now: int) -> None:
         """Make room for waiting transfers when nothing can run: with asynchronous scheduling the last requests leave
         only now."""
         if self.inbox.waiting:
-            self.inbox.make_room(now, self.scheduler, self._agenda, self._recorder)
+            self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
         if self.draining:
-            self._agenda.post((now, DRAINED, self.number, 0))
+            self.agenda.post((now, DRAINED, self.number, 0))
 
-    def _find_time(self, now: int, step: Step) -> None:
+    def find_time(self, now: int, step: Step) -> None:
         """Compute the duration of a step's repetitions, and how many of them are run in one event."""
         time = self.time
-        of_step, recorder = step.chunks, self._recorder
+        of_step, recorder = step.chunks, self.recorder
         if of_step or step.preempted:
-            for request in step.preempted:
-                recorder.preemptions[request.id] += 1
+            recorder.note_preempted(step.preempted)
             self.count_waiting()
         if of_step:
-            scheduled, chunks, completing, step_tokens = recorder.scheduled, [], 0, step.num_decodes
-            for chunk in of_step:
-                request, past, tokens = chunk.request, chunk.past, chunk.tokens
-                chunks.append((past, tokens))
-                step_tokens += tokens
-                completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
-                if scheduled[request.id] < 0:
-                    scheduled[request.id] = now
-            if step_tokens > self.most_tokens:
-                self.most_tokens = step_tokens
-            time.first = self._timer.mixed(step, chunks, completing)
+            chunks, completing, chunk_tokens = recorder.note_chunks(now, of_step)
+            self.most_tokens = max(self.most_tokens, step.num_decodes + chunk_tokens)
+            time.first = self.timer.mixed(step, chunks, completing)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat
-            self._timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
+            self.timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
         if self.inbox.unheard:
             time.repetitions = 1  # it ends with the first tokens of requests that have joined
         if step.part != (0, 1):
-            time.first = self._timer.of_part(step, time.first)
+            time.first = self.timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
             time.first += self.swap * moved
             time.repetitions = 1  # repetitions would not wait for the swapped blocks
@@ -484,7 +425,7 @@ class EngineCore:
 
     def _account(self, end: int) -> None:
         """Record the running step's repetitions, the last of which ends at tick `end`."""
-        step, time, recorder = self.step, self.time, self._recorder
+        step, time, recorder = self.step, self.time, self.recorder
         assert step is not None
         recorder.steps += time.repetitions
         self.busy += end - self.started
@@ -492,10 +433,7 @@ class EngineCore:
             self.sampler.take(self.busy, step, time, end - self.started)
         # The first token of a request that has just joined follows no other token, so it ends no interval.
         decodes = max(0, step.num_decodes - step.discarded - len(self.inbox.unheard))
-        if time.ends is not None:
-            recorder.note_listed(time.ends[: time.repetitions], decodes)
-        elif decodes:
-            recorder.rows.append((time.first, time.slope, time.repetitions, decodes))
+        recorder.note_intervals(time, decodes)
         if recorder.jumps is not None:
             waiting = self.scheduler.num_waiting + len(self.inbox.waiting)
             span, free = (self.started, end), self.scheduler.kv.free

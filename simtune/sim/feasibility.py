@@ -10,7 +10,7 @@ from simtune.costs.memory import GIB, Memory, kv_capacity
 from simtune.costs.predict import Profile
 from simtune.costs.protocol import UNBOUNDED
 from simtune.engine import POLICIES
-from simtune.engine.scheduler import Feature
+from simtune.engine.policy_traits import Feature
 from simtune.errors import Infeasible
 from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.plan_parts import POLICY

@@ -10,7 +10,7 @@ from simtune.costs.memory import Memory, kv_bytes_per_token
 from simtune.costs.protocol import StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
-from simtune.engine.scheduler import Feature
+from simtune.engine.policy_traits import Feature
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.plan_parts import POLICY, make_policy

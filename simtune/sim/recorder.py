@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
+from simtune.engine import Chunk, Request
 from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
 from simtune.results.recorded_steps import RecordedSteps
+from simtune.sim.step_timing import JumpTime
 
+COLUMNS = (
+    "arrival",
+    "scheduled",
+    "first_token",
+    "finish",
+    "core",
+    "preemptions",
+    "waiting_at_arrival",
+    "transferred",
+    "prefilled",
+    "family_begin",
+    "family_end",
+    "resent",
+)
+"""Columns of an outcome by request or family; the source of requests has the first, the recorder all others."""
 MOST_ROWS = 1 << 10
 """Most rows of intervals that are kept as tuples."""
 
@@ -42,6 +60,34 @@ class Recorder:
         self._listed_jumps.append(len(ends))
         self._listed_jumps.append(decodes)
 
+    def note_intervals(self, time: JumpTime, decodes: int) -> None:
+        """Record the times between tokens of a jump in which `decodes` requests decode."""
+        if time.ends is not None:
+            self.note_listed(time.ends[: time.repetitions], decodes)
+        elif decodes:
+            self.rows.append((time.first, time.slope, time.repetitions, decodes))
+
+    def note_preempted(self, requests: Iterable[Request]) -> None:
+        """Count a preemption of each of the requests."""
+        for request in requests:
+            self.preemptions[request.id] += 1
+
+    def note_chunks(self, now: int, of_step: Iterable[Chunk]) -> tuple[list[tuple[int, int]], int, int]:
+        """Record the requests whose first chunk begins now.
+
+        Return (past tokens, new tokens) of each chunk, the number of prompts that are complete with it, and the new
+        tokens of all chunks.
+        """
+        scheduled, chunks, completing, total = self.scheduled, [], 0, 0
+        for chunk in of_step:
+            request, past, tokens = chunk.request, chunk.past, chunk.tokens
+            chunks.append((past, tokens))
+            total += tokens
+            completing += past + tokens - chunk.padding == request.prompt_tokens + request.emitted  # it `completes`
+            if scheduled[request.id] < 0:
+                scheduled[request.id] = now
+        return chunks, completing, total
+
     def pack(self) -> None:
         """Move the latest intervals to compact storage; to be called when there are MOST_ROWS."""
         self._intervals.fromlist([*chain.from_iterable(self.rows)])
@@ -63,18 +109,7 @@ class Recorder:
         """Return the record of the run as an Outcome."""
         self.pack()
         return Outcome(
-            arrival=_array(arrival),
-            scheduled=_array(self.scheduled),
-            first_token=_array(self.first_token),
-            finish=_array(self.finish),
-            core=_array(self.core),
-            preemptions=_array(self.preemptions),
-            waiting_at_arrival=_array(self.waiting_at_arrival),
-            transferred=_array(self.transferred),
-            prefilled=_array(self.prefilled),
-            family_begin=_array(self.family_begin),
-            family_end=_array(self.family_end),
-            resent=_array(self.resent),
+            **self._columns(arrival),
             refused=self.refused,
             stopped=dict(stopped or {}),
             aborted=aborted,
@@ -82,9 +117,17 @@ class Recorder:
             steps=self.steps,
             transferred_bytes=self.transferred_bytes,
             cores=cores,
-            intervals=np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()]),
+            intervals=self._steps_between_tokens(),
             records=RecordedSteps() if self.jumps is None else self.jumps,
         )
+
+    def _columns(self, arrival: array[int]) -> dict[str, Any]:
+        """Return the columns of requests by name."""
+        return {"arrival": _array(arrival)} | {name: _array(getattr(self, name)) for name in COLUMNS[1:]}
+
+    def _steps_between_tokens(self) -> Ticks:
+        """Return the rows of `Outcome.intervals`."""
+        return np.concatenate([_array(self._intervals).reshape(-1, 4), self._listed_intervals()])
 
     def _listed_intervals(self) -> Ticks:
         """Return the intervals of jumps whose ends are listed, a row for each step."""

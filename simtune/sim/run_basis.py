@@ -13,7 +13,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
 from simtune.results.outcome import SampledStep
-from simtune.results.result import Result
+from simtune.results.run_statistics import RunStatistics
 from simtune.results.summary import BasisByOperator, BasisShares, CostBasis, OperatorBasis, PoolBasis
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import OwnCosts
@@ -27,7 +27,7 @@ WORTH_A_NOTE = 0.1
 """Share of the step time not backed by measurements of such shapes above which a note is shown."""
 
 
-def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, KindBasis]]:
+def pool_bases(deployment: Deployment, result: RunStatistics) -> dict[str, dict[str, KindBasis]]:
     """Return the basis by pool and kind, weighted by the time of the pool's steps.
 
     Costs from outside the package have one kind, `step`, if they report their basis; pools whose costs do not, and
@@ -45,7 +45,7 @@ def pool_bases(deployment: Deployment, result: Result) -> dict[str, dict[str, Ki
     return bases
 
 
-def timed_steps(deployment: Deployment, result: Result) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
+def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
     """Yield steps of a run, each with its seconds by kind and its seconds in all, including host time that is not
     hidden; pools whose costs come from outside are left out."""
     for pool in deployment.pools:
@@ -84,12 +84,12 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
         saved = model.sharing.saved_s(verifying, np.clip(decodes, 1.0, verifying))
         columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
-        seconds = model.prefill(past + new) - model.prefill(past) + model.past(past) + model.prefill_overhead_s
+        seconds = model.attention.chunks_s(past, new)
         columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
     return columns
 
 
-def asked_calls(deployment: Deployment, result: Result) -> Iterator[tuple[str, AskedCall]]:
+def asked_calls(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[str, AskedCall]]:
     """Yield the name of the hardware and every operator shape that the steps of a run need; pools whose costs come from
     outside are left out."""
     labels = deployment.profile_labels
@@ -137,7 +137,7 @@ def _weighted(step: SampledStep) -> WeightedStep:
     return WeightedStep(step.ticks, work, width)
 
 
-def cost_basis(deployment: Deployment, result: Result) -> CostBasis | None:
+def cost_basis(deployment: Deployment, result: RunStatistics) -> CostBasis | None:
     """Return the shares of the time of the run's kernels and collectives by basis; None if all costs come from
     outside."""
     return basis_of(deployment, pool_bases(deployment, result))

@@ -49,6 +49,7 @@ class RequestSource:
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
         self._open = stream.arrival_s is not None
+        self._count = len(stream)
         self._next = 0  # in a closed loop, the request that arrives next
         self.arrival = array("q", [-1]) * len(stream)
         """Tick at which each request arrives; -1 if that is not known yet."""
@@ -63,7 +64,7 @@ class RequestSource:
     def begin(self) -> None:
         """Announce the first request; in a closed loop, the first request of each user."""
         if not self._open:
-            for _ in range(min(self._users, len(self.arrival))):
+            for _ in range(min(self._users, self._count)):
                 self._send_next(0)
         elif self.arrival:
             self._agenda.post((self.arrival[0], ARRIVAL, 0, 0))
@@ -159,7 +160,7 @@ class RequestSource:
 
     def _send_next(self, tick: int) -> None:
         number = self._next
-        if number < len(self.arrival):
+        if number < self._count:
             self._next += 1
             self.arrival[number] = tick
             self._agenda.post((tick, ARRIVAL, number, 0))

@@ -7,9 +7,8 @@ kept (`simtune.results.sketch`). Requests in the system at once are kept, so the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,20 +16,19 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Request, Tally
+from simtune.engine import Request
 from simtune.errors import UsageError
-from simtune.results.energy import Power, energy_of
-from simtune.results.outcome import EngineCoreUse, Outcome
-from simtune.results.result import METRICS, PERCENTILES, Result, objectives
+from simtune.results.energy import Power
+from simtune.results.outcome import Outcome, Ticks
+from simtune.results.run_statistics import METRICS, InSystem, RunStatistics, Sums, objectives
 from simtune.results.sketch import Sketch
-from simtune.results.steady import Steadiness, needed_for, steadiness, stride
-from simtune.results.summary import Distribution, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import instances, prefix_cache, verifications
+from simtune.results.steady import stride
+from simtune.results.summary import Distribution, Metric
 from simtune.sim import plan_parts
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.deployment import Deployment
 from simtune.sim.pool_power import power_of
-from simtune.sim.recorder import Recorder
+from simtune.sim.recorder import COLUMNS, Recorder
 from simtune.sim.source import LONGEST_S, RequestSource
 from simtune.sim.watch import Watch, watched
 from simtune.sim.wiring import wire
@@ -174,8 +172,7 @@ class StreamedSource(RequestSource):
         if self._open:
             self._announce(0)
         else:
-            for _ in range(min(self._users, self._count)):
-                self._send_next(0)
+            super().begin()
 
     def _announce(self, number: int) -> None:
         self.arrival[number] = self._ahead[0]
@@ -202,13 +199,6 @@ class StreamedSource(RequestSource):
         priorities.pop(number, 0)
         return arrivals.pop(number, -1), prompts.pop(number, 0), outputs.pop(number, 0), classes.pop(number, 0)
 
-    def _send_next(self, tick: int) -> None:
-        number = self._next
-        if number < self._count:
-            self._next += 1
-            self.arrival[number] = tick
-            self._agenda.post((tick, ARRIVAL, number, 0))
-
 
 def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...] | None]]:
     """Yield arrival, prompt tokens, output tokens, priority, class and blocks of every request."""
@@ -230,7 +220,10 @@ def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[i
 class Totals:
     """Totals over the requests that are over."""
 
-    completed: int = 0
+    completed: Ints
+    """Requests answered of each class."""
+    answered: Ints
+    """Requests answered by each core."""
     good: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -238,8 +231,6 @@ class Totals:
     resent: int = 0
     first_arrival: int | None = None
     last_finish: int = 0
-    answered: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Requests answered by each core."""
     latencies: dict[str, Sketch] = field(default_factory=lambda: {metric: Sketch() for metric in (*METRICS, "itl")})
     by_class: dict[tuple[int, str], Sketch] = field(default_factory=dict)
     """Metrics of classes that have an SLO of their own."""
@@ -256,7 +247,9 @@ class StreamRecorder(Recorder):
         self.finished = 0
         self.at_arrivals = _LiveArrivals(self, len(load))
         self.waiting_at_arrival = self.at_arrivals  # type: ignore[assignment]
-        self.totals = Totals(answered=np.zeros(cores, dtype=np.int64))
+        self.totals = Totals(
+            completed=np.zeros(len(load.head.class_names), dtype=np.int64), answered=np.zeros(cores, dtype=np.int64)
+        )
         self.source: StreamedSource | None = None
         self._objectives = objectives(load.head, slo)
 
@@ -283,7 +276,7 @@ class StreamRecorder(Recorder):
         )
         done_at = np.where(prefilled >= 0, prefilled, first)
         t, finished = self.totals, finish >= 0
-        t.completed += int(finished.sum())
+        t.completed += np.bincount(kind[finished], minlength=len(t.completed))
         t.prompt_tokens += int(prompt[finished].sum())
         t.output_tokens += int(output[finished].sum())
         t.preemptions += int(preemptions.sum())
@@ -306,41 +299,14 @@ class StreamRecorder(Recorder):
                     sketch.add(latencies[name][of_class & np.isfinite(latencies[name])])
         t.good += int(good.sum())
 
-    def outcome(
-        self,
-        arrival: array[int],
-        *,
-        aborted: bool,
-        events: int,
-        cores: list[EngineCoreUse],
-        stopped: Mapping[int, int] | None = None,
-    ) -> Outcome:
-        """Return the record of the run as a whole, after summing up the requests that are still in the system."""
-        self.pack()
+    def _columns(self, arrival: array[int]) -> dict[str, Any]:
+        """Sum up the requests that are still in the system, and return empty columns."""
         self.fold(sorted({*self.finish, *self.first_token, *arrival}))
-        none = np.zeros(0, dtype=np.int64)
-        return Outcome(
-            arrival=none,
-            scheduled=none,
-            first_token=none,
-            finish=none,
-            core=none,
-            preemptions=none,
-            waiting_at_arrival=none,
-            transferred=none,
-            prefilled=none,
-            family_begin=none,
-            family_end=none,
-            resent=none,
-            refused=self.refused,
-            stopped={},
-            aborted=aborted,
-            events=events,
-            steps=self.steps,
-            transferred_bytes=self.transferred_bytes,
-            cores=cores,
-            intervals=none.reshape(0, 4),
-        )
+        return dict.fromkeys(COLUMNS, np.zeros(0, dtype=np.int64))
+
+    def _steps_between_tokens(self) -> Ticks:
+        """Return no rows: intervals are counted as they come."""
+        return np.zeros((0, 4), dtype=np.int64)
 
     def note_listed(self, ends: Sequence[int], decodes: int) -> None:
         """Count the intervals of a jump whose steps end `ends` ticks after its start."""
@@ -398,9 +364,9 @@ class StreamedWorld(World):
         return self.recorder, source
 
 
-@dataclass(frozen=True)
-class StreamedResult:
-    """Result of a streamed simulation."""
+@dataclass
+class StreamedResult(RunStatistics):
+    """Result of a streamed simulation; percentiles are within `simtune.results.sketch.ERROR`."""
 
     load: StreamedLoad
     outcome: Outcome
@@ -410,37 +376,50 @@ class StreamedResult:
     """Requests in the system, and requests waiting, as every `simtune.results.steady.stride`-th arrival found them."""
     num_gpus: int
     slo: Slo
+    offered_rate_rps: float | None
+    scale: float = 1.0
     power: Power | None = None
     """Power of the instances; None if their hardware profiles do not state it."""
 
     @property
-    def as_result(self) -> Result:
-        """Result of the engine cores alone, without requests."""
-        return Result(self.load.head, self.outcome, self.num_gpus, self.slo, self.load.offered_rate_rps)
+    def head(self) -> RequestStream:
+        """The first requests."""
+        return self.load.head
 
     @property
-    def unserved(self) -> int:
-        """Requests left when no instance was up any more to serve them."""
-        return len(self.load) - self.totals.completed - self.outcome.refused
+    def num_requests(self) -> int:
+        """Number of requests."""
+        return len(self.load)
 
-    @cached_property
-    def steadiness(self) -> Steadiness | None:
-        """Verdict on whether the deployment keeps up with the load, as in `Result.steadiness`."""
-        if self.unserved:
-            return "saturated"
-        if self.load.offered_rate_rps is None or self.load.workload.batch:
+    def num_completed(self, request_class: int | None = None) -> int:
+        """Return the number of requests that were answered to the end, of one class or of all."""
+        return int(self.totals.completed.sum() if request_class is None else self.totals.completed[request_class])
+
+    @property
+    def num_good(self) -> int:
+        """Requests that were answered within every limit that applies to them."""
+        return self.totals.good
+
+    @property
+    def sums(self) -> Sums:
+        """Sums over requests."""
+        t = self.totals
+        return Sums(t.prompt_tokens, t.output_tokens, t.preemptions, t.resent, t.answered.tolist())
+
+    @property
+    def warm_up_requests(self) -> None:
+        """None: the order of latencies is not kept."""
+
+    def in_system(self) -> InSystem | None:
+        """Return the requests in the system at arrivals; None for a load that no deployment keeps up with or not."""
+        if self.offered_rate_rps is None or self.load.workload.batch:
             return None
-        return steadiness(*self.at_arrivals, len(self.load))
-
-    @property
-    def saturated(self) -> bool:
-        """True if requests certainly pile up."""
-        return self.steadiness == "saturated"
+        return *self.at_arrivals, len(self.load)
 
     @property
     def lifetimes(self) -> float | None:
-        """Mean lifetimes of a request that the run spans, as in `Result.lifetimes`."""
-        offered, mean = self.load.offered_rate_rps, self.totals.latencies["e2el"].mean_s
+        """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
+        offered, mean = self.offered_rate_rps, self.totals.latencies["e2el"].mean_s
         return (
             None if offered is None or not mean or self.load.workload.batch else (len(self.load) - 1) / offered / mean
         )
@@ -448,88 +427,23 @@ class StreamedResult:
     @property
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last finish; 0 if nothing finished."""
-        if not self.totals.completed:
+        if not self.num_completed():
             return 0.0
         return (self.totals.last_finish - (self.totals.first_arrival or 0)) / TICKS_PER_SECOND
 
-    def summary(self) -> SimulationSummary:
-        """Return the statistics of the run; percentiles are within `simtune.results.sketch.ERROR`."""
-        t, duration = self.totals, self.duration_s
-        attainment = t.good / t.completed if t.completed else None
-        offered = self.load.offered_rate_rps
+    def statistic(self, metric: str, statistic: str, request_class: int | None = None) -> float | None:
+        """Return `mean` or a percentile such as `p99` of one of METRICS; None if no request has a value."""
+        t = self.totals
+        sketch = t.latencies[metric] if request_class is None else t.by_class.get((request_class, metric))
+        return sketch.statistic_s(statistic) if sketch is not None and sketch.count else None
 
-        def per_second(x: float) -> float | None:
-            return x / duration if duration > 0 else None
-
-        output_rate, tpot = per_second(t.output_tokens), t.latencies["tpot"]
-        further: dict[str, Any] = {}
-        if cached := prefix_cache(self.outcome.cores):
-            further["prefix_cache"] = cached
-        drafted = Tally(*(sum(column) for column in zip(*(c.drafting for c in self.outcome.cores), strict=True)))
-        if drafted.rounds:
-            further["speculation"] = verifications(drafted)
-        core_use = instances(self.outcome.cores, t.answered.tolist(), duration)
-        further |= self.outcome.controlled | energy_of(self.power, core_use, duration, t.output_tokens, 1.0)
-        return SimulationSummary(
-            requests=len(self.load),
-            completed=t.completed,
-            refused=self.outcome.refused,
-            unserved=self.unserved,
-            preemptions=t.preemptions,
-            duration_s=duration,
-            saturated=self.saturated,
-            steadiness=self.steadiness,
-            lifetimes=self.lifetimes,
-            too_few_for=self._too_few_for(),
-            offered_rate_rps=offered,
-            request_throughput_rps=per_second(t.completed),
-            goodput_rps=offered * (attainment or 0.0)
-            if offered and self.steadiness == "stable"
-            else per_second(t.good),
-            slo_attainment=attainment,
-            output_tokens_per_s=output_rate,
-            total_tokens_per_s=per_second(t.output_tokens + t.prompt_tokens),
-            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
-            output_tokens_per_s_per_user=1 / tpot.mean_s if tpot.count and tpot.mean_s > 0 else None,
-            num_gpus=self.num_gpus,
-            metrics={metric: t.latencies[metric].distribution() for metric in METRICS} | {"itl": self._itl()},
-            warm_up_requests=None,
-            resent=t.resent,
-            transferred_bytes=self.outcome.transferred_bytes,
-            instances=core_use,
-            slo=tuple(self._limits()),
-            **further,
-        )
-
-    def _too_few_for(self) -> tuple[str, ...]:
-        """Return the statistics that too few requests support, as in `Result.too_few_for`."""
-        short = {p: 0 for p in PERCENTILES if self.totals.completed < needed_for(p)}
-        for index, name, slo in objectives(self.load.head, self.slo):
-            for metric, statistic, _ in slo.limits():
-                sketch = self.totals.latencies[metric] if index is None else self.totals.by_class[index, metric]
-                if sketch.count < needed_for(statistic):
-                    short[f"{statistic} of class {name}" if name else statistic] = 0
-        return tuple(short)
-
-    def _itl(self) -> Distribution:
-        """Return the distribution of times between tokens, as `simtune.results.summing.between_tokens` does."""
+    def distributions(self, noise: bool) -> dict[Metric, Distribution]:
+        """Return the distribution of every metric; never with confidence intervals."""
         itl = self.totals.latencies["itl"]
-        percentiles = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
-        return itl.distribution().model_copy(update={"std": None, "min": None, **percentiles})
-
-    def _limits(self) -> Iterator[SloLimit]:
-        for index, name, slo in objectives(self.load.head, self.slo):
-            for metric, statistic, limit in slo.limits():
-                if metric == "family":
-                    # Streamed loads have no request graph.
-                    continue
-                metric_: Metric = metric
-                sketch = self.totals.latencies[metric_] if index is None else self.totals.by_class[index, metric_]
-                value = sketch.statistic_s(statistic) if sketch.count and not self.saturated else None
-                yield SloLimit(
-                    request_class=name, metric=metric, statistic=statistic, limit_s=limit, value_s=value,
-                    met=value is not None and value <= limit,
-                )  # fmt: skip
+        # As for kept requests: no deviation and no minimum, and the smallest value that a share does not exceed.
+        shares = {f"p{p}": itl.quantile_s(p / 100) for p in (50, 90, 95, 99)} if itl.count else {}
+        between = itl.distribution().model_copy(update={"std": None, "min": None, **shares})
+        return {metric: self.totals.latencies[metric].distribution() for metric in METRICS} | {"itl": between}
 
 
 def simulate_streamed(
@@ -566,17 +480,11 @@ def simulate_streamed(
     if brought:
         plan_parts.check_nobody_waits(plan, wiring.cores)
     totals, counts = world.recorder.totals, world.recorder.at_arrivals
-    if not totals.completed:
+    if not totals.completed.any():
         raise UsageError(
             f"no request is answered: all are longer than max_model_len ({deployment.max_model_len} tokens), or the "
             f"events of plan {plan.name} leave no instance"
         )
-    return StreamedResult(
-        load,
-        outcome,
-        totals,
-        (np.array(counts.present, dtype=np.int64), np.array(counts.waiting, dtype=np.int64)),
-        plan.num_devices,
-        slo,
-        power_of(deployment.pools),
-    )
+    at_arrivals = np.array(counts.present, dtype=np.int64), np.array(counts.waiting, dtype=np.int64)
+    power = power_of(deployment.pools)
+    return StreamedResult(load, outcome, totals, at_arrivals, plan.num_devices, slo, load.offered_rate_rps, power=power)

@@ -14,7 +14,7 @@ import numpy as np
 from simtune.costs.kv_transfer_times import read_transfer_fit
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine.scheduler import Hint
+from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector

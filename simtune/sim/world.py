@@ -33,6 +33,7 @@ from simtune.sim.handover import Handover, Routers
 from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.role_controller import RoleController
 from simtune.sim.router import RoundRobin, Router
+from simtune.sim.run_ahead import run_ahead
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import FirstToken
 from simtune.workload.requests import RequestStream
@@ -156,7 +157,7 @@ class World:
             # The step was cut or has failed.
             return
         if core.runs_ahead:
-            core.run_ahead(now, self._deliver)
+            run_ahead(core, now, self._deliver)
         else:
             core.end(now, self._deliver)
 

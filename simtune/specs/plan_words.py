@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,14 +123,28 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
     more_settings: Mapping[str, str],
 ) -> PoolWords:
     """Return the words of a pool; `gpu` is empty if all pools are on the same kind of GPU."""
+    size = _of_gpus(gpu, devices, parallelism, expert_parallel)
+    servers = f"{plural(instances, _server(role))} {size}"
+    settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
+    return PoolWords(role, servers, instances * devices, settings)
+
+
+def _server(role: str) -> str:
+    return "server" if role == MIXED else f"{role} server"
+
+
+def _of_gpus(gpu: str, devices: int, parallelism: Mapping[str, int], expert_parallel: bool) -> str:
+    """Return the GPUs of a server, and how they share the work: `of 8 GPUs (tp 4, pp 2)`."""
     cuts = [f"{key} {ranks}" for key, ranks in parallelism.items() if ranks > 1]
     # Tensor parallelism alone is what "of 2 GPUs" means; any other division is named.
     ways = cuts if len(cuts) > 1 or parallelism.get("tp", 1) != devices else []
     ways = [*ways, *["expert parallel"] * expert_parallel]
-    kind = "" if role == MIXED else f"{role} "
-    servers = f"{plural(instances, f'{kind}server')} of {plural(devices, f'{gpu} GPU'.strip())}"
-    settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
-    return PoolWords(role, servers + (f" ({', '.join(ways)})" if ways else ""), instances * devices, settings)
+    return f"of {plural(devices, f'{gpu} GPU'.strip())}" + (f" ({', '.join(ways)})" if ways else "")
+
+
+def kind_of_server(role: str, parallelism: Mapping[str, int], expert_parallel: bool) -> str:
+    """Return the words for all servers of a role and a division: `decode servers of 8 GPUs (tp 4, pp 2)`."""
+    return f"{_server(role)}s {_of_gpus('', math.prod(parallelism.values()), parallelism, expert_parallel)}"
 
 
 @lru_cache(maxsize=4096)

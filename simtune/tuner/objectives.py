@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from simtune.results.summary import limit_sentence
 from simtune.specs.study import StudyLimits
 from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.relaxation import Aim
@@ -329,9 +330,10 @@ class Limit:
         for name, limit in limits.given().items():
             yield cls(OBJECTIVES[name], limit)
 
-    def violated(self, value: float) -> str:
-        """Return how a value breaks the limit, in words; empty if it is within the limit."""
+    def violated(self, value: float, how: str = "") -> str:
+        """Return how a value breaks the limit, in words; empty if it is within the limit. `how` is put before the
+        value, such as "at best"."""
         if not self.objective.better(self.limit, value):
             return ""
-        sense = "at least" if self.objective.sign > 0 else "at most"
-        return f"{self.objective.name} {value:.4g} {self.objective.unit} (limit: {sense} {self.limit:.4g})"
+        name, unit, relation = self.objective.name, self.objective.unit, "≥" if self.objective.sign > 0 else "≤"
+        return limit_sentence(f"{name} {relation} {self.limit:.4g} {unit}", f"{how} {value:.4g} {unit}".strip())

@@ -125,7 +125,7 @@ class PlanCache:
         try:
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
-            refusal = self._too_short(choice) or self._too_small_a_budget(pool, self.stream(candidate))
+            refusal = self._too_short(choice) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
             if draft is None:
@@ -150,18 +150,6 @@ class PlanCache:
     def _length(self, choice: PoolChoice) -> int:
         """Return the max_model_len of a pool."""
         return choice.shape.max_model_len or self.max_model_len
-
-    @staticmethod
-    def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
-        """Return why no step has room for the longest prompt of a load, if the engine does not cut prompts."""
-        batching, longest = pool.batching, int(stream.prompt_tokens.max())
-        cuts = batching.chunked_prefill and POLICY.find(batching.policy).cuts_prompts != "never"
-        if pool.role == "decode" or cuts or longest <= batching.max_num_batched_tokens:
-            return ""
-        return (
-            f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least the "
-            f"longest prompt of the load ({longest:,} tokens)"
-        )
 
     def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
         """Return the cost of the rounds of a pool: computed once for all pools of its cut with its drafter."""
@@ -296,6 +284,18 @@ class PlanCache:
             tables, role = self.costs(choice).tables, choice.shape.role
             self._capacities[key] = PoolCapacity(tables, stream, role, self._length(choice), caches=caches)
         return self._capacities[key]
+
+
+def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
+    """Return why no step has room for the longest prompt of a load, if the engine does not cut prompts."""
+    batching, longest = pool.batching, int(stream.prompt_tokens.max())
+    cuts = batching.chunked_prefill and POLICY.find(batching.policy).cuts_prompts != "never"
+    if pool.role == "decode" or cuts or longest <= batching.max_num_batched_tokens:
+        return ""
+    return (
+        f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least the "
+        f"longest prompt of the load ({longest:,} tokens)"
+    )
 
 
 def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:

@@ -18,6 +18,7 @@ from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.pool import KvCache
 from simtune.specs.study import Confirmation, HardwareCount, Search
 from simtune.specs.workload import Slo
+from tests.cli.conftest import STUDY
 
 COLUMNS = {
     "arrival_s": np.arange(60) * 0.02 + 100.0,
@@ -54,6 +55,23 @@ def test_objects_and_names_come_to_the_same() -> None:
     planned = simtune.simulate(workload, plan=plan, rate_rps=6, requests=80, seed=3)
     assert planned.num_gpus == 1
     assert planned.completed.all()
+
+
+def test_paths_come_to_the_same_as_texts(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY)
+    (tmp_path / "load").write_text(Path(simtune.__file__).with_name("workloads").joinpath("chat.yaml").read_text())
+    assert api.load_question(study) == api.load_question(str(study))
+    by_path = api.load_question(study, workload=tmp_path / "load")
+    assert by_path.workload == load_workload("chat")[0]
+    folder = Path(simtune.__file__).with_name("hwprofiles") / "h100-sxm"
+    specs = api.load_specs(Path(simtune.__file__).with_name("models") / "llama-3.1-8b.yaml", folder, "chat")
+    assert (specs.model, specs.hardware[0].name) == (load_model("llama-3.1-8b"), "h100-sxm")
+
+
+def test_a_path_is_never_a_built_in_name() -> None:
+    with pytest.raises(simtune.UsageError, match=r"workload \./chat: no such file"):
+        api.load_specs("llama-3.1-8b", "h100-sxm", Path("chat"))
 
 
 # --- requests as columns ----------------------------------------------------------------------------------

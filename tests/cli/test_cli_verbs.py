@@ -360,6 +360,24 @@ def test_optimize_as_json_agrees_with_the_run_directory(desk: Any) -> None:
     assert said.json["plan"] == yaml.safe_load((desk.folder / "run" / "plan.yaml").read_text())
 
 
+def test_optimize_as_json_without_a_feasible_plan_is_a_document(desk: Any) -> None:
+    desk.study("ttft_s: {p99: 1.0}", "ttft_s: {p99: 0.001}")
+    said = desk.optimize("--json")
+    assert said.code == 3
+    answer = said.json
+    assert answer["plan"] is None
+    assert said.err == answer["reason"] + "\n"
+    assert "none meets the SLO" in answer["reason"]
+    assert answer["nearest"]["plan"] in answer["reason"]
+    assert answer["nearest"]["reason"] in answer["reason"]
+
+
+def test_optimize_as_json_of_an_empty_space_is_a_document(desk: Any) -> None:
+    said = desk.optimize("--json", "--dry-run", "--set", "constraints=[tp > 4]")
+    assert said.code == 3
+    assert said.json == {"study_file": "study.yaml", "plan": None, "reason": said.err.rstrip(), "nearest": None}
+
+
 def test_optimize_takes_settings_and_seed(desk: Any) -> None:
     assert desk.optimize("--set", "search.tp=[2]", "--seed", 7).code == 0
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())

@@ -62,7 +62,7 @@ def test_a_whole_prompt_takes_what_its_block_takes() -> None:
     for tokens in (1, 7, 300):
         measured = float(block.seconds(batch=1, tokens=tokens, context=tokens, **SIZES))
         assert step.breakdown(StepWork(chunks=((0, tokens),)))["prefill_attention"] == pytest.approx(2 * measured)
-    assert (np.diff(step.prefill(np.array([0.0, 1.0, 2.0, 64.0, 65.0, 4096.0]))) >= 0).all()
+    assert (np.diff(step.attention.prefill(np.array([0.0, 1.0, 2.0, 64.0, 65.0, 4096.0]))) >= 0).all()
 
 
 def test_chunks_read_the_weights_and_spell_the_past_out_again() -> None:
@@ -71,7 +71,7 @@ def test_chunks_read_the_weights_and_spell_the_past_out_again() -> None:
         step.breakdown(StepWork(chunks=(chunk,)))["prefill_attention"] for chunk in ((0, 96), (0, 64), (64, 32))
     )
     again = gemm_s(BLOCKS, 4 * (16 + 16), 32, 64)
-    assert first + second == pytest.approx(whole + step.prefill_overhead_s + 2 * again)
+    assert first + second == pytest.approx(whole + step.attention.chunk_overhead_s + 2 * again)
 
 
 def test_a_wider_draft_takes_longer_than_a_token() -> None:

@@ -53,8 +53,8 @@ def capacity(its: Pool, model: Model = DENSE) -> int:
 class TestContextParallelism:
     def test_ranks_share_the_pairs_of_a_prompt(self) -> None:
         alone, shared = step_model(pool()), step_model(pool(parallelism={"cp": 4}))
-        attention = alone.breakdown(PROMPT)["prefill_attention"] - alone.prefill_overhead_s
-        of_rank = shared.breakdown(PROMPT)["prefill_attention"] - shared.prefill_overhead_s
+        attention = alone.breakdown(PROMPT)["prefill_attention"] - alone.attention.chunk_overhead_s
+        of_rank = shared.breakdown(PROMPT)["prefill_attention"] - shared.attention.chunk_overhead_s
         assert of_rank == pytest.approx(attention / 4, rel=1e-9)
         assert shared.breakdown(PROMPT)["gemm"] == pytest.approx(
             alone.breakdown(StepWork(0, 0, ((0, 8192),), 1))["gemm"], rel=1e-9
@@ -68,11 +68,11 @@ class TestContextParallelism:
         )
         tokens = np.array([512.0])
         sends = load_hardware("a10").links["intra_node"]
-        assert one.prefill(tokens) > step_model(pool("a10"), llama).prefill(tokens) / 4
+        assert one.attention.prefill(tokens) > step_model(pool("a10"), llama).attention.prefill(tokens) / 4
         row_bytes = 2 * 32 * 128 * 2
         least_s = 32 * 3 * 128 * row_bytes / sends.bytes_per_s
-        assert one.prefill(tokens) > least_s
-        assert 0.4 * one.prefill(tokens) < both.prefill(tokens) < one.prefill(tokens)
+        assert one.attention.prefill(tokens) > least_s
+        assert 0.4 * one.attention.prefill(tokens) < both.attention.prefill(tokens) < one.attention.prefill(tokens)
 
     @settings(max_examples=25)
     @given(compute=st.floats(0.1, 5), send=st.floats(0.1, 5), ranks=st.integers(2, 8))

@@ -145,8 +145,8 @@ def test_sliding_windows_stop_the_growth() -> None:
     assert sliding.decode(3, contexts)[:2] == pytest.approx(full.decode(3, contexts)[:2])
     assert sliding.decode(3, contexts)[2:] == pytest.approx(full.decode(3, np.array([32.0]))[0])
     prompts = np.array([16.0, 32.0, 64.0])
-    assert sliding.prefill(prompts)[:2] == pytest.approx(full.prefill(prompts)[:2])
-    assert sliding.prefill(prompts)[2] < full.prefill(prompts)[2]
+    assert sliding.attention.prefill(prompts)[:2] == pytest.approx(full.attention.prefill(prompts)[:2])
+    assert sliding.attention.prefill(prompts)[2] < full.attention.prefill(prompts)[2]
 
 
 def test_graph_sizes_are_those_vllm_captures() -> None:
@@ -323,7 +323,7 @@ def test_a_state_costs_the_same_however_long_the_context() -> None:
     flops, moved = 4 * 3 * 4 * 16 * 32 / 0.7e12, (states + 2 * 2 * 3 * 4 * (16 + 32)) / 0.7e9
     wave = 1e-7 * (math.ceil(3 * 4 / 8) - 1)
     assert decode == pytest.approx([2 * (4e-6 + (flops**3 + moved**3) ** (1 / 3) + wave)] * 3, rel=1e-6)
-    prompts = step.prefill(np.array([1000.0, 2000.0, 3000.0]))
+    prompts = step.attention.prefill(np.array([1000.0, 2000.0, 3000.0]))
     assert prompts[2] - prompts[1] == pytest.approx(prompts[1] - prompts[0], rel=0.01), "linear in tokens"
     # keys, queries, values, gate of 4 x 32 and two gates a head; a convolution and a gated norm beside two norms
     products = gemm(4, 2 * 2 * 16 + 2 * 4 * 32 + 2 * 4, 64) + gemm(4, 64, 4 * 32)

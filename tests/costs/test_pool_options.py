@@ -69,12 +69,12 @@ class TestKvPolicy:
         plain, less = step_model(pool()), step_model(kept(kept=0.5, decode_sparsity=0.5))
         contexts = np.array([400.0, 4000.0, 8000.0])
         assert less.decode(16, contexts).tolist() == plain.decode(16, contexts / 4).tolist()
-        assert less.prefill(contexts).tolist() == plain.prefill(contexts).tolist()
+        assert less.attention.prefill(contexts).tolist() == plain.attention.prefill(contexts).tolist()
 
     def test_prompts_leave_out_a_share_of_their_attention_and_of_nothing_else(self) -> None:
         step = StepWork(0, 0, ((0, 8000),), 1)
         plain, sparse = (step_model(its).breakdown(step) for its in (pool(), kept(prefill_sparsity=0.75)))
-        overhead = step_model(pool()).prefill_overhead_s
+        overhead = step_model(pool()).attention.chunk_overhead_s
         left = sparse["prefill_attention"] - overhead
         assert left == pytest.approx((plain["prefill_attention"] - overhead) / 4)
         assert {kind: s for kind, s in plain.items() if kind != "prefill_attention"} == {

@@ -380,6 +380,24 @@ def every_figure(run: Run) -> list[dict[str, Any]]:
     ]
 
 
+def test_legend_of_the_front_names_servers_in_words() -> None:
+    rows = [
+        at(10.0, 50.0),
+        at(20.0, 40.0, tp=2),
+        at(30.0, 30.0, tp=2, pp=2),
+        at(40.0, 20.0, tp=4, prefill="p.tp1-pp1-x1-s8-t2048"),
+        at(50.0, 10.0, attention_dp=8, expert_parallel=True),
+    ]
+    shown = [trace["name"] for trace in figures.pareto_figure(info.pareto(rows))["data"] if trace.get("showlegend")]
+    assert shown == [
+        "servers of 1 GPU",
+        "servers of 8 GPUs (dp 8, expert parallel)",
+        "servers of 2 GPUs",
+        "servers of 4 GPUs (tp 2, pp 2)",
+        "decode servers of 4 GPUs",
+    ]
+
+
 def test_figures_have_only_properties_that_plotly_accepts(make_run: RunMaker) -> None:
     from plotly.graph_objects import Figure
 

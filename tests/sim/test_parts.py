@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
-from simtune.engine.scheduler import SETTINGS_OF
+from simtune.engine.policy_traits import SETTINGS_OF
 from simtune.errors import PartError, UsageError
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts, make_policy

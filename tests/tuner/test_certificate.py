@@ -14,7 +14,7 @@ import yaml
 from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
-from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of, inputs_of
 from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
@@ -54,6 +54,25 @@ def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: 
     assert 0 <= certificate.gap <= (1 + tuned.question.study.search.rate_tolerance * 1.01) * allowance(150) - 1
     assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
     assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
+
+
+def test_inputs_of_one_name_have_keys_of_their_own() -> None:
+    asked = question()
+    (profile,) = asked.hardware
+    device = profile.device.model_copy(update={"memory_bytes": profile.device.memory_bytes / 2})
+    other = profile.model_copy(update={"device": device})
+    inputs = inputs_of(replace(asked, hardware=(profile, other)))
+    name = f"hardware:{profile.name}"
+    assert inputs[name] == inputs_of(asked)[name]
+    assert inputs[f"{name} (2)"] == inputs_of(replace(asked, hardware=(other,)))[name] != inputs[name]
+    assert inputs_of(replace(asked, hardware=(profile, profile))) == inputs_of(asked)
+
+
+def test_kernels_of_fixed_pools_are_inputs() -> None:
+    asked = question()
+    sglang = load_hardware("h100-sxm-sglang")
+    inputs = inputs_of(replace(asked, fixed_hardware={"fixed": sglang}))
+    assert set(inputs) - set(inputs_of(asked)) == {f"hardware:{sglang.name}", f"arrays:{sglang.name}"}
 
 
 def test_the_plan_that_was_handed_out_is_the_chosen_one(tuned: Tuned, certificate: Certificate) -> None:

@@ -24,6 +24,7 @@ from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.best_first import BestFirst, optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import SimulationFinding, longer, too_short
+from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.trial import Tuned
 
@@ -173,12 +174,12 @@ class Needless:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.simulations, self.told = 0, list[str]()
         self._seen: list[tuple[BoundedCandidate, float | None, SimulationFinding]] = []
-        simulated, begun = BestFirst._simulated, BestFirst.run
+        simulated, begun = PlanJudge.simulated, BestFirst.run
 
-        def counted(search: BestFirst, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
-            finding = simulated(search, plan, rate)
+        def counted(judge: PlanJudge, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
+            finding = simulated(judge, plan, rate)
             if not self._over:
-                self._count(search, plan, rate, finding)
+                self._count(judge, plan, rate, finding)
             return finding
 
         def run(search: BestFirst) -> bool:
@@ -188,11 +189,11 @@ class Needless:
             self._over = True
             return interrupted
 
-        monkeypatch.setattr(BestFirst, "_simulated", counted)
+        monkeypatch.setattr(PlanJudge, "simulated", counted)
         monkeypatch.setattr(BestFirst, "run", run)
 
-    def _count(self, search: BestFirst, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
-        q, stream = search.question, search.plan_cache.stream(plan.candidate)
+    def _count(self, judge: PlanJudge, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
+        q, stream = judge.question, judge.plan_cache.stream(plan.candidate)
         offered = stream.offered_rate_rps if rate is None else rate
         bound = slo_bound(plan.deployment, stream, q.study.slo, SAMPLED_CORES)
         assert offered is not None

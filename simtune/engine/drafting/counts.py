@@ -17,6 +17,14 @@ class DraftCounts:
         self.most = terms.max_drafts
         """Most drafts of any request."""
 
+    @property
+    def depth(self) -> int | None:
+        """Drafts in turn of every member's next step; None if it depends on the member."""
+        terms = self._terms
+        if terms.depth is not None:
+            return terms.depth if self.most else 0
+        return self.most if terms.stops is None and terms.shares is None and terms.lengths is None else None
+
     def of(self, request: Request) -> int:
         """Return the drafts of one request, a member or about to become one."""
         if self._terms.shares is not None:

@@ -7,13 +7,13 @@ fewer, it is planned anew.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from simtune.arrays import Ints
-from simtune.engine.batch import Tally
+from simtune.engine.batch import BatchMembers, Tally
 from simtune.engine.drafting.calendar import Calendar
+from simtune.engine.drafting.completions import Completions
 from simtune.engine.drafting.counts import DraftCounts
 from simtune.engine.drafting.rounds import PlannedRounds, RoundPlanner
 from simtune.engine.drafting.terms import DraftingTerms
@@ -21,7 +21,7 @@ from simtune.engine.request import Request
 from simtune.engine.step import Step
 
 
-class DraftingBatch:
+class DraftingBatch(BatchMembers[PlannedRounds]):
     """A `Batch` whose members progress at their own pace, with steps scheduled when the one before is known.
 
     Joining and leaving early cost O(rounds of the request), in a few array operations; steps do not depend on the
@@ -32,27 +32,21 @@ class DraftingBatch:
     longest_context: ClassVar[int] = 0
 
     def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
+        super().__init__()
         self._block_size = block_size
         self._terms = terms
         self._steady = terms.steady
         self._planner = RoundPlanner(terms, block_size, max_model_len)
         self._counts = DraftCounts(terms)
         self._calendar = Calendar()
-        self._members: dict[Request, PlannedRounds] = {}
         self._left_out: dict[Request, PlannedRounds] = {}  # left before this step, may rejoin unchanged
-        self._past: dict[Request, int] = {}  # see `past_of`
-        # A heap of (step, admission, request). An entry is void if the request has left or was planned anew.
-        self._completions: list[tuple[int, int, Request]] = []
+        self._completions = Completions(self._members)
         self._admissions = 0
         self._most_drafts: int | None = None  # planned for any member
         self._over = Tally()  # of rounds that are recorded
         self.steps = 0
         self.count = 0
         """Members that the next step computes, `discarded` ones included."""
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over the members in order of joining."""
-        return iter(self._members)
 
     @property
     def discarded(self) -> Collection[Request]:
@@ -67,13 +61,10 @@ class DraftingBatch:
     @property
     def depth(self) -> int:
         """Number of drafts in turn that lead to those of the next step."""
-        terms = self._terms
-        if terms.depth is not None:
-            return terms.depth if self._counts.most else 0
-        if terms.stops is not None:
+        if self._counts.depth is not None:
+            return self._counts.depth
+        if self._terms.stops is not None:
             return max(map(self.width_of, self._members), default=self._counts.most + 1) - 1
-        if terms.shares is None and terms.lengths is None:
-            return self._counts.most
         if self._most_drafts is None:
             self._most_drafts = max((plan.drafts for plan in self._members.values()), default=self._counts.most)
         return self._most_drafts
@@ -86,10 +77,6 @@ class DraftingBatch:
             if age := self.steps - plan.begin:
                 tally = tally.plus(plan.tally(age))
         return tally
-
-    def newest(self) -> Request:
-        """Return the member that joined last."""
-        return next(reversed(self._members))
 
     # --- the next steps -------------------------------------------------------------------------------------------
 
@@ -127,8 +114,7 @@ class DraftingBatch:
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
         """Return the step, repeated until a member is complete, drafts differ from the plan, or blocks run short; see
         `Batch.next_step`."""
-        calendar = self._calendar
-        tokens = calendar.tokens
+        calendar, tokens = self._calendar, self._calendar.tokens
         if tokens > budget:
             return None
         repeat = self.steps_to_completion()
@@ -170,13 +156,7 @@ class DraftingBatch:
             (terms.stops is not None and terms.depth is None) or not self._counts.last(self._members, self.count)
         ):
             return 1
-        completions, members = self._completions, self._members
-        while True:
-            end, admission, request = completions[0]
-            plan = members.get(request)
-            if plan is not None and request.admission == admission and plan.begin + plan.rounds == end:
-                return end - self.steps
-            heapq.heappop(completions)
+        return self._completions.first() - self.steps
 
     def _roomy(self, free: int, steps: int) -> bool:
         """True if enough blocks are free for `steps` steps, whatever is accepted."""
@@ -217,11 +197,6 @@ class DraftingBatch:
         plan = self._members[member]
         return self._planner.held(member) + plan.blocks(self.steps - plan.begin)
 
-    def past_of(self, request: Request) -> int:
-        """Tokens that a request which has left since the latest step had computed before it; -1 if it had no part in
-        the step."""
-        return self._past.get(request, -1)
-
     def _take_in(self, request: Request, plan: PlannedRounds | None = None) -> None:
         """Make a request a member, with the rounds of `plan` if they are still those to come."""
         request.decoding = True
@@ -237,10 +212,6 @@ class DraftingBatch:
 
     # --- the step is over -----------------------------------------------------------------------------------------
 
-    def end_discarded(self) -> Sequence[Request]:
-        """Return none: see `discarded`."""
-        return ()
-
     def advance(self, steps: int) -> Sequence[Request]:
         """Verify `steps` times; remove and return the members that are complete, in order of joining.
 
@@ -251,19 +222,14 @@ class DraftingBatch:
         if self._past:
             self._past.clear()
         finished = []
-        completions, members = self._completions, self._members
-        while completions and completions[0][0] <= now:
-            end, admission, request = heapq.heappop(completions)
-            plan = members.get(request)
-            if plan is not None and request.admission == admission and plan.begin + plan.rounds == end:
-                assert end == now, "a batch must not be advanced past a completion"
-                del members[request]
-                self.count -= 1
-                self._calendar.close(plan)
-                self._most_drafts = None
-                self._bring_up(request, plan)
-                request.decoding = False
-                finished.append(request)
+        for request in self._completions.until(now):
+            plan = self._members.pop(request)
+            self.count -= 1
+            self._calendar.close(plan)
+            self._most_drafts = None
+            self._bring_up(request, plan)
+            request.decoding = False
+            finished.append(request)
         return finished
 
     def draft(self, requests: int) -> Sequence[Request]:
@@ -275,8 +241,7 @@ class DraftingBatch:
                 drafts = self._counts.of(member)
                 if drafts != plan.drafts:
                     self._withdraw(member)
-                    behind = self._behind(member)
-                    self._enter(member, self._planner.planned(member, plan.end, drafts, behind=behind))
+                    self._enter(member, self._planner.planned(member, plan.end, drafts, behind=self._behind(member)))
         return ()
 
     # --- rounds ---------------------------------------------------------------------------------------------------
@@ -291,7 +256,7 @@ class DraftingBatch:
         self._members[request] = plan
         self._most_drafts = None
         self._calendar.add(plan)
-        heapq.heappush(self._completions, (self.steps + plan.rounds, request.admission, request))
+        self._completions.add(self.steps + plan.rounds, request)
 
     def _withdraw(self, member: Request) -> PlannedRounds:
         """Remove a member's coming rounds from the calendar; it keeps its place."""
@@ -303,13 +268,6 @@ class DraftingBatch:
 
     def _bring_up(self, request: Request, plan: PlannedRounds) -> None:
         """Update a request by the rounds that are over."""
-        age = self.steps - plan.begin
-        if not age:
-            return
-        tally, planner = plan.tally(age), self._planner
-        self._past[request] = plan.rows.item(0, age - 1)
-        request.reserved_tokens = max(request.reserved_tokens, planner.reserved_tokens(request, plan, age))
-        request.verifications += planner.verifications(plan, age)
-        request.computed += tally.rounds + tally.accepted
-        request.emitted += tally.tokens
-        self._over = self._over.plus(tally)
+        if age := self.steps - plan.begin:
+            self._past[request] = plan.rows.item(0, age - 1)
+            self._over = self._over.plus(self._planner.bring_up(request, plan, age))

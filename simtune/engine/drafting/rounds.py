@@ -155,6 +155,15 @@ class RoundPlanner:
         none does, a round whose drafts were cut does not."""
         return age - plan.skips if plan.drafts else 0
 
+    def bring_up(self, request: Request, plan: PlannedRounds, age: int) -> Tally:
+        """Update a request by the first `age` rounds of its plan, and return their totals."""
+        tally = plan.tally(age)
+        request.reserved_tokens = max(request.reserved_tokens, self.reserved_tokens(request, plan, age))
+        request.verifications += self.verifications(plan, age)
+        request.computed += tally.rounds + tally.accepted
+        request.emitted += tally.tokens
+        return tally
+
     def reserved_tokens(self, request: Request, plan: PlannedRounds, age: int) -> int:
         """Tokens for which a request has blocks after the first `age` rounds, at least one."""
         if plan.widths is None:

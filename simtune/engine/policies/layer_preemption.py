@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Unpack
 
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Settings
 from simtune.engine.step import NO_PROGRESS, Progress, Step
 
 

@@ -23,8 +23,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Unpack
 
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Scheduler, Settings
+from simtune.engine.scheduler import Scheduler
 from simtune.engine.step import Chunk, Progress, Step
 
 ScheduledTokens = dict[Request, int]

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Settings
 from simtune.engine.step import Progress
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Settings
 from simtune.engine.step import Progress
 
 CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"]

@@ -6,8 +6,8 @@ from operator import attrgetter
 from typing import Literal, Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
-from simtune.engine.scheduler import Settings
 from simtune.engine.step import Step
 
 arrival = attrgetter("id")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array
-from simtune.results.result import objectives
+from simtune.results.run_statistics import objectives
 from simtune.specs.workload import Slo, SloMetric
 from simtune.workload.requests import RequestStream
 

@@ -16,19 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
-from simtune.costs.bounds import least_costs
-from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.results.result import statistic_of
 from simtune.sim.deployment import Deployment
-from simtune.sim.kv_links import first_token_of
 from simtune.sim.plan_parts import POLICY, ROUTER
 from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
-from simtune.tuner.bounds.bounded_requests import BoundLoad
-from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
+from simtune.tuner.bounds.lone_requests import LoneRequests
 from simtune.tuner.bounds.windows import ROUNDING, WindowJobs, first_come, first_come_seated, of_each
-from simtune.tuner.bounds.work import PoolWork
 from simtune.workload.requests import RequestStream
 
 CLOSE = 1e-4
@@ -60,22 +54,8 @@ def attainment_bound(deployment: Deployment, stream: RequestStream, slo: Slo) ->
     return PlanBounds(deployment, stream).attainment(slo)
 
 
-class PlanBounds:
+class PlanBounds(LoneRequests):
     """Bounds of one plan on one stream."""
-
-    def __init__(self, deployment: Deployment, stream: RequestStream) -> None:
-        self.deployment, self.stream = deployment, stream
-        self.load = BoundLoad(stream, deployment.max_model_len)
-        self.front: list[PoolWork] = []
-        self.back: list[PoolWork] = []
-        """`front`: the pools that requests enter; `back`: the pools that only decode."""
-        self.known = not deployment.plan.events and deployment.plan.control is None
-        for pool in deployment.pools:
-            least = least_costs(pool.costs)
-            if least is None:
-                self.known = False
-            else:
-                (self.back if pool.spec.role == "decode" else self.front).append(PoolWork(pool, least, self.load))
 
     # --- the answers ------------------------------------------------------------------------------------------
 
@@ -86,14 +66,14 @@ class PlanBounds:
         offered = self.stream.offered_rate_rps
         if not self.known:
             return RateBound(float("inf"), "nothing")
-        if self._families_late(slo):
+        if self.families_late(slo):
             return RateBound(0.0, "floor")
         if not self.needed.all():
             return RateBound(float("inf"), "nothing")
         lines, means = of_statistics(self.stream, slo)
-        late = [self._late_alone(line) for line in lines]
+        late = [self.late_alone(line) for line in lines]
         missed = (int(alone.sum()) > line.allowed for alone, line in zip(late, lines, strict=True))
-        if any(missed) or any(map(self._mean_missed, means)):
+        if any(missed) or any(map(self.mean_missed, means)):
             return RateBound(0.0, "floor")
         if offered is None or not self.timed:
             return RateBound(float("inf"), "nothing")
@@ -117,7 +97,7 @@ class PlanBounds:
         ):
             return 1.0
         limits = of_one_request(self.stream, slo)
-        alone = self._late_alone(limits) & fits
+        alone = self.late_alone(limits) & fits
         missed = int(alone.sum())
         if self.timed:
             windows = [jobs.must_miss() for _, jobs in self._jobs(limits, ~alone & fits)]
@@ -131,108 +111,6 @@ class PlanBounds:
     def timed(self) -> bool:
         """True if the stream states when each request arrives, and not only when its family or its user does."""
         return self.stream.arrival_s is not None and self.stream.graph is None
-
-    @cached_property
-    def needed(self) -> NDArray[np.bool_]:
-        """True for each request that is answered to the end (`RequestStream.needed`)."""
-        return self.stream.needed
-
-    # --- floors -----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def ttft_s(self) -> Array:
-        """Least TTFT of each request (seconds) if it were alone, on the pool that serves it fastest.
-
-        The transfer of its KV cache is included if a decode instance delivers the first token.
-        """
-        return self.prompt_s + (np.where(self.load.decodes > 0, self.way_s, 0.0) if self.first_after_way else 0.0)
-
-    @cached_property
-    def prompt_s(self) -> Array:
-        """Least seconds until the prompt of each request is computed, if it were alone, on the fastest pool."""
-        floor: Array = np.min([pool.prefill_floor_s for pool in self.front], axis=0)
-        return floor
-
-    @cached_property
-    def first_after_way(self) -> bool:
-        """True if a decode instance delivers the first token."""
-        return bool(self.back) and first_token_of(self.deployment.plan) != "prefill"
-
-    @cached_property
-    def decode_s(self) -> Array:
-        """Least seconds from the first to the last token of each request, if it were alone, on the fastest pool.
-
-        The transfer of its KV cache is included if it comes between them.
-        """
-        way_s = np.where(self.load.decodes > 0, self.way_s, 0.0) if self.back and not self.first_after_way else 0.0
-        return self.steps_s + way_s
-
-    @cached_property
-    def steps_s(self) -> Array:
-        """Least seconds that the decode steps of each request take, without the transfer of its KV cache."""
-        pools = self.back or self.front
-        floor = np.min([pool.decode_floor_s for pool in pools], axis=0)
-        alone: Array = np.where(self.load.decodes > 0, floor, 0.0)
-        return alone
-
-    @cached_property
-    def ways(self) -> list[PlanWay]:
-        """Transfers of KV caches from prefill to decode instances; empty unless one link serves all of them."""
-        plan = self.deployment.plan
-        if not self.back or plan.link is None or plan.links is not None:
-            return []
-        return ways_of(self.deployment.model, plan.link, self.front)
-
-    @cached_property
-    def way_s(self) -> Array:
-        """Least seconds that each KV cache takes on an idle link; zero if pairs of pools have links of their own."""
-        if not self.ways:
-            return np.zeros(len(self.load.decodes))
-        alone: Array = np.min([way.alone_s for way in self.ways], axis=0)
-        return alone
-
-    def _late_alone(self, limits: SloLimits) -> NDArray[np.bool_]:
-        slack = 1 + ROUNDING
-        late: NDArray[np.bool_] = (
-            (self.ttft_s > limits.ttft_s * slack)
-            | (self.decode_s > limits.tpot_s * np.maximum(self.load.decodes, 1) * slack)
-            | (self.ttft_s + self.decode_s > limits.e2el_s * slack)
-        )
-        return late
-
-    def _mean_missed(self, mean: MeanLimit, ttft_s: Array | None = None) -> bool:
-        """True if a mean is above its limit even though every request takes its least time."""
-        if not mean.which.any():
-            return False
-        ttft = self.ttft_s if ttft_s is None else ttft_s
-        least = {
-            "ttft": ttft,
-            "tpot": self.decode_s / np.maximum(self.load.decodes, 1),
-            "e2el": ttft + self.decode_s,
-        }[mean.metric]
-        return float(least[mean.which].mean()) > mean.limit_s * (1 + ROUNDING)
-
-    @cached_property
-    def family_s(self) -> Array:
-        """Least seconds from the arrival of each family until its last node is over."""
-        graph = self.stream.graph
-        assert graph is not None
-        alone_s = (self.ttft_s + self.decode_s).reshape(-1, graph.size)
-        over_s: list[Array] = []
-        for node, (begin, count, first) in enumerate(zip(graph.begin, graph.count, graph.first, strict=True)):
-            waited_s = np.max([np.zeros(len(alone_s)), *(over_s[before] for before in graph.after[node])], axis=0)
-            sent_s = np.maximum(waited_s + graph.delay[node] / TICKS_PER_SECOND, graph.since[node] / TICKS_PER_SECOND)
-            # A node is over when the number of its requests that it needs are answered.
-            over_s.append(sent_s + np.sort(alone_s[:, begin : begin + count], axis=1)[:, first - 1])
-        longest: Array = np.max(over_s, axis=0) * (1 - ROUNDING)
-        return longest
-
-    def _families_late(self, slo: Slo) -> bool:
-        """True if families miss a limit even though each of their requests is alone."""
-        limits = [(statistic, limit_s) for metric, statistic, limit_s in slo.limits() if metric == "family"]
-        if self.stream.graph is None:
-            return False
-        return any(statistic_of(self.family_s, statistic) > limit_s for statistic, limit_s in limits)
 
     # --- windows ----------------------------------------------------------------------------------------------
 
@@ -319,7 +197,7 @@ class PlanBounds:
         """Return the bound by first come, first served, if it is lower. Waiting grows with the rate, so it is
         bisected."""
 
-        apart = [self._late_alone(replace(line, ttft_s=np.full(len(self.stream), np.inf))) for line in lines]
+        apart = [self.late_alone(replace(line, ttft_s=np.full(len(self.stream), np.inf))) for line in lines]
 
         def fails(rps: float) -> bool:
             return self._fails_in_order(self._ttft_in_order(offered / rps), lines, apart, means)
@@ -338,7 +216,7 @@ class PlanBounds:
                 late = late | (ttft_s + self.decode_s > line.e2el_s * (1 + ROUNDING) + ROUNDING)
             if int(late.sum()) > line.allowed:
                 return True
-        return any(self._mean_missed(mean, ttft_s) for mean in means)
+        return any(self.mean_missed(mean, ttft_s) for mean in means)
 
 
 def _bisected(fails: Callable[[float], bool], start: float, high: float, best: RateBound) -> RateBound:

@@ -21,9 +21,11 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
+from simtune.specs.input_hashes import numbered, sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
 from simtune.tuner.bounds.relaxation import Worths
+from simtune.tuner.certificate.differences import Differences, all_near, near
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
@@ -36,8 +38,6 @@ from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
 from simtune.tuner.trial import Confirmed, Trial, Tuned
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
-SAME = 1e-9
-"""Relative difference up to which numbers count as equal."""
 
 
 class Tried(Record):
@@ -141,7 +141,7 @@ class Certificate(Record):
     def expected_digest(self) -> str:
         """sha256 of the content without the digest."""
         body = {key: value for key, value in self.model_dump(mode="json", by_alias=True).items() if key != "digest"}
-        return _sha256(json.dumps(body, sort_keys=True))
+        return sha256(json.dumps(body, sort_keys=True))
 
 
 def certificate_of(tuned: Tuned) -> Certificate:
@@ -172,41 +172,32 @@ def certificate_of(tuned: Tuned) -> Certificate:
 def inputs_of(question: Question) -> dict[str, str]:
     """Return the sha256 of every input of a search, by kind and name."""
     specs: list[Spec] = [question.study, question.model, question.workload]
-    inputs = {}
     if question.engine is not None:
         specs.append(question.engine)
-    for draft in question.drafts:
-        specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
-    for spec in specs:
-        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(_canonical(spec))
-    for hardware in question.hardware:
-        inputs |= _of_profile(hardware)
+    for drafting in (*(draft.drafting for draft in question.drafts), *question.fixed_drafting.values()):
+        specs += [drafting.acceptance, *([drafting.model] if drafting.model else [])]
+    profiles = (*question.hardware, *question.fixed_hardware.values())
+    hashes = [(f"{spec.KIND}:{spec.name}", sha256(_canonical(spec))) for spec in (*specs, *profiles)]
+    hashes += [(f"arrays:{profile.name}", _arrays_sha256(profile)) for profile in profiles]
     if question.trace is not None:
-        inputs["trace"] = question.trace.sha256
-    return dict(sorted(inputs.items()))
+        hashes.append(("trace", question.trace.sha256))
+    return dict(sorted(numbered(hashes).items()))
 
 
 def inputs_hash(question: Question) -> str:
     """Return a hash of all inputs and of this release: everything that results depend on."""
-    return _sha256(json.dumps([__version__, inputs_of(question)]))
+    return sha256(json.dumps([__version__, inputs_of(question)]))
 
 
-def _of_profile(hardware: Hardware) -> dict[str, str]:
+def _arrays_sha256(hardware: Hardware) -> str:
     arrays = hashlib.sha256()
     for name in sorted(hardware.arrays):
         arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
-    return {
-        f"hardware:{hardware.name}": _sha256(_canonical(hardware)),
-        f"arrays:{hardware.name}": arrays.hexdigest(),
-    }
+    return arrays.hexdigest()
 
 
 def _canonical(spec: Spec) -> str:
     return json.dumps(spec.to_data(), sort_keys=True)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- what a plan can reach --------------------------------------------------------------------------------
@@ -236,15 +227,59 @@ def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) ->
 # --- the check --------------------------------------------------------------------------------------------
 
 
+class Resimulations:
+    """Simulations that a certificate names, each made again once."""
+
+    def __init__(self, question: Question, plan_cache: PlanCache, problems: Differences) -> None:
+        self._question, self._plan_cache, self._problems = question, plan_cache, problems
+        self.count = 0
+        """Number of simulations that were made."""
+        self.looked_at: dict[str, tuple[BoundedCandidate, PlanFate]] = {}
+        """Plans that were simulated, each with its claim."""
+        self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
+
+    def attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
+        """Yield the simulations of a plan that apply to other plans: those that missed the SLO, or all if the load is
+        given."""
+        if name in self.looked_at:
+            bounded_candidate, fate = self.looked_at[name]
+            for attempt in fate.simulated:
+                if not attempt.all_cores and not attempt.draw and (attempt.rate_rps is None or not attempt.met):
+                    yield bounded_candidate, attempt
+
+    def finding(self, bounded_candidate: BoundedCandidate, tried: Tried) -> SimulationFinding:
+        """Return the finding of a simulation; each simulation is made once."""
+        key = (bounded_candidate.candidate.name, tried)
+        if key not in self._findings:
+            self.count += 1
+            task = self._task(bounded_candidate, tried)
+            finding = self._findings[key] = task.run()
+            at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
+            self._problems.same(
+                f"{bounded_candidate.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met
+            )
+        return self._findings[key]
+
+    def _task(self, bounded_candidate: BoundedCandidate, tried: Tried) -> Simulation:
+        draws, deployment, slo = self._question.draws, bounded_candidate.deployment, self._question.study.slo
+        stream = self._plan_cache.stream(bounded_candidate.candidate)
+        if tried.requests is not None:
+            stream = draws.stream(tried.requests, tried.draw)
+        if tried.all_cores:
+            return Simulation(deployment, stream, slo, tried.rate_rps, None)
+        part = part_requests(self._question) if tried.draw else None
+        return Simulation(deployment, stream, slo, tried.rate_rps, draws=draws, draw=tried.draw, part=part)
+
+
 class Audit:
     """Checks a certificate, and the `plan` that was reported with it, if given: computes both anew from the inputs."""
 
     def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
         self.certificate, self.question, self._handed_out = certificate, question, plan
-        self.problems: list[str] = []
+        self.problems = Differences()
         """Differences between the certificate and the computed claims, one sentence each."""
-        self.bounds = self.simulations = self.allocations = 0
-        """Number of bounds, simulations and bounds of classes that were computed."""
+        self.bounds = self.allocations = 0
+        """Number of bounds, and of bounds of classes, that were computed."""
         self._candidates = space_for(question).candidates
         self._plan_cache = PlanCache(question, self._candidates)
         self._candidate_filter = CandidateFilter(question, self._plan_cache)
@@ -252,9 +287,12 @@ class Audit:
         """Names of the plans of each class that has a bound, and that bound."""
         self._kinds: dict[tuple[object, ...], list[BoundedCandidate]] = {}
         """Plans that differ in limits alone, until they are bounded together."""
-        self._looked_at: dict[str, tuple[BoundedCandidate, PlanFate]] = {}
-        """Plans that were simulated, each with its claim."""
-        self._findings: dict[tuple[str, Tried], SimulationFinding] = {}
+        self._resimulations = Resimulations(question, self._plan_cache, self.problems)
+
+    @property
+    def simulations(self) -> int:
+        """Number of simulations that were made."""
+        return self._resimulations.count
 
     def run(self) -> bool:
         """Return True if everything in the certificate holds; `problems` lists the differences."""
@@ -262,18 +300,18 @@ class Audit:
         if certificate.digest != certificate.expected_digest:
             self.problems.append("the file was changed after it was written: its digest does not match")
         self._compare_inputs()
-        self._same("objective", certificate.objective, study.objective)
-        self._same("unit", certificate.unit, self.question.objective.unit)
-        self._same("seed", certificate.seed, study.seed)
-        self._same("study", certificate.study, study.name)
+        self.problems.same("objective", certificate.objective, study.objective)
+        self.problems.same("unit", certificate.unit, self.question.objective.unit)
+        self.problems.same("seed", certificate.seed, study.seed)
+        self.problems.same("study", certificate.study, study.name)
         if not self.problems:
             self._check_allocations()
         if not self.problems:
             self._check_plans()
         if not self.problems:
             bound, gap = _remaining(certificate.plans, certificate.incumbent.value, self.question.objective)
-            self._same("best remaining bound", certificate.bound, bound)
-            self._same("gap", certificate.gap, gap)
+            self.problems.same("best remaining bound", certificate.bound, bound)
+            self.problems.same("gap", certificate.gap, gap)
         return not self.problems
 
     def _compare_inputs(self) -> None:
@@ -301,7 +339,7 @@ class Audit:
             if not group.proved:
                 self.problems.append(f"allocations of {claimed.name}: the worths that are given prove no bound")
                 continue
-            self._same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
+            self.problems.same(f"allocations of {claimed.name}: bound", claimed.best, group.best)
             self._closed[claimed.name] = {candidate.name for candidate in members}, group.best
             self.allocations += 1
 
@@ -315,8 +353,8 @@ class Audit:
             self.problems.append(f"{name} was simulated, but is listed as ruled out with class {fate.allocation}")
         else:
             gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
-            self._same(f"{name}: GPUs", fate.num_gpus, gpus)
-            self._same(f"{name}: bound", fate.best, best)
+            self.problems.same(f"{name}: GPUs", fate.num_gpus, gpus)
+            self.problems.same(f"{name}: bound", fate.best, best)
 
     def _check_plans(self) -> None:
         """Check every plan of the space; plans whose claim rests on the simulation of another plan come last."""
@@ -345,14 +383,14 @@ class Audit:
 
     def _check_refused(self, row: Trial, fate: PlanFate) -> None:
         """Check that nothing is claimed of a plan that cannot meet the objective."""
-        self._same(f"{fate.plan}: GPUs", fate.num_gpus, row.candidate.num_gpus)
-        self._same(f"{fate.plan}: bound", fate.best, None)
+        self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, row.candidate.num_gpus)
+        self.problems.same(f"{fate.plan}: bound", fate.best, None)
         if fate.plan == self.certificate.incumbent.plan:
             self.problems.append(f"{fate.plan} was chosen, and {row.reason}")
 
     def _check_plan(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Check that a plan reaches at most its claimed bound, and that the chosen plan reaches its claimed value."""
-        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
+        self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         if any(not self._of_its_load(attempt.rate_rps) for attempt in fate.simulated):
             self.problems.append(
                 f"{fate.plan} was not simulated under the load of objective {self.question.objective.name}"
@@ -360,12 +398,14 @@ class Audit:
             return
         self.bounds += 1
         if fate.simulated:
-            self._looked_at[fate.plan] = bounded_candidate, fate
+            self._resimulations.looked_at[fate.plan] = bounded_candidate, fate
         decisive = _decisive(fate)
         best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
         for attempt in decisive:
-            best = self._after(bounded_candidate, attempt.rate_rps, self._finding(bounded_candidate, attempt), best)
-        self._at_most(fate, best)
+            best = self._after(
+                bounded_candidate, attempt.rate_rps, self._resimulations.finding(bounded_candidate, attempt), best
+            )
+        self.problems.at_most(fate.plan, fate.best, best)
         if fate.plan == self.certificate.incumbent.plan:
             self._confirm(bounded_candidate, fate)
 
@@ -376,7 +416,7 @@ class Audit:
         A search computes no more of them than it needs.
         """
         for best in self._bounds(bounded_candidate):
-            if _near(fate.best, best):
+            if near(fate.best, best):
                 break
         return bounded_candidate.row.best
 
@@ -425,44 +465,14 @@ class Audit:
 
     def _check_twin(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Check that a plan does the same as another plan, at the rate at which that one missed the SLO."""
-        self._same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
+        self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         self.bounds += 1
-        for simulated_plan, attempt in self._attempts(fate.same_as):
-            finding = self._finding(simulated_plan, attempt)
+        for simulated_plan, attempt in self._resimulations.attempts(fate.same_as):
+            finding = self._resimulations.finding(simulated_plan, attempt)
             best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
-            if _near(fate.best, best) and bounded_candidate.ruled_out_by(simulated_plan, finding):
+            if near(fate.best, best) and bounded_candidate.ruled_out_by(simulated_plan, finding):
                 return
         self.problems.append(f"{fate.plan} is not bound to behave as {fate.same_as} does")
-
-    def _attempts(self, name: str) -> Iterator[tuple[BoundedCandidate, Tried]]:
-        """Yield the simulations of a plan that apply to other plans: those that missed the SLO, or all if the load is
-        given."""
-        if name in self._looked_at:
-            bounded_candidate, fate = self._looked_at[name]
-            for attempt in fate.simulated:
-                if not attempt.all_cores and not attempt.draw and (attempt.rate_rps is None or not attempt.met):
-                    yield bounded_candidate, attempt
-
-    def _finding(self, bounded_candidate: BoundedCandidate, tried: Tried) -> SimulationFinding:
-        """Return the finding of a simulation; each simulation is made once."""
-        key = (bounded_candidate.candidate.name, tried)
-        if key not in self._findings:
-            self.simulations += 1
-            task = self._task(bounded_candidate, tried)
-            finding = self._findings[key] = task.run()
-            at = "" if tried.rate_rps is None else f" at {tried.rate_rps:.6g} requests/s"
-            self._same(f"{bounded_candidate.candidate.name}{at}: whether it meets the SLO", tried.met, finding.met)
-        return self._findings[key]
-
-    def _task(self, bounded_candidate: BoundedCandidate, tried: Tried) -> Simulation:
-        draws, deployment, slo = self.question.draws, bounded_candidate.deployment, self.question.study.slo
-        stream = self._plan_cache.stream(bounded_candidate.candidate)
-        if tried.requests is not None:
-            stream = draws.stream(tried.requests, tried.draw)
-        if tried.all_cores:
-            return Simulation(deployment, stream, slo, tried.rate_rps, None)
-        part = part_requests(self.question) if tried.draw else None
-        return Simulation(deployment, stream, slo, tried.rate_rps, draws=draws, draw=tried.draw, part=part)
 
     def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""
@@ -472,12 +482,12 @@ class Audit:
         if [*sorted(fresh)] != [*draws]:
             self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
-        findings = tuple(self._finding(bounded_candidate, fresh[draw]) for draw in draws)
+        findings = tuple(self._resimulations.finding(bounded_candidate, fresh[draw]) for draw in draws)
         confirmed = _confirmed_by(self.question, bounded_candidate.facts, rate, findings)
         if findings and confirmed is None:
             self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
         claimed = self.certificate.confirmed
-        if claimed is not None and confirmed is not None and not _all_near(claimed.values, confirmed.values):
+        if claimed is not None and confirmed is not None and not all_near(claimed.values, confirmed.values):
             self.problems.append(f"{fate.plan}: values on fresh draws are {confirmed.values}, not {claimed.values}")
 
     def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
@@ -498,34 +508,14 @@ class Audit:
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)
         result = bounded_candidate.deployment.simulate(stream, question.study.slo)
-        self.simulations += 1
+        self._resimulations.count += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
         bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
         if wrong := self._beyond_limits(bounded_candidate):
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
-        self._same(f"{incumbent.plan}: value", incumbent.value, value)
-
-    def _at_most(self, fate: PlanFate, best: float | None) -> None:
-        if not _near(fate.best, best):
-            self.problems.append(f"{fate.plan} could reach {_words(best)}, and {_words(fate.best)} is claimed at most")
-
-    def _same(self, what: str, claimed: Any, computed: Any) -> None:
-        if not _near(claimed, computed):
-            self.problems.append(f"{what} is {_words(claimed)} in the certificate, but {_words(computed)} was computed")
-
-
-def _near(claimed: Any, computed: Any) -> bool:
-    """True if two values are equal, numbers except for rounding."""
-    if isinstance(claimed, float) and isinstance(computed, float):
-        return math.isclose(claimed, computed, rel_tol=SAME, abs_tol=SAME)
-    return bool(claimed == computed)
-
-
-def _all_near(claimed: Seq[float], computed: Seq[float]) -> bool:
-    """True if two rows of values are equal, except for rounding."""
-    return len(claimed) == len(computed) and all(map(_near, claimed, computed))
+        self.problems.same(f"{incumbent.plan}: value", incumbent.value, value)
 
 
 def _confirmed_by(
@@ -557,7 +547,3 @@ def _decisive(fate: PlanFate) -> Seq[Tried]:
 
 def _rate(tried: Tried) -> float:
     return tried.rate_rps or 0.0
-
-
-def _words(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:200]

@@ -17,28 +17,26 @@ processes.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from simtune.errors import Infeasible
 from simtune.sim.parallel import Jobs, executor
-from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.objectives import RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.choice_on_draws import best_on_draws
-from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
+from simtune.tuner.search.climb import LOWEST, Climb, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.reasons import no_allocation, no_better, praise, ranked, why_none
+from simtune.tuner.search.open_plans import OpenKind, OpenPlans
+from simtune.tuner.search.plan_judge import PlanJudge
+from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, praise, ranked
 from simtune.tuner.search.search_journal import Ledger
-from simtune.tuner.search.simulated_plans import SeenPlans
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
-from simtune.tuner.trial import Attempt, CoursePoint, Trial, Tuned
+from simtune.tuner.trial import CoursePoint, Trial, Tuned
 
 AHEAD = 8
 """Plans that worker processes may simulate before it is their turn."""
@@ -60,9 +58,6 @@ class SearchCourse(NamedTuple):
     simulations: int
 
 
-Known = Literal["as it came", "as one of its kind", "all there is"]
-"""Precision of the bound of a plan: by capacity, by the SLO at the most favourable limits of its kind, or by the SLO at
-its own limits."""
 SearchProgress = Callable[[SearchCourse], None]
 
 
@@ -112,19 +107,6 @@ class CourseLog:
             self._listener(now)
 
 
-@dataclass(order=True)
-class _Open:
-    """A kind of plans, or one of its plans, that is not decided yet."""
-
-    order: tuple[float, ...]
-    """Sorting key: the best bound first, then the simplest cut and the smallest budgets."""
-    number: int
-    plans: Sequence[BoundedCandidate] = field(compare=False)
-    best: float = field(compare=False)
-    """Bound on the objective."""
-    known: Known = field(compare=False)
-
-
 class BestFirst:
     """State of a search: open plans, decided plans and the best plan so far."""
 
@@ -140,16 +122,13 @@ class BestFirst:
         self.candidate_filter = CandidateFilter(question, self.plan_cache)
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []
-        self._looked_at: dict[int, Trial] = {}
-        """Rows of plans that were simulated, or that were compared with a simulated plan."""
         self.plans: list[BoundedCandidate] = []
         self.best: BoundedCandidate | None = None
         self.confirmed: ConfirmedPlan | None = None
         self._confirmer = Confirmer(question, self.plan_cache, evaluator)
         self.total = len(candidates)
-        self._open: list[_Open] = []
-        self._pushed = 0
-        self._seen = SeenPlans()
+        self._open = OpenPlans()
+        self._judge = PlanJudge(question, self.plan_cache, evaluator, self._next, self._met)
         self._classes = UnopenedClasses(PlanClasses(question, self.plan_cache), candidates)
 
     def run(self) -> bool:
@@ -175,15 +154,15 @@ class BestFirst:
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
         while (best := self._most_promising()) is not None and self._could_be_better(best):
-            if self._open and self._open[0].best == best:
-                self._decide(heapq.heappop(self._open))
+            if self._open.best == best:
+                self._decide(self._open.pop())
             else:
                 self._admit(self._classes.opened())
             self._report()
 
     def _most_promising(self) -> float | None:
         """Return the best bound of all open plans and classes of plans."""
-        return _best_of(self.question, [self._open[0].best if self._open else None, self._classes.best])
+        return _best_of(self.question, [self._open.best, self._classes.best])
 
     def _reopen(self) -> None:
         """Open again the plans that were ruled out by a best plan that turned out to be worse."""
@@ -193,7 +172,7 @@ class BestFirst:
             may_be_better = best is not None and not plan.given_up and self._could_be_better(best)
             if plan.row.status == "infeasible" and best is not None and may_be_better:
                 plan.best = best
-                self._push([plan], "all there is")
+                self._open.push([plan], "all there is")
 
     def _admit(self, candidates: Iterable[Candidate]) -> None:
         """Open the kinds of plans among candidates."""
@@ -201,110 +180,42 @@ class BestFirst:
         self.rows += rows
         self.plans += plans
         for kind in kinds:
-            self._push(kind, "as it came")
+            self._open.push(kind, "as it came")
 
-    def _push(self, plans: Sequence[BoundedCandidate], known: Known) -> None:
-        """Open a kind of plans, or a plan, with the bound of its best member."""
-        first = min(plans, key=BoundedCandidate.order)
-        self._pushed += 1
-        heapq.heappush(self._open, _Open(first.order(), self._pushed, plans, first.best, known))
-
-    def _decide(self, item: _Open) -> None:
+    def _decide(self, item: OpenKind) -> None:
         """Tighten the bound of a kind of plans, or of a plan; if it is exact, simulate the plan."""
         # One bound at the most favourable limits of a kind may rule out all of its plans at once.
         if item.known == "as it came":
             self.candidate_filter.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
-                self._push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
+                self._open.push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
             return
         (plan,) = item.plans
         low = self._low(plan)
-        if (implied_result := self._seen.tell(plan, low)) is None:
+        if (implied_result := self._judge.seen.tell(plan, low)) is None:
             if item.known == "all there is":
-                self._judge(plan, low)
+                self._judge.judge(plan, low)
                 return
             self.candidate_filter.refine([plan])
             if not plan.row.reason:
-                self._push([plan], "all there is")
+                self._open.push([plan], "all there is")
             return
-        self._looked_at[id(plan.row)] = plan.row
-        (simulated_plan, rate, finding), reason = implied_result
-        row, objective = plan.row, self.question.objective
-        row.same_as = simulated_plan.candidate.name
-        if finding.met:
-            self._take(plan, rate, finding)
-            return
-        row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
-        row.best = None
-        if rate is not None and isinstance(objective, RateObjective):
-            plan.missed, row.best = Miss(rate, finding.summary.requests), rate * objective.worth(plan.facts)
-
-    def _judge(self, plan: BoundedCandidate, low: float | None) -> None:
-        """Simulate a plan until it is known whether it is better than the best one, and by how much."""
-        self._looked_at[id(plan.row)] = plan.row
-        plan.row.same_as = ""
-        climb = Climb(plan.ceiling_rps, self.step, low)
-        objective = self.question.objective
-        if not objective.searches_rate:
-            self._take(plan, None, self._simulated(plan, None))
-            return
-        assert isinstance(objective, RateObjective)
-        while (rate := climb.rate_rps) is not None:
-            finding = self._simulated(plan, rate)
-            climb = climb.after(rate, finding)
-            if not finding.met:
-                plan.missed = Miss(rate, finding.summary.requests)
-                plan.row.best = rate * objective.worth(plan.facts)
-            if finding.met or climb.met is None:
-                self._take(plan, rate, finding)
-            else:
-                self._seen.remember(plan, rate, finding)
-        if climb.met is not None and plan.row.status == "infeasible":
-            # The plan meets the SLO, but breaks a limit of the study.
-            plan.row.best = None
-
-    def _simulated(self, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
-        """Simulate a plan; with worker processes, the simulation may have been started before."""
-        plan.row.simulations += 1
-        finding = self.evaluator.finding((plan.candidate.name, rate, 0), self._task(plan, rate), self._next())
-        plan.row.tried.append(Attempt(rate, finding.met))
-        return finding
-
-    def _task(self, plan: BoundedCandidate, rate: float | None) -> Simulation:
-        stream = self.plan_cache.stream(plan.candidate)
-        return Simulation(plan.deployment, stream, self.question.study.slo, rate, draws=self.question.draws)
+        self._judge.imply(plan, implied_result)
 
     def _next(self) -> Iterator[Keyed]:
         """Yield the simulations that come next, unless the best plan changes."""
-        for item in heapq.nsmallest(AHEAD, self._open):
+        for item in self._open.nearest(AHEAD):
             if item.known != "all there is" or not self._could_be_better(item.best):
                 return
             (plan,) = item.plans
             low = self._low(plan)
             rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
-            if self._seen.tell(plan, low) is None:
-                yield (plan.candidate.name, rate, 0), self._task(plan, rate)
+            if self._judge.seen.tell(plan, low) is None:
+                yield (plan.candidate.name, rate, 0), self._judge.task(plan, rate)
 
-    def _take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
-        """Write the finding of a simulation into the row of its plan, and update the best plan."""
-        row, objective = plan.row, self.question.objective
-        row.take(finding.summary, rate)
-        if not finding.met:
-            self._seen.remember(plan, rate, finding)
-            at = f"at {rate:.4g} requests/s: " if rate is not None else ""
-            row.status, row.reason = "infeasible", at + finding.reason
-            row.best = row.best if objective.searches_rate else None
-            return
-        value = objective.value(plan.facts, row.judged)
-        if not objective.searches_rate:
-            self._seen.remember(plan, rate, finding)
-            row.best = value
-        for limit in self.question.limits:
-            if wrong := limit.violated(limit.objective.value(plan.facts, row.judged)):
-                row.status, row.reason = "infeasible", wrong
-                return
-        row.status, row.reason = "feasible", ""
-        if self.best is None or objective.better(value, self.value(self.best)):
+    def _met(self, plan: BoundedCandidate) -> None:
+        """Make a plan that meets the SLO the best one, if it is better, and report."""
+        if self.best is None or self.question.objective.better(self.value(plan), self.value(self.best)):
             self.best = plan
         self._report()
 
@@ -331,7 +242,7 @@ class BestFirst:
         if not of_drafter or any(plan.row.status == "feasible" for plan in of_drafter):
             return
         best, plan = self.best, min(of_drafter, key=BoundedCandidate.order)
-        self._judge(plan, None)
+        self._judge.judge(plan, None)
         self.best = best or self.best
 
     def _close(self, why: str) -> None:
@@ -361,13 +272,15 @@ class BestFirst:
                 value=value,
                 bound=self._bound(value),
                 open=num_undecided,
-                simulations=sum(row.simulations for row in self._looked_at.values()),
+                simulations=sum(row.simulations for row in self._judge.looked_at.values()),
             )
         )
 
     def _bound(self, value: float | None) -> float | None:
         """Return the value that no plan exceeds: the best of all bounds, and of the best plan."""
-        return _best_of(self.question, [self._most_promising(), value, *(row.best for row in self._looked_at.values())])
+        return _best_of(
+            self.question, [self._most_promising(), value, *(row.best for row in self._judge.looked_at.values())]
+        )
 
     def answer(self, interrupted: bool) -> Tuned:
         """Return the best plan, confirmed on all its cores. Raise Infeasible if no plan meets the SLO."""
@@ -375,7 +288,7 @@ class BestFirst:
             pass
         if (confirmed := self.confirmed) is None:
             self._look_at_nearest()
-            raise Infeasible(why_none(self.question, self.rows))
+            raise no_plan(self.question, self.rows)
         best = self.best = confirmed.plan
         value = self.value(best)
         for plan in self.plans:
@@ -422,7 +335,7 @@ class BestFirst:
             plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
             sustained = self.plan_cache.capacity(plan.candidate).rps
             rate = sustained * LOWEST if self.question.searches_rate else None
-            self._take(plan, rate, self._simulated(plan, rate))
+            self._judge.take(plan, rate, self._judge.simulated(plan, rate))
 
 
 def _best_of(question: Question, bounds: Iterable[float | None]) -> float | None:

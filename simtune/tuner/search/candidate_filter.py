@@ -204,6 +204,6 @@ class CandidateFilter:
     def _beyond_limits(self, bounded_candidate: BoundedCandidate, rate: float) -> str:
         for limit in self.question.limits:
             best = bounded_candidate.bound_of(limit.objective, rate)
-            if wrong := limit.violated(best):
-                return f"at best {wrong}"
+            if wrong := limit.violated(best, "at best"):
+                return wrong
         return ""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from simtune.errors import Infeasible
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs, executor
@@ -29,7 +28,7 @@ from simtune.tuner.search.confirm import DrawsVerdict, FreshDraws
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.front_points import FrontPoint, Ladder
 from simtune.tuner.search.implied_results import tell_apart
-from simtune.tuner.search.reasons import why_none
+from simtune.tuner.search.reasons import no_plan
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
@@ -283,7 +282,7 @@ class FrontSearch:
         """Return the front, with the point of the greatest power as the chosen plan. Raise Infeasible if it is
         empty."""
         if not self.points:
-            raise Infeasible(why_none(self.question, self.rows))
+            raise no_plan(self.question, self.rows)
         chosen = max(self.points, key=lambda point: point.power)
         on_front: dict[str, list[FrontPoint]] = {}
         for point in self.points:

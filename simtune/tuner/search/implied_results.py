@@ -19,7 +19,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from simtune.arrays import Ints
-from simtune.results.result import Result, objectives
+from simtune.results.result import Result
+from simtune.results.run_statistics import objectives
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simtune.errors import plural
+from simtune.errors import Infeasible, plural
 from simtune.specs.plan_words import in_words
 from simtune.tuner.question import Question
 from simtune.tuner.trial import Trial
@@ -89,16 +89,25 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
     return f"{value:.4g} {objective.unit}, {value / chosen - 1:.1%} more than the chosen plan"
 
 
-def why_none(question: Question, rows: list[Trial]) -> str:
-    """Return why no plan meets the SLO: no plan fits, or how the nearest plan misses it."""
+class NoPlan(Infeasible):
+    """No plan of a study fits, or none meets its SLO. `nearest` is the plan that the message names."""
+
+    def __init__(self, message: str, nearest: Trial) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+def no_plan(question: Question, rows: list[Trial]) -> NoPlan:
+    """Return the error for a study that no plan meets: no plan fits, or how the nearest plan misses the SLO."""
     name, fit = question.study.name, [row for row in rows if row.status != "does_not_fit"]
     if not fit:
         widest = min(rows, key=lambda row: (-row.candidate.gpus_per_instance, row.candidate.key))
-        return f"{name}: no plan fits the hardware. The widest one, {_named(widest)}: {widest.reason}"
+        return NoPlan(f"{name}: no plan fits the hardware. The widest one, {_named(widest)}: {widest.reason}", widest)
     nearest = max(fit, key=_nearness)
-    return (
+    return NoPlan(
         f"{name}: {len(fit)} plans fit, none meets the SLO. The nearest, {_named(nearest)}, {nearest.reason}. "
-        "Relax the SLO, lower the load, or allow more or faster devices"
+        "Relax the SLO, lower the load, or allow more or faster devices",
+        nearest,
     )
 
 

@@ -1,0 +1,110 @@
+"""Time of attention in all layers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from simtune.arrays import Array
+from simtune.costs.context_parallel import ContextRanks, across_ranks
+from simtune.costs.layers import AttentionCosts, under_policy
+from simtune.costs.predict import Profile
+from simtune.costs.step_calls import EqualLayers
+from simtune.specs.model import Model
+from simtune.specs.pool import Pool
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """Seconds of attention in all layers; `decode_factor` and `prefill_factor` multiply those of their kind."""
+
+    layers: Sequence[tuple[int, AttentionCosts]]
+    """Costs of a layer, with the number of layers that have them."""
+    decode_factor: float = 1.0
+    prefill_factor: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        pool: Pool,
+        layers: Sequence[EqualLayers],
+        profile: Profile,
+        decode_factor: float,
+        prefill_factor: float,
+    ) -> StepAttention:
+        """Return the attention of a model under the pool's policy for the cache, over the ranks that share a
+        sequence."""
+        kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
+        with_numbers = []
+        for equal in layers:
+            costs = equal.attention.costs(profile, model.dtype, kv_dtype)
+            costs = under_policy(costs, pool.kv_cache.policy, kv_dtype)
+            if pool.parallelism.context_ranks > 1:
+                ranks = ContextRanks.of(pool.parallelism, profile, model.dtype, kv_dtype)
+                costs = across_ranks(costs, equal.attention, ranks)
+            with_numbers.append((equal.number, costs))
+        return cls(with_numbers, decode_factor, prefill_factor)
+
+    @property
+    def mixes(self) -> bool:
+        """True if decodes take another time in steps with prefill chunks."""
+        return any(costs.mixed is not None for _, costs in self.layers)
+
+    @cached_property
+    def chunk_overhead_s(self) -> float:
+        """Seconds of each prefill chunk besides its share of `prefill` and its `past`."""
+        return self.prefill_factor * sum(layers * costs.overhead_s for layers, costs in self.layers)
+
+    def decode(self, num_decodes: int | Array, context: Array, width: int, chunk: int) -> Array:
+        """Return the seconds of decode attention with `width` query tokens for each sequence, in a step whose longest
+        prefill chunk has `chunk` tokens."""
+        total = np.zeros_like(context)
+        for layers, costs in self.layers:
+            if chunk and costs.mixed is not None:
+                total += layers * costs.mixed(num_decodes, context, chunk)
+            else:
+                total += layers * costs.decode(num_decodes, context, width)
+        return self.decode_factor * total
+
+    def imbalance_s(self, num_decodes: Array, with_chunks: bool) -> Array:
+        """Return the additional seconds for each token by which the longest context of the decodes exceeds the mean."""
+        total = np.zeros(num_decodes.shape)
+        for layers, costs in self.layers:
+            total += layers * costs.imbalance_s(num_decodes, with_chunks)
+        return self.decode_factor * total
+
+    def prefill(self, num_tokens: Array) -> Array:
+        """Return the seconds of causal attention over prompts of these lengths, without `chunk_overhead_s`.
+
+        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p) + chunk_overhead_s.
+        """
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        total = np.zeros_like(tokens)
+        for layers, costs in self.layers:
+            total += layers * costs.prefill(tokens)
+        return self.prefill_factor * total
+
+    def past(self, num_tokens: Array) -> Array:
+        """Return the seconds that a chunk spends on `num_tokens` cached tokens before it attends to them.
+
+        Latent attention expands their keys and values again; other kinds have nothing to do.
+        """
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        total = np.zeros_like(tokens)
+        for layers, costs in self.layers:
+            total += layers * costs.past(tokens)
+        return self.prefill_factor * total
+
+    def chunks_s(self, past: Array, new: Array) -> Array:
+        """Return the seconds of prefill chunks of `new` tokens after `past` cached ones."""
+        return self.prefill(past + new) - self.prefill(past) + self.past(past) + self.chunk_overhead_s
+
+    def shared_s(self, tokens: int, num_decodes: int) -> float:
+        """Return the seconds in which one token of each decode attends to `tokens` tokens that all share, as a chunk
+        would."""
+        through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
+        return float(through[0] - through[1]) + self.chunk_overhead_s
