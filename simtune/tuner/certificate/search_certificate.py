@@ -23,6 +23,7 @@ from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
+from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
@@ -127,6 +128,7 @@ class Certificate(Record):
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
     interrupted: bool
     confirmed: ConfirmedOnDraws | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
+    variants: Seq[str] = Field((), description="variants of the study by name; '' are the plans as they are")
     plans: Seq[PlanFate]
     allocations: Seq[AllocationBound]
     digest: str = Field(description="sha256 of all the rest")
@@ -166,21 +168,32 @@ def certificate_of(tuned: Tuned) -> Certificate:
         confirmed=ConfirmedOnDraws.of(tuned.confirmed),
         plans=tuple(plans),
         allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
+        **_variants(study),
     )
+
+
+def _variants(study: Study) -> dict[str, tuple[str, ...]]:
+    """Return the names of the variants of a study, if it has some beside its plans as they are."""
+    labels = tuple(variant.label for variant in study.variants)
+    return {} if labels == ("",) else {"variants": labels}
 
 
 def inputs_of(question: Question) -> dict[str, str]:
     """Return the sha256 of every input of a search, by kind and name."""
     specs: list[Spec] = [question.study, question.model, question.workload]
-    inputs = {}
+    inputs: dict[str, str] = {}
     if question.engine is not None:
         specs.append(question.engine)
     for draft in question.drafts:
         specs += [draft.drafting.acceptance, *([draft.drafting.model] if draft.drafting.model else [])]
-    for spec in specs:
-        inputs[f"{spec.KIND}:{spec.name}"] = _sha256(_canonical(spec))
+    for name, engine in question.engines.items():
+        if engine.preset is not None:
+            specs.append(engine.preset)
+        of_engine = {key: text for hardware in engine.hardware for key, text in _of_profile(hardware).items()}
+        inputs |= {f"{key} under {name}": text for key, text in of_engine.items()}
     for hardware in question.hardware:
         inputs |= _of_profile(hardware)
+    inputs |= {f"{spec.KIND}:{spec.name}": _sha256(_canonical(spec)) for spec in specs}
     if question.trace is not None:
         inputs["trace"] = question.trace.sha256
     return dict(sorted(inputs.items()))
@@ -266,6 +279,7 @@ class Audit:
         self._same("unit", certificate.unit, self.question.objective.unit)
         self._same("seed", certificate.seed, study.seed)
         self._same("study", certificate.study, study.name)
+        self._same("variants", certificate.variants, _variants(study).get("variants", ()))
         if not self.problems:
             self._check_allocations()
         if not self.problems:
