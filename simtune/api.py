@@ -25,6 +25,7 @@ from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
+    engine_family,
     is_path,
     load,
     load_acceptance,
@@ -39,13 +40,14 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
-from simtune.specs.preset import EnginePreset
-from simtune.specs.study import DrafterChoice, Study
+from simtune.specs.preset import NO_ENGINE, EnginePreset
+from simtune.specs.speculation import DrafterChoice
+from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.tuner.drafting import Draft
-from simtune.tuner.question import Question
+from simtune.tuner.question import Question, StudyEngine
 from simtune.tuner.search.front import answer as _search
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream, build_stream
@@ -179,7 +181,7 @@ def _load_profiles(
         if profile is None:
             continue
         if isinstance(profile, Hardware):
-            loaded.append(for_engine(profile, None if of_engine is None else load_engine(of_engine).family))
+            loaded.append(for_engine(profile, engine_family(of_engine)))
             continue
         key = (profile, of_engine)
         if key not in profiles:
@@ -367,21 +369,51 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
-    engine = None if study.engine is None else beside(folder, study.engine)
+    study = _engines_from_here(study, folder)
+    engine = study.single_engine
     # By its path from the present folder: plans name it, and are read from there.
     fixed_pools = [
         pool if pool.engine is None else pool.model_copy(update={"engine": beside(folder, pool.engine)})
         for pool in study.fixed
     ]
-    study = study.model_copy(update={"engine": engine, "fixed": tuple(fixed_pools)})
+    study = study.model_copy(update={"fixed": tuple(fixed_pools)})
     study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
         study = study.model_copy(update={"model": target.name})
-    drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
+    drafts = tuple(load_draft(choice, target, folder) for choice in study.drafters)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
-    preset = None if engine is None else load_engine(engine)
-    own_kernels = _fixed_hardware(study, hardware, folder)
-    return Question(study, target, profiles, requests, trace, drafts, fixed, preset, own_kernels)
+    preset, own_kernels = _preset(engine), _fixed_hardware(study, hardware, folder)
+    engines = _variant_engines(study, hardware, folder)
+    return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, own_kernels)
+
+
+def _engines_from_here(study: Study, folder: Path) -> Study:
+    """Return the study with its engines by name, or by their paths from the present folder."""
+    engine = study.engine
+    placed = beside(folder, engine) if isinstance(engine, str) else engine and tuple(beside(folder, e) for e in engine)
+    update: dict[str, Any] = {"engine": placed}
+    if study.search.variants is not None:
+        variants = tuple(
+            fragment if "engine" not in fragment else {**fragment, "engine": beside(folder, fragment["engine"])}
+            for fragment in study.search.variants
+        )
+        update["search"] = study.search.model_copy(update={"variants": variants})
+    return study.model_copy(update=update)
+
+
+def _preset(engine: str | None) -> EnginePreset | None:
+    return None if engine is None or engine == NO_ENGINE else load_engine(engine)
+
+
+def _variant_engines(study: Study, hardware: str | Hardware | None, folder: Path) -> dict[str, StudyEngine]:
+    """Load the engines of variants, each with the profiles of the study with its kernels. Raises UsageError."""
+    engines = {}
+    for name in {variant.engine: None for variant in study.variants if variant.engine}:
+        profiles = hardware
+        if isinstance(hardware, Hardware):
+            profiles = for_engine(hardware, engine_family(name))
+        engines[name] = StudyEngine(_preset(name), _hardware_of(study, profiles, folder, name)[1])
+    return engines
 
 
 def _hardware_of(
@@ -409,7 +441,7 @@ def _fixed_hardware(study: Study, hardware: str | Hardware | None, folder: Path)
             profiles[pool.name] = (
                 load_kernels(profile, pool.engine)
                 if isinstance(profile, str)
-                else for_engine(profile, load_engine(pool.engine).family)
+                else for_engine(profile, engine_family(pool.engine))
             )
     return profiles
 

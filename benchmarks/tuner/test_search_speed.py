@@ -17,7 +17,8 @@ import pytest
 from benchmarks.results import Recorder
 from simtune.api import load_question
 from simtune.specs.drafters import Eagle
-from simtune.specs.study import DrafterChoice, HardwareCount, Search, Study
+from simtune.specs.speculation import DrafterChoice
+from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
 from simtune.tuner.search.best_first import SearchCourse, optimize
 from simtune.tuner.trial import Tuned

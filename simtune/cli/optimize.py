@@ -290,14 +290,17 @@ def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out:
 def _check_drafts(question: Question) -> None:
     """Raise UsageError before the search, not after it, for drafts that the engine cannot be given."""
     from simtune.emit import engine_for
+    from simtune.specs.preset import NO_ENGINE
     from simtune.specs.schemes import Chain
     from simtune.specs.study import StudyBatching
 
-    emitter = engine_for((question.study.batching or StudyBatching()).policy)
-    if emitter is None:
+    study = question.study
+    emitter = engine_for((study.batching or StudyBatching()).policy)
+    if emitter is None or study.engine == NO_ENGINE or study.single_engine != study.engine:
         return
-    emitter = emitter.of(question.study.engine)
-    for draft in question.drafts:
+    emitter = emitter.of(study.single_engine)
+    # Drafts of variants may be for no engine: the run then states so in place of settings.
+    for draft in question.drafts[: len(study.speculation)]:
         emitter.speculation(draft.speculation(draft.choice.scheme or Chain(tokens=1)), draft.drafting.model)
 
 

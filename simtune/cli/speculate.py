@@ -57,7 +57,7 @@ def speculate(
     from simtune.sim.deployment import vllm_batching
     from simtune.specs.catalog import load_hardware, load_model
     from simtune.specs.pool import Parallelism, Pool
-    from simtune.specs.study import DrafterChoice
+    from simtune.specs.speculation import DrafterChoice
     from simtune.tuner.drafting import DraftContexts, schedule
 
     if html is not None and html.exists() and not force:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import get_args
 
 from simtune.costs.device_transfer import wider
-from simtune.specs.catalog import kernels_of, load_engine, load_hardware
+from simtune.specs.catalog import engine_family, kernels_of, load_hardware
 from simtune.specs.hardware import Hardware, Operator
 from simtune.specs.preset import EngineFamily
 
@@ -73,4 +73,4 @@ def load_kernels(hardware: str, engine: str | None, settings: Sequence[str] = ()
     `hardware` and `engine` are names or paths; `settings` are keys of the profile as `--set` gives them.
     """
     profile = load_hardware(kernels_of(hardware, engine), settings)
-    return for_engine(profile, None if engine is None else load_engine(engine).family)
+    return for_engine(profile, engine_family(engine))

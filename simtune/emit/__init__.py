@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs
+from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, simulated_only
 from simtune.emit.llama_cpp import LlamaCpp
 from simtune.emit.sglang import Sglang
 from simtune.emit.tensorrt_llm import TensorrtLlm
@@ -18,6 +18,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.plugins import PartKind, registered
 from simtune.specs.pool import Pool
+from simtune.specs.preset import NO_ENGINE
 from simtune.specs.speculation import Speculation
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "engine_files",
     "engine_for",
     "engines",
+    "to_build",
     "why_none",
 ]
 
@@ -55,13 +57,19 @@ def engine_for(policy: str) -> Emitter | None:
 
 
 def emitter_of(pool: Pool) -> Emitter | None:
-    """Return the engine of a pool: that of its preset, else the first one that has its policy; None if none has."""
+    """Return the engine of a pool: that of its preset, else the first one that has its policy; None if none has, or if
+    the pool is for no engine.
+    """
+    if pool.engine == NO_ENGINE:
+        return None
     of_preset = next((emitter for emitter in engines().values() if emitter.meant_by(pool)), None)
     return of_preset or engine_for(pool.batching.policy)
 
 
 def _writer(plan: Plan) -> Emitter | None:
     """Return the engine that schedules as a plan does, if one does."""
+    if any(pool.engine == NO_ENGINE for pool in plan.pools):
+        return None
     every = engines().values()
     of_presets = [emitter for emitter in every if all(emitter.meant_by(pool) for pool in plan.pools)]
     return next((e for e in of_presets or every if all(e.schedules(pool) for pool in plan.pools)), None)
@@ -106,6 +114,8 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
 
 def why_none(plan: Plan) -> str:
     """Why there are no settings for any engine."""
+    if any(pool.engine == NO_ENGINE for pool in plan.pools):
+        return "the plan is for no engine (engine: none)"
     if plan.stages:
         return "no engine has settings for the stages that its requests go through"
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
@@ -114,3 +124,13 @@ def why_none(plan: Plan) -> str:
     if _writer(plan) is None:
         return "no engine schedules and preempts as the plan does"
     return "no engine has settings for its drafts"
+
+
+def to_build(plan: Plan) -> list[str]:
+    """Return what engines lack for a plan, each with the part of an engine that would have to be changed for it."""
+    missing = [
+        f"{key} ({part})" for pool in plan.pools for key, part, value in simulated_only(pool) if value is not None
+    ]
+    policies = {pool.batching.policy for pool in plan.pools if engine_for(pool.batching.policy) is None}
+    missing += [f"batching.policy {policy} (the scheduler)" for policy in sorted(policies)]
+    return list(dict.fromkeys(missing))

@@ -23,19 +23,24 @@ EngineFiles = dict[str, str]
 T = TypeVar("T")
 
 
+def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
+    """Return (key, part of an engine that would have to be changed, value) of each setting that is only simulated."""
+    parallelism = pool.parallelism
+    return (
+        ("overlap", "the model runner and its kernels", pool.overlap),
+        ("runtime", "kernels of another engine", pool.runtime),
+        ("kv_cache.policy", "the attention backend and the KV cache manager", pool.kv_cache.policy),
+        ("offload", "the weight loader and the attention backend", pool.offload),
+        ("parallelism.afd", "the model runner, on servers of two kinds", parallelism.afd),
+        ("parallelism.cp", "the attention backend and its communication", parallelism.cp),
+        ("parallelism.expert_replicas", "the placement of experts", parallelism.expert_replicas),
+        ("parallelism.expert_locality", "the placement of experts", parallelism.expert_locality),
+    )
+
+
 def unsupported_settings(pool: Pool) -> Iterator[str]:
     """Yield the settings of a pool that are only simulated: no engine can be given them."""
-    settings = (
-        ("overlap", pool.overlap),
-        ("runtime", pool.runtime),
-        ("kv_cache.policy", pool.kv_cache.policy),
-        ("offload", pool.offload),
-        ("parallelism.afd", pool.parallelism.afd),
-        ("parallelism.cp", pool.parallelism.cp),
-        ("parallelism.expert_replicas", pool.parallelism.expert_replicas),
-        ("parallelism.expert_locality", pool.parallelism.expert_locality),
-    )
-    for key, value in settings:
+    for key, _, value in simulated_only(pool):
         if value is not None:
             yield f"{key}: is simulated only; remove it to have engine settings written"
 

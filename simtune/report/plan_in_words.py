@@ -11,6 +11,7 @@ from simtune.sim.pools import DeployedPool
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan_words import of_plan
 from simtune.specs.pool import Pool
+from simtune.specs.preset import NO_ENGINE
 
 POLICIES = {
     "vllm-fcfs": "vLLM's order: running requests first, then newcomers as they came",
@@ -41,7 +42,9 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
     yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
-    if pool.engine is not None:
+    if pool.engine == NO_ENGINE:
+        yield f"engine none: no engine can run it; {_kernels(deployed.hardware)}"
+    elif pool.engine is not None:
         yield f"engine {pool.engine}: {_kernels(deployed.hardware)}"
     yield from _beside_engine(pool)
     yield from _parallelism(deployed)

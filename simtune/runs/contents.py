@@ -66,6 +66,7 @@ from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import DraftContexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
+from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
 
@@ -142,7 +143,9 @@ def of_study(
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
     `progress` is called for the windows of a day.
     """
-    study, files = tuned.question.study, _files(tuned.deployment, tuned.result)
+    study = tuned.question.study
+    of_variant = any(pool.shape.variant for pool in tuned.chosen.candidate.pools)
+    files = _files(tuned.deployment, tuned.result, simulated_only=of_variant)
     files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
@@ -209,10 +212,12 @@ def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, An
 # --- what both have ---------------------------------------------------------------------------------------
 
 
-def _files(deployment: Deployment, result: Result, leave_out: Collection[str] = ()) -> Files:
+def _files(
+    deployment: Deployment, result: Result, leave_out: Collection[str] = (), *, simulated_only: bool = False
+) -> Files:
     files: Files = {
         PLAN: deployment.plan.to_yaml(_WRITTEN),
-        **engine_files(deployment),
+        **engine_files(deployment, simulated_only=simulated_only),
     }
     if "requests" not in leave_out:
         files["requests.csv"] = requests_csv(result)
@@ -341,7 +346,7 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
         weight_dtype=pool.shape.weight_dtype or None,
         kv_dtype=pool.shape.kv_dtype or None,
         prefix_caching=pool.prefix_caching,
-        router=_router(study, candidate.router),
+        router=_router(study, candidate),
         instances=pool.instances,
         prefill=None if prefill is None else f"{prefill.shape.gpu} {prefill.name}",
         beside=f"{candidate.pools[0].shape.gpu} {candidate.pools[0].name}" if candidate.of_kinds else None,
@@ -382,9 +387,10 @@ def _startable(tuned: Tuned, row: Trial, known: CandidateRow) -> CandidateRow:
     return known.model_copy(update={"launch": launch_like(tuned.deployment, plan)})
 
 
-def _router(study: Study, chosen: int) -> str:
-    kind = str(study.routers[chosen].kind)
-    return kind if len(study.routers) == 1 else f"{chosen + 1}: {kind}"
+def _router(study: Study, candidate: Candidate) -> str:
+    kind, changes = str(candidate.routing(study).kind), candidate.changes
+    of_variant = changes is not None and changes.router is not None
+    return kind if len(study.routers) == 1 or of_variant else f"{candidate.router + 1}: {kind}"
 
 
 def _finished(simulated: SimulationSummary) -> bool:

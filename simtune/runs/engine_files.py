@@ -12,7 +12,7 @@ import yaml
 
 from simtune import emit
 from simtune.emit.emitter import with_unsaid
-from simtune.errors import SimtuneError
+from simtune.errors import SimtuneError, UsageError
 from simtune.runs.files import Files
 from simtune.sim.deployment import Deployment
 from simtune.specs import yamlfile
@@ -64,12 +64,26 @@ NO_ENGINE = "engine/none.txt"
 """File that states why there are no engine settings."""
 
 
-def engine_files(deployment: Deployment) -> Files:
+def engine_files(deployment: Deployment, *, simulated_only: bool = False) -> Files:
     """Return the settings for the engine that can run the plan; if it cannot draft so, the drafting settings of other
-    engines; or why there are none.
+    engines; or why there are none, and what engines lack for the plan.
+
+    Raise UsageError if the engine refuses the plan, unless the plan may be one that is `simulated_only`.
     """
-    files = _emitted(deployment, deployment.plan)
-    return files if files else {NO_ENGINE: f"No engine settings: {emit.why_none(deployment.plan)}.\n"}
+    plan = deployment.plan
+    try:
+        files = _emitted(deployment, plan)
+    except UsageError as error:
+        if not simulated_only:
+            raise
+        files, why = {}, "; ".join(line.removeprefix(f"{plan.name}: ") for line in str(error).splitlines())
+    else:
+        why = "" if files else emit.why_none(plan)
+    if files:
+        return files
+    missing = emit.to_build(plan)
+    to_build = f"To be built in an engine: {', '.join(missing)}.\n" if missing else ""
+    return {NO_ENGINE: f"No engine settings: {why}.\n{to_build}"}
 
 
 def searched_plan(plan: Plan, comment: str) -> str:

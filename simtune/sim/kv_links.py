@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from simtune.errors import UsageError
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.link import TransferLink
-from simtune.specs.catalog import load_engine
+from simtune.specs.catalog import engine_family
 from simtune.specs.plan import FirstToken, KvLink, Plan
 from simtune.specs.pool import Pool
 from simtune.specs.preset import EngineFamily
@@ -48,7 +48,7 @@ def merges(link: KvLink, pool: Pool) -> bool:
 
 
 def _family(pool: Pool) -> EngineFamily | None:
-    return None if pool.engine is None else load_engine(pool.engine).family
+    return engine_family(pool.engine)
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,7 +24,7 @@ from simtune.specs.hf import hub
 from simtune.specs.input_files import decoded, read_bytes, read_text
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.preset import EnginePreset, merged
+from simtune.specs.preset import NO_ENGINE, EngineFamily, EnginePreset, merged
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
@@ -208,6 +208,11 @@ def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
     return _read(Acceptance, _locate("acceptance", reference), settings)
 
 
+def engine_family(engine: str | None) -> EngineFamily | None:
+    """Return the family of an engine preset, by name or path; None for no engine."""
+    return None if engine is None or engine == NO_ENGINE else load_engine(engine).family
+
+
 def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
     """An engine preset by name or path."""
     return _read(EnginePreset, _locate("engine", reference), settings)
@@ -246,7 +251,7 @@ def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
     if not isinstance(pool, dict):
         return pool
     engine, hardware = pool.get("engine"), pool.get("hardware")
-    if not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
+    if engine == NO_ENGINE or not (isinstance(engine, str) and isinstance(hardware, str) and isinstance(model, str)):
         return pool
     engine, hardware, model = (beside(folder, name) for name in (engine, hardware, model))
     served = load_model(model).with_weights(next((d for d in get_args(Dtype) if d == pool.get("weight_dtype")), None))
@@ -259,9 +264,9 @@ def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
 
 def kernels_of(hardware: str, engine: str | None) -> str:
     """Return the profile with the kernels of an engine: NAME-FAMILY if it is built in beside NAME, else NAME itself."""
-    if engine is None or is_path(hardware):
+    if engine in (None, NO_ENGINE) or is_path(hardware):
         return hardware
-    engine_profile = f"{hardware}-{load_engine(engine).family}"
+    engine_profile = f"{hardware}-{engine_family(engine)}"
     return engine_profile if engine_profile in names("hardware") else hardware
 
 

@@ -31,9 +31,12 @@ POOL_NAMES = (
     "prefix_caching",
     "max_model_len",
     "drafter",
+    "variant",
+    "engine",
 )
 """Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
-`kv_dtype` and `drafter` are '' if the plan names none; `max_model_len` is 0 unless it is searched.
+`kv_dtype`, `drafter`, `variant` and the `engine` of a variant are '' if the plan names none; `max_model_len` is 0
+unless it is searched.
 """
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""

@@ -19,7 +19,8 @@ from simtune.specs.pool import Pool
 
 _POOL = (
     r"(?:(?P<role{n}>[pd])\.)?(?:(?P<gpu{n}>[A-Za-z0-9.-]+?)-)?tp(?P<tp{n}>\d+)-pp(?P<pp{n}>\d+)"
-    r"(?:-dp(?P<dp{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
+    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
+    r"(?:-len(?P<length{n}>\d+))?(?:-v-(?P<variant{n}>[A-Za-z0-9.-]+?))?"
     r"-x(?P<instances{n}>\d+)-s(?P<seats{n}>\d+)-t(?P<budget{n}>\d+)"
     r"(?P<caching{n}>-cached|-uncached)?(?:-(?!router\d+$)(?P<drafter{n}>.+?))?"
 )
@@ -28,13 +29,15 @@ _TOKEN = re.compile(r"[^\s,;]*tp\d+-pp\d+[^\s,;]*[^\s,;:.]")
 Keep = Callable[[str, int], bool]
 _ROLES = {"p": "prefill", "d": "decode"}
 MIXED = "mixed"
-SETTINGS = ("seats", "budget", "caching", "weights", "kv", "drafter")
+SETTINGS = ("seats", "budget", "caching", "weights", "kv", "length", "drafter", "variant")
 """Keys of the settings of a pool, in the order in which they are stated."""
 ABSENT = {
     "caching": "prefix cache as the engine sets it",
     "weights": "weights as in the checkpoint",
     "kv": "KV cache in the usual format",
+    "length": "lengths as the load needs them",
     "drafter": "no drafts",
+    "variant": "no variant",
     "router": "router 1",
 }
 """Words for a setting that a plan leaves open, beside plans that do not."""
@@ -118,12 +121,13 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
     devices: int,
     parallelism: Mapping[str, int],
     expert_parallel: bool,
+    feed_forward: int,
     seats: int,
     budget: int,
     more_settings: Mapping[str, str],
 ) -> PoolWords:
     """Return the words of a pool; `gpu` is empty if all pools are on the same kind of GPU."""
-    size = _of_gpus(gpu, devices, parallelism, expert_parallel)
+    size = _of_gpus(gpu, devices, parallelism, expert_parallel, feed_forward)
     servers = f"{plural(instances, _server(role))} {size}"
     settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
     return PoolWords(role, servers, instances * devices, settings)
@@ -133,12 +137,14 @@ def _server(role: str) -> str:
     return "server" if role == MIXED else f"{role} server"
 
 
-def _of_gpus(gpu: str, devices: int, parallelism: Mapping[str, int], expert_parallel: bool) -> str:
+def _of_gpus(
+    gpu: str, devices: int, parallelism: Mapping[str, int], expert_parallel: bool, feed_forward: int = 0
+) -> str:
     """Return the GPUs of a server, and how they share the work: `of 8 GPUs (tp 4, pp 2)`."""
     cuts = [f"{key} {ranks}" for key, ranks in parallelism.items() if ranks > 1]
     # Tensor parallelism alone is what "of 2 GPUs" means; any other division is named.
     ways = cuts if len(cuts) > 1 or parallelism.get("tp", 1) != devices else []
-    ways = [*ways, *["expert parallel"] * expert_parallel]
+    ways = [*ways, *["expert parallel"] * expert_parallel, *[f"{feed_forward} for experts"] * bool(feed_forward)]
     return f"of {plural(devices, f'{gpu} GPU'.strip())}" + (f" ({', '.join(ways)})" if ways else "")
 
 
@@ -158,20 +164,25 @@ def of_name(name: str) -> PlanWords | None:
 
 
 def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
-    tp, pp, dp = (int(fields[f"{key}{n}"] or 1) for key in ("tp", "pp", "dp"))
+    tp, pp, dp, cp = (int(fields[f"{key}{n}"] or 1) for key in ("tp", "pp", "dp", "cp"))
+    feed_forward = int(fields[f"ffn{n}"] or 0)
     caching, weights, kv, drafter = (fields[f"{key}{n}"] for key in ("caching", "weights", "kv", "drafter"))
+    length, variant = fields[f"length{n}"], fields[f"variant{n}"]
     more_settings = {
         "caching": {None: "", "-cached": "prefix cache on", "-uncached": "prefix cache off"}[caching],
         "weights": f"{weights} weights" if weights else "",
         "kv": f"{kv} KV cache" if kv else "",
+        "length": f"requests of up to {int(length):,} tokens" if length else "",
         "drafter": f"drafts of {drafter}" if drafter else "",
+        "variant": f"variant {variant.replace('-and-', ' and ')}" if variant else "",
     }
     return _pool_words(
         role=_ROLES.get(fields[f"role{n}"] or "", MIXED),
         gpu=fields[f"gpu{n}"] or "",
         instances=int(fields[f"instances{n}"] or 1),
-        devices=tp * pp * dp,
-        parallelism={"tp": tp, "pp": pp, "dp": dp},
+        devices=tp * pp * dp * cp + feed_forward,
+        parallelism={"tp": tp, "pp": pp, "dp": dp, "cp": cp},
+        feed_forward=feed_forward,
         expert_parallel=bool(fields[f"ep{n}"]),
         seats=int(fields[f"seats{n}"] or 1),
         budget=int(fields[f"budget{n}"] or 1),
@@ -204,6 +215,7 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         devices=pool.devices,
         parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1},
         expert_parallel=p.expert_parallel,
+        feed_forward=0 if p.afd is None else p.afd.ffn_devices,
         seats=batching.max_num_seqs,
         budget=batching.max_num_batched_tokens,
         more_settings={key: words for key, words in more_settings.items() if words},

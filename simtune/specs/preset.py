@@ -22,6 +22,9 @@ GIB = 1 << 30
 DEFAULT_ENGINE = "vllm-0.24"
 """Engine of a plan that names none: the newest vLLM whose kernels were measured."""
 
+NO_ENGINE = "none"
+"""Engine of a pool that no engine can run: kernels are those of the profile, and no engine settings are written."""
+
 EngineFamily = Literal["vllm", "sglang", "trtllm", "transformers", "llamacpp"]
 
 

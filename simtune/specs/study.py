@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -22,7 +23,6 @@ from simtune.specs.base import (
     ErrorAt,
     GpuCount,
     LogSigma,
-    Name,
     NonNegative,
     Options,
     Part,
@@ -33,12 +33,11 @@ from simtune.specs.base import (
     Spec,
 )
 from simtune.specs.constraints import Constraint
-from simtune.specs.drafters import AnyDrafter
 from simtune.specs.plan import KvLink
 from simtune.specs.pool import KvDtype, Policy, Pool
 from simtune.specs.routing import RoundRobinRouting, Routing
-from simtune.specs.schemes import AnyScheme
-from simtune.specs.speculation import check_scheme
+from simtune.specs.speculation import DrafterChoice
+from simtune.specs.variants import Fragment, Variant, check_fragments, variants_of
 from simtune.specs.workload import Slo
 
 ObjectiveName = Literal[
@@ -59,6 +58,7 @@ Flags = Annotated[Seq[bool], Field(min_length=1, strict=False)]
 KvDtypes = Annotated[Seq[KvDtype], Field(min_length=1, strict=False)]
 WeightDtypes = Annotated[Seq[Dtype], Field(min_length=1, strict=False)]
 Labels = Annotated[Seq[str], Field(min_length=1, strict=False)]
+EngineNames = Annotated[Seq[str], Field(min_length=2, strict=False)]
 
 
 class HardwareCount(Part):
@@ -162,6 +162,14 @@ class Search(Part):
         description="choices for decode pools, if they differ; the smallest budget with a token for each seat unless "
         "given",
     )
+    variants: Annotated[Seq[Fragment], Field(min_length=1, strict=False)] | None = Field(
+        None,
+        description="fragments of a pool, or of router, link, speculation and engine of a plan, each merged over every "
+        "plan; {} stands for the plans as they are. Keys of one role are under prefill or decode; `name` is the label",
+    )
+    combine: bool | None = Field(
+        None, description="also all combinations of variants that do not set the same key; false unless given"
+    )
     requests: Count | None = Field(
         None,
         description="requests simulated per evaluation, and more if they last less than ten lifetimes; the workload's "
@@ -202,28 +210,6 @@ class StudyBatching(Part):
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = None
     prediction_sigma: LogSigma | None = None
     options: Options | None = Field(None, description="options of a policy from outside the package")
-
-
-class DrafterChoice(Part):
-    """A drafter that may be used, and how often the target keeps what it proposes."""
-
-    name: Name | None = Field(
-        None, description="label in the names of candidates; the drafter's method or kind unless given"
-    )
-    drafter: AnyDrafter
-    acceptance: str = Field(description="an acceptance spec, by name or file")
-    scheme: AnyScheme | None = Field(None, description="the best chain for every batch size unless given")
-
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
-        if self.scheme is not None:
-            check_scheme(self.drafter, self.scheme)
-        return self
-
-    @property
-    def label(self) -> str:
-        """Label of the drafter in the names of candidates."""
-        return self.name or self.drafter.label.replace("_", "-")
 
 
 class DayWindow(Part):
@@ -274,9 +260,10 @@ class Study(Spec):
     slo: Slo
     objective: ObjectiveName = "goodput_per_gpu"
     limits: StudyLimits = StudyLimits()
-    engine: str | None = Field(
+    engine: str | EngineNames | None = Field(
         None,
-        description="an engine preset, by name or file: settings that the search leaves open are those of that release",
+        description="an engine preset, by name or file: settings that the search leaves open are those of that "
+        "release; of several each is tried with its kernels, scheduler and host times; none: a plan for no engine",
     )
     batching: StudyBatching | None = Field(None, description="the policy of all plans; vllm-fcfs unless given")
     router: Routing | None = Field(None, description="router of all plans; round_robin unless given")
@@ -304,6 +291,23 @@ class Study(Spec):
     def routers(self) -> tuple[Routing, ...]:
         """Routers among which plans choose."""
         return self.search.routers or (self.router or RoundRobinRouting(),)
+
+    @property
+    def single_engine(self) -> str | None:
+        """Engine of all plans; None if the study names none or several."""
+        return self.engine if isinstance(self.engine, str) else None
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Changes that are searched, each to all plans."""
+        engines = () if self.engine is None or isinstance(self.engine, str) else self.engine
+        return variants_of(self.search.variants, combine=bool(self.search.combine), engines=engines)
+
+    @property
+    def drafters(self) -> tuple[DrafterChoice, ...]:
+        """Drafters of the study and of the variants."""
+        of_variants = {v.drafter.label: v.drafter for v in self.variants if v.drafter is not None}
+        return (*self.speculation, *of_variants.values())
 
     def devices(self, gpu: str) -> int:
         """Number of devices of a hardware profile that the study names."""
@@ -356,6 +360,25 @@ class Study(Spec):
             )
         if self.day is not None:
             raise ErrorAt("a day requires pools of one kind of hardware; remove mixed_kinds", "day")
+        return self
+
+    @model_validator(mode="after")
+    def _fragments(self) -> Self:
+        search = self.search
+        if search.variants is None:
+            if search.combine:
+                raise ErrorAt("has no effect without variants; list some, or remove it", "search", "combine")
+            return self
+        cuts = []
+        for choices in (search, search.prefill, search.decode):
+            keys = ("tp", "pp", "attention_dp", "expert_parallel")
+            values = [(choices and getattr(choices, key)) or getattr(search, key) for key in keys]
+            cuts += [dict(zip(keys, cut, strict=True)) for cut in product(*values)]
+        pairs, taken = "prefill-decode" in search.layouts, [choice.label for choice in self.speculation]
+        try:
+            check_fragments(search.variants, combine=bool(search.combine), pairs=pairs, cuts=cuts, taken=taken)
+        except ErrorAt as error:
+            raise ErrorAt(str(error), "search", "variants", *error.at) from None
         return self
 
     @model_validator(mode="after")

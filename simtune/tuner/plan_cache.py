@@ -44,7 +44,8 @@ class PlanCache:
         self.question = question
         every = list(candidates)
         self.max_model_len = question.length_limit(every)
-        self._longest = question.longest_request(every) if question.study.search.max_model_len else 0
+        limited = any(pool.shape.max_model_len for candidate in every for pool in candidate.pools)
+        self._longest = question.longest_request(every) if limited else 0
         """Tokens of the longest request; 0 unless max_model_len is searched."""
         self._widest = _widest(pool for candidate in every for pool in candidate.pools)
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
@@ -120,14 +121,17 @@ class PlanCache:
         return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
-        q, hardware = self.question, self.question.hardware_of(choice)
-        draft, pool = q.draft(choice.drafter), self.pool(choice)
+        q, hardware, draft = self.question, self.question.hardware_of(choice), self.question.draft(choice.drafter)
         try:
+            pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
             refusal = self._too_short(choice) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
+            if choice.changes and draft is None:
+                # Settings of a variant may need what a profile lacks, such as a link to the host.
+                self.costs(choice)
             if draft is None:
                 return choice
             stream = self.stream(candidate)
@@ -236,7 +240,7 @@ class PlanCache:
             pools = {choice: self.pool(choice) for choice in candidate.pools}
             costs = {
                 pool.name: compiled_costs(
-                    pool, q.model, q.profiles[choice.shape.gpu], max_model_len, q.drafting_of(choice),
+                    pool, q.model, q.hardware_of(choice), max_model_len, q.drafting_of(choice),
                     self._margins(pool, choice),
                 )
                 for choice, pool in pools.items()

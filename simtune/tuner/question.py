@@ -34,6 +34,16 @@ SAMPLED_CORES = 4
 
 
 @dataclass(frozen=True)
+class StudyEngine:
+    """An engine among several of a study."""
+
+    preset: EnginePreset | None
+    """None for no engine."""
+    hardware: tuple[Hardware, ...]
+    """Hardware profiles with the kernels of the engine, in the order of the study."""
+
+
+@dataclass(frozen=True)
 class Question:
     """A study with all named inputs loaded. Sent to worker processes."""
 
@@ -48,7 +58,9 @@ class Question:
     fixed_drafting: Mapping[str, Drafting] = field(default_factory=dict)
     """Acceptance and draft model of the speculation of fixed pools, by the name of the pool."""
     engine: EnginePreset | None = None
-    """Engine preset with the settings that the search leaves open."""
+    """Engine preset with the settings that the search leaves open, if the study names one."""
+    engines: Mapping[str, StudyEngine] = field(default_factory=dict)
+    """Engines of variants by the name that the study gives."""
     fixed_hardware: Mapping[str, Hardware] = field(default_factory=dict)
     """Hardware of fixed pools with the kernels of their engine, if it is another one than the study's, by the name of
     the pool."""
@@ -86,7 +98,14 @@ class Question:
     def hardware_of(self, choice: PoolChoice) -> Hardware:
         """Return the hardware of a pool, with the kernels of its engine."""
         fixed = None if choice.fixed is None else self.fixed_hardware.get(choice.fixed.name)
-        return fixed or self.profiles[choice.shape.gpu]
+        return fixed or self._profile(choice.shape)
+
+    def _profile(self, shape: PoolShape) -> Hardware:
+        """Return the hardware of pools of a shape, with the kernels of their engine."""
+        if not shape.engine:
+            return self.profiles[shape.gpu]
+        profiles = [entry.profile for entry in self.study.hardware]
+        return self.engines[shape.engine].hardware[profiles.index(shape.gpu)]
 
     def check(self) -> None:
         """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
@@ -99,7 +118,7 @@ class Question:
         load = self.workload
         if len(candidate.pools) > 1 or isinstance(load.arrivals, ClosedLoop) or load.graph or load.batch:
             return False
-        return ROUTER.find(self.study.routers[candidate.router].kind).deals_in_turn
+        return ROUTER.find(candidate.routing(self.study).kind).deals_in_turn
 
     def num_requests(self, candidate: Candidate, requests: int | None = None) -> int:
         """Return the requests of all instances such that the simulated ones receive `requests`, by default those of the
@@ -161,12 +180,13 @@ class Question:
         These are the name of the profile, or of the variant with the kernels of the study's engine, and the settings of
         that engine.
         """
-        hardware = self.profiles[shape.gpu]
+        hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        if self.engine is None:
-            return settings
+        preset = self.engines[shape.engine].preset if shape.engine else self.engine
+        if preset is None:
+            return settings if name is None else {**settings, "engine": name}
         served = self.model.with_weights(cast(Dtype, shape.weight_dtype) or None)
-        return {**settings, "engine": self.study.engine, **self.engine.settings(hardware.device, served, shape.pp)}
+        return {**settings, "engine": name, **preset.settings(hardware.device, served, shape.pp)}
 
     def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
         """Return the plan of a candidate."""

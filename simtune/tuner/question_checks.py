@@ -14,6 +14,14 @@ from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import Limit, Objective, RateObjective
 
 
+class LoadedEngine(Protocol):
+    """An engine of a variant, as far as the checks read it (`simtune.tuner.question.StudyEngine`)."""
+
+    @property
+    def preset(self) -> EnginePreset | None:
+        """Preset of the engine; None for no engine."""
+
+
 class LoadedStudy(Protocol):
     """A study with its inputs, as far as the checks read it (`simtune.tuner.question.Question`)."""
 
@@ -32,6 +40,10 @@ class LoadedStudy(Protocol):
     @property
     def engine(self) -> EnginePreset | None:
         """Engine preset of the study."""
+
+    @property
+    def engines(self) -> Mapping[str, LoadedEngine]:
+        """Engines of variants by name."""
 
     @property
     def profiles(self) -> Mapping[str, Hardware]:
@@ -135,15 +147,15 @@ def _check_families(question: LoadedStudy) -> None:
 
 
 def _check_engine(question: LoadedStudy) -> None:
-    """Raise UsageError if the engine preset sets the parallelism, which every candidate sets itquestion."""
-    if question.engine is None:
-        return
-    for settings in (question.engine.pool, *(case.pool for case in question.engine.cases)):
-        if keys := settings.get("parallelism"):
-            raise UsageError(
-                f"{question.study.name}: engine preset {question.study.engine} sets parallelism ({', '.join(keys)}), "
-                "which a search sets for every plan; remove it from the preset, and simulate such a plan with --plan"
-            )
+    """Raise UsageError if an engine preset sets the parallelism, which every candidate sets."""
+    presets = {str(question.study.engine): question.engine, **{n: e.preset for n, e in question.engines.items()}}
+    for name, preset in presets.items():
+        for settings in () if preset is None else (preset.pool, *(case.pool for case in preset.cases)):
+            if keys := settings.get("parallelism"):
+                raise UsageError(
+                    f"{question.study.name}: engine preset {name} sets parallelism ({', '.join(keys)}), which a search "
+                    "sets for every plan; remove it from the preset, and simulate such a plan with --plan"
+                )
 
 
 def _check_confidence(question: LoadedStudy) -> None:

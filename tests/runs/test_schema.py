@@ -24,7 +24,7 @@ from simtune.specs.base import Record
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import Eagle
 from simtune.specs.pool import Pool
-from simtune.specs.study import DrafterChoice
+from simtune.specs.speculation import DrafterChoice
 from simtune.tuner.drafting import DraftContexts, schedule
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

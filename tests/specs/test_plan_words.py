@@ -65,6 +65,16 @@ def every_kind_of_plan() -> list[Candidate]:
             "1 server of 2 GPUs (pp 2), 1 seat, 8,192 tokens a step, prefix cache off, fp8_block weights, "
             "fp8 KV cache, drafts of eagle3",
         ),
+        (
+            "tp1-pp1-dp2-cp2-ffn3-ep-len8192-v-cp-2-and-ffn-devices-3-x1-s64-t8192",
+            "1 server of 7 GPUs (dp 2, cp 2, expert parallel, 3 for experts), 64 seats, 8,192 tokens a step, "
+            "requests of up to 8,192 tokens, variant cp-2 and ffn-devices-3",
+        ),
+        (
+            "p.tp1-pp1-v-kept-0.25-x2-s64-t8192_d.tp1-pp1-v-kept-0.25-x1-s64-t8192-eagle3-router2",
+            "2 prefill servers of 1 GPU, 1 decode server of 1 GPU with drafts of eagle3, 64 seats, "
+            "8,192 tokens a step, variant kept-0.25, router 2",
+        ),
         ("my plan", "my plan"),
     ],
 )

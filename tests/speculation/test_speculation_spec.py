@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Medusa, Ngram
 from simtune.specs.pool import Batching, Parallelism, Pool
 from simtune.specs.schemes import BatchRange, ByBatch, Chain, Dsi, DynamicTree, Frontier, Pearl, StaticTree
-from simtune.specs.speculation import Speculation
-from simtune.specs.study import DrafterChoice
+from simtune.specs.speculation import DrafterChoice, Speculation
 
 
 def by_batch(*ranges: tuple[int, int, int], most: int = 3) -> ByBatch:

@@ -32,8 +32,8 @@ from simtune.specs.schemes import (
     Threshold,
     TokenBudget,
 )
-from simtune.specs.speculation import Speculation
-from simtune.specs.study import Confirmation, DrafterChoice, HardwareCount, Search, Study
+from simtune.specs.speculation import DrafterChoice, Speculation
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.bounds import Capacity
 from simtune.tuner.drafting import (

@@ -27,6 +27,7 @@ from simtune.tuner.search.climb import SimulationFinding, longer, too_short
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.trial import Tuned
+from tests.tuner.fragments import with_fragments
 
 MODEL = load_model("llama-3.1-8b")
 
@@ -76,6 +77,16 @@ def random_question(seed: int, most_devices: int) -> Question:
     if "prefill-decode" in study.search.layouts:
         study = study.model_copy(update={"link": KvLink(path="intra_node")})
     return Question(study, MODEL, tuple(map(hardware, kinds)), workload, None)
+
+
+def question_with_fragments(seed: int) -> Question:
+    """A random study with one size of batch and random fragments, whose objective does not depend on a run's length."""
+    q = random_question(seed, 4)
+    objectives = ("goodput", "goodput_per_gpu", "goodput_per_dollar", "gpus")
+    objective = q.study.objective if q.study.objective in objectives else objectives[seed % 4]
+    search = {"pp": (1,), "max_num_seqs": (32,), "max_num_batched_tokens": (2048,)}
+    update = {"objective": objective, "search": q.study.search.model_copy(update=search)}
+    return with_fragments(replace(q, study=q.study.model_copy(update=update)), seed)
 
 
 def deployments(q: Question) -> list[tuple[Candidate, Deployment, float]]:
@@ -163,6 +174,12 @@ def test_no_plan_ends_a_batch_sooner_than_the_search_says(seed: int, objective: 
     counts = check(replace(q, workload=load, study=study))
     assert counts is not None
     assert counts[0] < counts[1], "some plans are ruled out by their bounds"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_with_fragments_is_better_than_the_search_says(seed: int) -> None:
+    check(question_with_fragments(seed))
 
 
 class Needless:

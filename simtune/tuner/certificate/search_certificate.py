@@ -24,6 +24,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.input_hashes import numbered, sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
+from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
@@ -127,6 +128,7 @@ class Certificate(Record):
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
     interrupted: bool
     confirmed: ConfirmedOnDraws | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
+    variants: Seq[str] = Field((), description="variants of the study by name; '' are the plans as they are")
     plans: Seq[PlanFate]
     allocations: Seq[AllocationBound]
     digest: str = Field(description="sha256 of all the rest")
@@ -166,7 +168,14 @@ def certificate_of(tuned: Tuned) -> Certificate:
         confirmed=ConfirmedOnDraws.of(tuned.confirmed),
         plans=tuple(plans),
         allocations=tuple(AllocationBound.of(group) for group in tuned.classes),
+        **_variants(study),
     )
+
+
+def _variants(study: Study) -> dict[str, tuple[str, ...]]:
+    """Return the names of the variants of a study, if it has some beside its plans as they are."""
+    labels = tuple(variant.label for variant in study.variants)
+    return {} if labels == ("",) else {"variants": labels}
 
 
 def inputs_of(question: Question) -> dict[str, str]:
@@ -176,9 +185,13 @@ def inputs_of(question: Question) -> dict[str, str]:
         specs.append(question.engine)
     for drafting in (*(draft.drafting for draft in question.drafts), *question.fixed_drafting.values()):
         specs += [drafting.acceptance, *([drafting.model] if drafting.model else [])]
-    profiles = (*question.hardware, *question.fixed_hardware.values())
-    hashes = [(f"{spec.KIND}:{spec.name}", sha256(_canonical(spec))) for spec in (*specs, *profiles)]
-    hashes += [(f"arrays:{profile.name}", _arrays_sha256(profile)) for profile in profiles]
+    specs += [engine.preset for engine in question.engines.values() if engine.preset is not None]
+    hashes = [(f"{spec.KIND}:{spec.name}", sha256(_canonical(spec))) for spec in specs]
+    for profile in (*question.hardware, *question.fixed_hardware.values()):
+        hashes += _of_profile(profile)
+    for name, engine in question.engines.items():
+        of_engine = [entry for profile in engine.hardware for entry in _of_profile(profile)]
+        hashes += [(f"{key} under {name}", text) for key, text in of_engine]
     if question.trace is not None:
         hashes.append(("trace", question.trace.sha256))
     return dict(sorted(numbered(hashes).items()))
@@ -194,6 +207,13 @@ def _arrays_sha256(hardware: Hardware) -> str:
     for name in sorted(hardware.arrays):
         arrays.update(name.encode() + str(hardware.arrays[name].shape).encode() + hardware.arrays[name].tobytes())
     return arrays.hexdigest()
+
+
+def _of_profile(hardware: Hardware) -> list[tuple[str, str]]:
+    return [
+        (f"hardware:{hardware.name}", sha256(_canonical(hardware))),
+        (f"arrays:{hardware.name}", _arrays_sha256(hardware)),
+    ]
 
 
 def _canonical(spec: Spec) -> str:
@@ -304,6 +324,7 @@ class Audit:
         self.problems.same("unit", certificate.unit, self.question.objective.unit)
         self.problems.same("seed", certificate.seed, study.seed)
         self.problems.same("study", certificate.study, study.name)
+        self.problems.same("variants", certificate.variants, _variants(study).get("variants", ()))
         if not self.problems:
             self._check_allocations()
         if not self.problems:

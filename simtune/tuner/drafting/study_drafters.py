@@ -17,8 +17,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, Scheme
-from simtune.specs.speculation import Speculation
-from simtune.specs.study import DrafterChoice
+from simtune.specs.speculation import DrafterChoice, Speculation
 from simtune.tuner.drafting.choose import RoundCost, Schedule, choose
 from simtune.workload.requests import RequestStream
 

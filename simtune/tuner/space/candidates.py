@@ -11,7 +11,10 @@ from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Any
 
+from pydantic import ValidationError
+
 from simtune.errors import Infeasible
+from simtune.specs.base import problems_of
 from simtune.specs.constraints import Constraint
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Parallelism, Pool, Role
@@ -19,6 +22,9 @@ from simtune.specs.preset import merged
 from simtune.specs.routing import RoundRobinRouting, Routing
 from simtune.specs.speculation import Speculation
 from simtune.specs.study import PoolChoices, Study
+from simtune.specs.variants import PlanFragment, Variant
+from simtune.specs.yamlfile import Document
+from simtune.tuner.space.variant_choices import narrowed
 
 PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
 """Objectives for which only the ratio of prefill to decode instances matters, not how many there are of each."""
@@ -48,24 +54,34 @@ class PoolShape:
     """Empty for the dtype of the model's checkpoint."""
     max_model_len: int = 0
     """0 for the longest request that may be simulated."""
+    variant: str = ""
+    """Name of the variant of the study; empty for the plans as they are."""
+    engine: str = ""
+    """Engine preset of the variant, or `none`; empty for the study's only one."""
+    cp: int = 1
+    """Groups of ranks that share every sequence, if the variant sets them."""
+    ffn_devices: int = 0
+    """GPUs of the feed-forward blocks, if the variant has them apart."""
 
     @property
     def parallelism(self) -> Parallelism:
-        """Parallelism of an instance."""
+        """Parallelism of an instance, without what a variant adds."""
         return Parallelism(tp=self.tp, pp=self.pp, attention_dp=self.attention_dp, expert_parallel=self.expert_parallel)
 
     @property
     def devices(self) -> int:
         """GPUs of one instance, without those that a drafter has for itself."""
-        return self.tp * self.pp * self.attention_dp
+        return self.tp * self.pp * self.attention_dp * self.cp + self.ffn_devices
 
     @cached_property
     def name(self) -> str:
         """Name of the shape, e.g. tp2-pp1, with the settings that differ from the usual ones."""
-        more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + ["ep"] * self.expert_parallel
+        more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        more += [f"ffn{self.ffn_devices}"] * bool(self.ffn_devices) + ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
         more += [f"kv-{self.kv_dtype}"] if self.kv_dtype else []
         more += [f"len{self.max_model_len}"] if self.max_model_len else []
+        more += [f"v-{self.variant}"] if self.variant else []
         return "-".join([f"tp{self.tp}-pp{self.pp}", *more])
 
 
@@ -89,6 +105,8 @@ class PoolChoice:
     """Name of the pool, if another pool has the same role."""
     weight: float | None = field(default=None, compare=False)
     """Weight of each of its cores in round robin beside another pool, which follows from the other fields."""
+    changes: Mapping[str, Any] | None = field(default=None, compare=False)
+    """Settings that the variant of the shape merges over the pool."""
 
     @property
     def devices(self) -> int:
@@ -147,10 +165,15 @@ class PoolChoice:
             "prefix_caching": bool(self.prefix_caching),
             "max_model_len": shape.max_model_len,
             "drafter": self.drafter,
+            "variant": shape.variant,
+            "engine": shape.engine,
         }
 
     def pool(self, study: Study, max_model_len: int, engine: Mapping[str, Any]) -> Pool:
-        """Return the pool of this choice, with the settings of `engine` for what the study leaves open."""
+        """Return the pool of this choice, with the settings of `engine` for what the study leaves open.
+
+        Raise Infeasible if a variant's settings contradict the others.
+        """
         if self.fixed is not None:
             return self.fixed.model_copy(update={"max_model_len": self.fixed.max_model_len or max_model_len})
         kv_cache: dict[str, Any] = {"dtype": self.shape.kv_dtype} if self.shape.kv_dtype else {}
@@ -171,7 +194,23 @@ class PoolChoice:
             **({"weight_dtype": self.shape.weight_dtype} if self.shape.weight_dtype else {}),
             **({"kv_cache": kv_cache} if kv_cache else {}),
         }
-        return Pool.model_validate(merged(settings, {"hardware": self.shape.gpu, **engine}))
+        settings = merged(settings, {"hardware": self.shape.gpu, **engine})
+        return Pool.model_validate(settings) if not self.changes else _changed(settings, self.changes)
+
+
+def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> Pool:
+    """Return a pool with the settings of a variant over its own. Raise Infeasible if they contradict each other."""
+    batching, cut = dict(settings["batching"]), settings["parallelism"]
+    if "policy" in changes.get("batching", {}):
+        # Options are arguments of the policy that the variant replaces.
+        batching.pop("options", None)
+    under = {**settings, "batching": batching, "parallelism": cut.model_dump(exclude_unset=True)}
+    data = merged(changes, under)
+    try:
+        return Pool.model_validate(data)
+    except ValidationError as error:
+        problem = problems_of(Pool, error, Document("", data, None))[0]
+        raise Infeasible(f"{problem.key}: {problem.message}") from None
 
 
 PlanShape = tuple[tuple[PoolShape, int], ...]
@@ -272,10 +311,17 @@ class Candidate:
 
     gpu_labels: bool = False
     """True if names include the GPU on which a pool runs."""
+    changes: PlanFragment | None = field(default=None, compare=False)
+    """Router and link of the variant of the pools; None if the plan has those of the study."""
 
     def gpu_label(self, pool: PoolChoice) -> str:
         """Return the GPU as it is written in the name; empty if the study has one kind of GPU."""
         return gpu_word(pool.shape.gpu) + "-" if self.gpu_labels else ""
+
+    def routing(self, study: Study) -> Routing:
+        """Return the router of the plan: that of its variant, or one of the study's."""
+        of_variant = None if self.changes is None else self.changes.router
+        return of_variant or study.routers[self.router]
 
     def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
         """Return the same plan with other pools."""
@@ -287,14 +333,14 @@ class Candidate:
         """Return the plan of this candidate. `engine` returns the settings of the study's engine for instances of a
         shape."""
         pools = tuple(pool.pool(study, max_model_len, engine(pool.shape)) for pool in self.pools)
-        apart = self.prefilling is not None
+        apart, changes = self.prefilling is not None, self.changes or PlanFragment()
         return Plan(
             name=self.name,
             model=study.model,
             pools=pools,
-            router=self._weighted(study.routers[self.router]),
-            decode_router=study.decode_router if apart else None,
-            link=(study.link or KvLink()) if apart else None,
+            router=self._weighted(self.routing(study)),
+            decode_router=(changes.decode_router or study.decode_router) if apart else None,
+            link=(changes.link or study.link or KvLink()) if apart else None,
         )
 
     def _weighted(self, router: Routing) -> Routing:
@@ -374,7 +420,7 @@ class _Verdicts:
 
     def holds(self, text: str, candidate: Candidate) -> bool:
         constraint = self._constraints[text]
-        plan = {"num_gpus": candidate.num_gpus, "router": self._study.routers[candidate.router].kind}
+        plan = {"num_gpus": candidate.num_gpus, "router": candidate.routing(self._study).kind}
         if candidate.of_kinds:
             return all(constraint.holds_for_plan({"mixed": pool.names}, plan) for pool in candidate.pools)
         if constraint.roles:
@@ -399,19 +445,27 @@ def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts
 
 def candidates(study: Study) -> Iterator[Candidate]:
     """Yield every candidate of a study whatever its constraints, in ascending order, each once."""
-    pools: set[tuple[PoolChoice, ...]] = set()
-    if "mixed" in study.search.layouts and not study.fixed:
-        pools |= {(pool,) for pool in _mixed(study)}
-        pools |= set(_of_kinds(study)) if study.search.mixed_kinds else set()
-    if "prefill-decode" in study.search.layouts:
-        pools |= set(_disaggregated(study))
-    several, routers = len(study.hardware) > 1, range(len(study.routers))
-    every = [Candidate(choices, router, several) for choices in pools for router in routers]
+    every: list[Candidate] = []
+    for variant in study.variants:
+        every += _of_variant(narrowed(study, variant), variant)
     yield from sorted(every, key=lambda candidate: candidate.key)
 
 
-def _mixed(study: Study) -> Iterator[PoolChoice]:
-    for shape in _pool_shapes(study, "mixed"):
+def _of_variant(study: Study, variant: Variant) -> list[Candidate]:
+    """Return the candidates of a study that have one of its variants."""
+    pools: set[tuple[PoolChoice, ...]] = set()
+    if "mixed" in study.search.layouts and not study.fixed and variant.changes_mixed:
+        pools |= {(pool,) for pool in _mixed(study, variant)}
+        pools |= set(_of_kinds(study, variant)) if study.search.mixed_kinds else set()
+    if "prefill-decode" in study.search.layouts:
+        pools |= set(_disaggregated(study, variant))
+    several, routers = len(study.hardware) > 1, range(1 if variant.plan.router else len(study.routers))
+    changes = variant.plan if variant.plan != PlanFragment() else None
+    return [Candidate(choices, router, several, changes) for choices in pools for router in routers]
+
+
+def _mixed(study: Study, variant: Variant) -> Iterator[PoolChoice]:
+    for shape in _pool_shapes(study, "mixed", variant):
         most = _most(study, shape)
         counts_of_study = _choices(study, "mixed").instances
         if counts_of_study is not None:
@@ -421,22 +475,22 @@ def _mixed(study: Study) -> Iterator[PoolChoice]:
         else:
             counts = [most] if most else []
         for instances in counts:
-            yield from _settings(study, shape, instances)
+            yield from _settings(study, shape, instances, variant)
 
 
-def _of_kinds(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+def _of_kinds(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
     """Yield two mixed pools of different hardware, in the study's order."""
-    for first, second in combinations(_pool_shapes(study, "mixed"), 2):
+    for first, second in combinations(_pool_shapes(study, "mixed", variant), 2):
         if first.gpu != second.gpu:
             for counts in _counts(study, first, second):
                 sides = zip((first, second), counts, strict=True)
-                yield from product(*(_named_settings(study, shape, n) for shape, n in sides))
+                yield from product(*(_named_settings(study, shape, n, variant) for shape, n in sides))
 
 
-def _named_settings(study: Study, shape: PoolShape, instances: int) -> list[PoolChoice]:
+def _named_settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> list[PoolChoice]:
     """Yield the settings that are searched of a pool that is named by its hardware."""
     name = f"mixed-{gpu_word(shape.gpu)}"
-    return [replace(choice, own_name=name) for choice in _settings(study, shape, instances)]
+    return [replace(choice, own_name=name) for choice in _settings(study, shape, instances, variant)]
 
 
 def _counting(study: Study) -> bool:
@@ -450,15 +504,15 @@ def _most(study: Study, shape: PoolShape) -> int:
     return min(devices, study.limits.gpus or devices) // shape.devices
 
 
-def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
+def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
     fixed = {pool.role: pool for pool in study.fixed}
     # Cached so that many pairs share the same objects (`PlanCache` looks pools up by object).
-    settings = cache(lambda shape, instances: [*_settings(study, shape, instances)])
+    settings = cache(lambda shape, instances: [*_settings(study, shape, instances, variant)])
     sides: list[list[PoolShape | Pool]] = [
-        [fixed[role]] if role in fixed else [*_pool_shapes(study, role)] for role in ("prefill", "decode")
+        [fixed[role]] if role in fixed else [*_pool_shapes(study, role, variant)] for role in ("prefill", "decode")
     ]
     for prefill, decode in product(*sides):
-        pair = [_fixed_choice(side) if isinstance(side, Pool) else side for side in (prefill, decode)]
+        pair = [_fixed_choice(side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
         for counts in _counts(study, *pair):
             choices = [
                 [side] if isinstance(side, PoolChoice) else settings(side, n)
@@ -467,11 +521,11 @@ def _disaggregated(study: Study) -> Iterator[tuple[PoolChoice, ...]]:
             yield from product(*choices)
 
 
-def _fixed_choice(pool: Pool) -> PoolChoice:
+def _fixed_choice(pool: Pool, variant: Variant) -> PoolChoice:
     cut, batching = pool.parallelism, pool.batching
     shape = PoolShape(
         pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
-        pool.weight_dtype or "",
+        pool.weight_dtype or "", variant=variant.label,
     )  # fmt: skip
     return PoolChoice(
         shape,
@@ -545,24 +599,29 @@ def _choices(study: Study, role: Role) -> PoolChoices:
     return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **overrides})
 
 
-def _pool_shapes(study: Study, role: Role) -> Iterator[PoolShape]:
-    choices = _choices(study, role)
+def _pool_shapes(study: Study, role: Role, variant: Variant) -> Iterator[PoolShape]:
+    choices, changes = _choices(study, role), variant.of_role(role)
     gpus = choices.gpus or [entry.profile for entry in study.hardware]
     cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
     dtypes = (choices.kv_dtype or ("",), choices.weight_dtype or ("",))
-    lengths = study.search.max_model_len or (0,)
+    lengths = [changes["max_model_len"]] if "max_model_len" in changes else study.search.max_model_len or (0,)
+    parallelism = changes.get("parallelism", {})
+    cp, afd = parallelism.get("cp") or 1, parallelism.get("afd") or {}
+    of_variant = variant.label, variant.engine, cp, afd.get("ffn_devices", 0)
     for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype, longest in product(gpus, *cuts, *dtypes, lengths):
-        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest)
+        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest, *of_variant)
 
 
-def _settings(study: Study, shape: PoolShape, instances: int) -> Iterator[PoolChoice]:
+def _settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> Iterator[PoolChoice]:
     """Yield the settings that are searched of a pool, each once."""
-    choices = _choices(study, shape.role)
+    choices, changes = _choices(study, shape.role), variant.of_role(shape.role) or None
     labels = ["", *(choice.label for choice in study.speculation)]
     drafters = list(choices.drafters or (labels if shape.role != "prefill" else [""]))
+    if variant.drafter is not None and shape.role != "prefill":
+        drafters = [variant.drafter.label]
     sizes = _sizes(study, shape.role, drafters == [""])
     for (seqs, tokens), caching, drafter in product(sizes, choices.prefix_caching or (None,), drafters):
-        yield PoolChoice(shape, instances, seqs, tokens, caching, drafter)
+        yield PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes)
 
 
 def _sizes(study: Study, role: Role, plain: bool) -> set[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from simtune.emit import Emitter, emitter_of
@@ -16,7 +17,8 @@ from simtune.tuner.space.garbage_collection import gc_disabled
 def space_for(question: Question) -> Space:
     """Return the space of a question, without the plans that the engine would not start with or cannot express.
 
-    If no engine has the policy, nothing is refused. Drafting is settled later, and refused when the study is read.
+    If no engine has the policy, nothing is refused; nor is a plan that only the settings of its variant keep an engine
+    from running. Drafting is settled later, and refused when the study is read.
     Raise Infeasible, naming constraints or refusals, if nothing is left.
     """
     with gc_disabled():
@@ -47,7 +49,7 @@ class _Refuser:
     def __init__(self, question: Question, space: Space) -> None:
         self._question = question
         self._max_model_len = question.length_limit(space.candidates)
-        self._settings: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        self._settings: dict[tuple[str, str, int, str], Mapping[str, Any]] = {}
         self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
         self._known: dict[PoolChoice, str] = {}
 
@@ -59,10 +61,11 @@ class _Refuser:
         return self._known[alone]
 
     def _asked(self, choice: PoolChoice) -> str:
-        question, of = self._question, (choice.shape.gpu, choice.shape.weight_dtype, choice.shape.pp)
+        question, shape = self._question, choice.shape
+        of = (shape.gpu, shape.weight_dtype, shape.pp, shape.engine)
         if of not in self._settings:
-            self._settings[of] = question.settings_of(choice.shape)
-        pool = choice.pool(question.study, self._max_model_len, self._settings[of])
+            self._settings[of] = question.settings_of(shape)
+        pool = replace(choice, changes=None).pool(question.study, self._max_model_len, self._settings[of])
         key = (pool.engine, pool.batching.policy)
         if key not in self._emitters:
             emitter_class = emitter_of(pool)
