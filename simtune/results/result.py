@@ -27,7 +27,15 @@ from simtune.results.outcome import Outcome
 from simtune.results.statistics import TokenIntervals, warm_up
 from simtune.results.steady import Steadiness, in_system, needed_for, steadiness, wander
 from simtune.results.summary import LatencyQuantiles, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import between_tokens, distribution, instances, prefix_cache, quantiles, verifications
+from simtune.results.summing import (
+    between_tokens,
+    distribution,
+    held_back,
+    instances,
+    prefix_cache,
+    quantiles,
+    verifications,
+)
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -71,6 +79,14 @@ class RequestTimes:
     def ttft_s(self) -> Array:
         """Time to first token."""
         return self.first_token_s - self.arrival_s
+
+    @cached_property
+    def held_s(self) -> Array:
+        """Time from when each request was due until a client that holds requests back sent it; 0 without such a
+        client."""
+        if self.stream.due_s is None:
+            return np.where(self.outcome.arrival >= 0, 0.0, np.nan)
+        return self.arrival_s - np.rint(self.stream.due_s * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
     @cached_property
     def queue_s(self) -> Array:
@@ -130,7 +146,8 @@ class Result(RequestTimes):
     """GPUs of the whole deployment."""
     slo: Slo = field(default_factory=Slo)
     offered_rate_rps: float | None = None
-    """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
+    """Mean rate at which clients send, or would send if they held nothing back; None for a closed loop and for a single
+    instant."""
     scale: float = 1.0
     """Number of equal, independent cores that each simulated one stands for; throughputs are those of all of them."""
     power: Power | None = None
@@ -157,8 +174,9 @@ class Result(RequestTimes):
     def steadiness(self) -> Steadiness | None:
         """Verdict on whether the deployment keeps up with the load (`simtune.results.steady`).
 
-        None if the question does not apply: to a closed loop, whose users wait; to a batch, to requests that all come
-        at once, and to a run that was stopped early. Requests left when no instance is up make any system saturated.
+        None if the question does not apply: to a closed loop, whose users wait; to a client that holds requests back;
+        to a batch, to requests that all come at once, to a run that was stopped early. Requests
+        left when no instance is up make any system saturated.
         """
         if self.unserved:
             return "saturated"
@@ -306,6 +324,8 @@ class Result(RequestTimes):
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, self._answered_on(completed), duration)
+        if self.stream.due_s is not None and self.stream.users is not None:
+            where_it_applies["held_back"] = held_back(self.held_s, self.stream.users)
         where_it_applies |= self.outcome.controlled | energy_of(self.power, core_use, duration, output, self.scale)
         return SimulationSummary(
             requests=len(completed),
