@@ -337,8 +337,13 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
     if summary.power_w is not None:
         energy = f"{number(summary.joules_per_token)}{_between(drawn.of('joules_per_token') if drawn else None)}"
         click.echo(f"{'power':30} {number(summary.power_w)} W, {energy} J per output token")
-    if summary.steadiness is None and not summary.unserved:
+    if summary.steadiness is None and not summary.unserved and summary.held_back is None:
         click.echo(f"{'makespan':30} {number(summary.duration_s)} s")
+    if (held := summary.held_back) is not None:
+        waits = f"{held.share:.1%} of the requests, {number(held.mean_s)} s on average, p99 {number(held.p99_s)} s"
+        click.echo(
+            f"{'held back':30} {waits} (more than {held.max_in_flight:,} under way; such a load cannot saturate)"
+        )
     if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:

@@ -25,6 +25,8 @@ def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
         rows.append(("burstiness", f"gaps vary by {number(load.gap_cv)} of their mean (1 is Poisson)"))
     if load.users is not None:
         rows.append(("closed loop", f"{number(load.users)} users"))
+    if load.max_in_flight is not None:
+        rows.append(("under way", f"{number(load.max_in_flight)} requests at most; others are held back"))
     for title, lengths in (("prompt tokens", load.prompt_tokens), ("output tokens", load.output_tokens)):
         rows.append((title, _lengths(lengths)))
     if load.shared_prompt_share is not None:

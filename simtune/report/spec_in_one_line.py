@@ -69,8 +69,10 @@ def _load(workload: Workload, trace: Trace | None) -> str:
         prompt, output = trace.prompt_tokens, trace.output_tokens
     else:
         stream = build_stream(workload, trace, requests=min(workload.requests, _DRAWN), seed=0)
-        rate = stream.offered_rate_rps
+        rate = stream.target_rate_rps
         words.append(f"{stream.users:,} users" if rate is None and stream.users else f"{rate or 0:.3g} requests/s")
+        if workload.max_in_flight is not None:
+            words.append(f"at most {workload.max_in_flight:,} under way")
         prompt, output = stream.prompt_tokens, stream.output_tokens
         if stream.hash_ids is not None:
             words.append("prompts share prefixes")

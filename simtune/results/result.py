@@ -25,8 +25,8 @@ from simtune.results.outcome import Outcome
 from simtune.results.run_statistics import METRICS, InSystem, RunStatistics, Sums, objectives
 from simtune.results.statistics import TokenIntervals, warm_up
 from simtune.results.steady import in_system, wander
-from simtune.results.summary import Distribution, LatencyQuantiles, Metric, SloLimit
-from simtune.results.summing import between_tokens, distribution, quantiles
+from simtune.results.summary import Distribution, HeldBack, LatencyQuantiles, Metric, SloLimit
+from simtune.results.summing import between_tokens, distribution, held_back, quantiles
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -70,6 +70,14 @@ class RequestTimes:
     def ttft_s(self) -> Array:
         """Time to first token."""
         return self.first_token_s - self.arrival_s
+
+    @cached_property
+    def held_s(self) -> Array:
+        """Time from when each request was due until a client that holds requests back sent it; 0 without such a
+        client."""
+        if self.stream.due_s is None:
+            return np.where(self.outcome.arrival >= 0, 0.0, np.nan)
+        return self.arrival_s - np.rint(self.stream.due_s * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
     @cached_property
     def queue_s(self) -> Array:
@@ -129,7 +137,8 @@ class Result(RequestTimes, RunStatistics):
     """GPUs of the whole deployment."""
     slo: Slo = field(default_factory=Slo)
     offered_rate_rps: float | None = None
-    """Mean arrival rate at the deployment; None for a closed loop and for a single instant."""
+    """Mean rate at which clients send, or would send if they held nothing back; None for a closed loop and for a single
+    instant."""
     scale: float = 1.0
     """Number of equal, independent cores that each simulated one stands for; throughputs are those of all of them."""
     power: Power | None = None
@@ -256,6 +265,13 @@ class Result(RequestTimes, RunStatistics):
         if self.stream.graph:
             by_metric["family"] = distribution(self.values("family"), noise=False)
         return by_metric
+
+    @property
+    def held_back(self) -> HeldBack | None:
+        """See `RunStatistics`."""
+        if self.stream.due_s is None or self.stream.users is None:
+            return None
+        return held_back(self.held_s, self.stream.users)
 
     @property
     def warm_up_requests(self) -> int | None:

@@ -13,7 +13,7 @@ from simtune.errors import UsageError
 from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
-from simtune.results.summary import Distribution, Metric, SimulationSummary, SloLimit
+from simtune.results.summary import Distribution, HeldBack, Metric, SimulationSummary, SloLimit
 from simtune.results.summing import instances, prefix_cache, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
@@ -99,6 +99,11 @@ class RunStatistics(ABC):
     def warm_up_requests(self) -> int | None:
         """Requests after which TTFT has settled; None if that is not seen."""
 
+    @property
+    def held_back(self) -> HeldBack | None:
+        """How long a client that limits the requests under way held requests back; None without such a client."""
+        return None
+
     # --- what follows -----------------------------------------------------------------------------------------
 
     def objectives(self) -> list[tuple[int | None, str | None, Slo]]:
@@ -121,8 +126,9 @@ class RunStatistics(ABC):
     def steadiness(self) -> Steadiness | None:
         """Verdict on whether the deployment keeps up with the load (`simtune.results.steady`).
 
-        None if the question does not apply: to a closed loop, whose users wait; to a batch, to requests that all come
-        at once, and to a run that was stopped early. Requests left when no instance is up make any system saturated.
+        None if the question does not apply: to a closed loop, whose users wait; to a client that holds requests back;
+        to a batch, to requests that all come at once, and to a run that was stopped early. Requests left when no
+        instance is up make any system saturated.
         """
         if self.unserved:
             return "saturated"
@@ -205,6 +211,8 @@ class RunStatistics(ABC):
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, sums.answered, duration)
+        if (held := self.held_back) is not None:
+            where_it_applies["held_back"] = held
         where_it_applies |= self.outcome.controlled
         where_it_applies |= energy_of(self.power, core_use, duration, sums.output_tokens, self.scale)
         return SimulationSummary(

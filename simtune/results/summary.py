@@ -111,6 +111,16 @@ class Verifications(Record):
     wasted_share: Uncertain[Share] = Field(description="of the verified tokens")
 
 
+class HeldBack(Record):
+    """Requests that the client held back because `max_in_flight` others were under way. Latencies begin after it."""
+
+    max_in_flight: Count
+    share: Uncertain[Share] = Field(description="of the requests that were sent")
+    mean_s: Uncertain[NonNegative] = Field(description="mean time held back, of all requests")
+    p99_s: Uncertain[NonNegative]
+    max_s: Uncertain[NonNegative]
+
+
 class SimulationSummary(Record):
     """Numbers of a simulation of one plan under one load; null is a number that does not exist or has no bound."""
 
@@ -127,7 +137,8 @@ class SimulationSummary(Record):
     saturated: bool = Field(description="requests pile up faster than they are served")
     steadiness: Steadiness | None = Field(
         None,
-        description="whether the plan keeps up with the load; null for a closed loop, a batch and a single instant",
+        description="whether the plan keeps up with the load; null for a closed loop, a client that holds requests "
+        "back, a batch and a single instant",
     )
     lifetimes: Uncertain[NonNegative | None] = Field(
         None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
@@ -135,7 +146,10 @@ class SimulationSummary(Record):
     too_few_for: Seq[str] = Field(
         (), description="percentiles that fewer requests ended for than they need: ten must lie beyond"
     )
-    offered_rate_rps: Positive | None = Field(description="null for a closed loop and a single instant")
+    offered_rate_rps: Positive | None = Field(
+        description="null for a closed loop and a single instant; with held_back the rate at which requests are due"
+    )
+    held_back: HeldBack | None = Field(None, description="left out unless the client holds requests back")
     request_throughput_rps: Uncertain[NonNegative | None]
     goodput_rps: Uncertain[NonNegative | None] = Field(
         description="answered within every limit that applies: share of the offered rate if stable, else finished rate"

@@ -12,7 +12,22 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.results.outcome import EngineCoreUse
 from simtune.results.statistics import TokenIntervals, batch_means
-from simtune.results.summary import Distribution, InstanceUse, PrefixCacheUse, Verifications
+from simtune.results.summary import Distribution, HeldBack, InstanceUse, PrefixCacheUse, Verifications
+
+
+def held_back(held_s: Array, most: int) -> HeldBack | None:
+    """Return how long a client that has at most `most` requests under way held its requests back; None if it sent
+    none."""
+    held = held_s[np.isfinite(held_s)]
+    if not len(held):
+        return None
+    return HeldBack(
+        max_in_flight=most,
+        share=float((held > 0).mean()),
+        mean_s=float(held.mean()),
+        p99_s=float(np.percentile(held, 99)),
+        max_s=float(held.max()),
+    )
 
 
 def distribution(values: Array, noise: bool = True) -> Distribution:

@@ -246,7 +246,7 @@ def _common(
     simulated, memory, pools = result.summary(), deployment.memory, deployment.pools
     return {
         "price": price(deployment, simulated),
-        "load": load_facts(result.stream, result.stream.users),
+        "load": load_facts(result.stream, result.stream.users, result.stream.due_s),
         "load_source": _load_source(*load, len(result.stream)),
         "launch": launch_of(files, deployment.model.hf),
         **{name: getattr(simulated, name) for name in simulated.model_fields_set},

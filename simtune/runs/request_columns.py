@@ -39,9 +39,13 @@ def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[
 
 
 def _names(result: Result) -> list[str]:
-    """Return the columns of the table: those of request graphs only if the load has any."""
-    has_graph = result.stream.graph is not None
-    return [name for name in columns(RequestRow) if has_graph or name not in RequestRow.MAY_LACK]
+    """Return the columns of the table: those of request graphs and of held-back requests only if the load has any."""
+    absent = set()
+    if result.stream.graph is None:
+        absent.add("family_s")
+    if result.stream.due_s is None:
+        absent.add("held_s")
+    return [name for name in columns(RequestRow) if name not in absent]
 
 
 def _times(column: Array) -> list[float | None]:

@@ -392,7 +392,7 @@ class CourseRow(Record):
 class RequestRow(Record):
     """A row of `requests.csv`: a simulated request. A time is empty if the event never happened."""
 
-    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s"})
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s", "held_s"})
 
     request: Annotated[Whole, _column("number, by arrival")]
     request_class: Annotated[str, Field(alias="class", description="class of the workload")]
@@ -400,6 +400,9 @@ class RequestRow(Record):
     prompt_tokens: Annotated[Whole, _column("length of the prompt", "tokens")]
     output_tokens: Annotated[Whole, _column("length of the answer", "tokens")]
     arrival_s: Annotated[float | None, _column("when it came", "s")]
+    held_s: Annotated[
+        float | None, _column("until arrival_s from when it was due, held back by the client (max_in_flight)", "s")
+    ] = None
     scheduled_s: Annotated[float | None, _column("when it first was in a step", "s")]
     first_token_s: Annotated[float | None, _column("when its first token was there", "s")]
     finish_s: Annotated[float | None, _column("when its last token was there", "s")]

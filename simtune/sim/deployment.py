@@ -124,7 +124,7 @@ class Deployment:
         If they do (closed loops, other routers, several pools, instances that fail), all are run. `stop_when_lost`
         ends the run once the SLO cannot be met. `seed` seeds routers and predictors. `watch` is called with progress.
         """
-        slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.offered_rate_rps
+        slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.target_rate_rps
         instances = self.enough_instances(stream, cores)
         if instances is not None:
             all_instances = self.pools[0].spec.instances

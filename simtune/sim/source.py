@@ -28,7 +28,8 @@ class Hints(TypedDict):
 
 class RequestSource:
     """Source of requests that arrive at their time, or in a closed loop when a user has thought about the previous
-    answer."""
+    answer; a client that holds requests back is a closed loop of as many users, who also wait until a request is due.
+    """
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class RequestSource:
         self._open = stream.arrival_s is not None
         self._count = len(stream)
         self._next = 0  # in a closed loop, the request that arrives next
+        self._due = None if stream.due_s is None else _compact(np.rint(stream.due_s * TICKS_PER_SECOND))
         self.arrival = array("q", [-1]) * len(stream)
         """Tick at which each request arrives; -1 if that is not known yet."""
         if stream.arrival_s is not None:
@@ -162,6 +164,8 @@ class RequestSource:
         number = self._next
         if number < self._count:
             self._next += 1
+            if self._due is not None and self._due[number] > tick:
+                tick = self._due[number]
             self.arrival[number] = tick
             self._agenda.post((tick, ARRIVAL, number, 0))
 

@@ -58,6 +58,11 @@ class StreamedLoad:
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
             )
+        if workload.max_in_flight is not None:
+            raise UsageError(
+                f"workload {workload.name}: how long requests are held back (max_in_flight) is counted of kept "
+                "requests only; leave --stream out"
+            )
         if workload.graph:
             raise UsageError(
                 f"workload {workload.name}: requests of a family wait for one another, so they cannot be drawn a few "

@@ -158,7 +158,8 @@ def _deadlines(stream: RequestStream, slo: Slo) -> list[float]:
         limits = [limit for metric, _, limit in (class_slo or slo).limits() if metric == "ttft"]
         tightest.append(min(limits, default=math.inf))
     due = np.array(tightest)[stream.class_index]
-    deadlines: list[float] = (due if stream.arrival_s is None else due + stream.arrival_s).tolist()
+    times_s = stream.arrival_s if stream.due_s is None else stream.due_s
+    deadlines: list[float] = (due if times_s is None else due + times_s).tolist()
     return deadlines
 
 

@@ -27,11 +27,21 @@ from simtune.specs.graph import Branches, check_graph
 # --- arrivals ---------------------------------------------------------------------------------------------
 
 
+MaxInFlight = Annotated[
+    Seats | None,
+    Field(
+        description="most requests that the client has under way at once; a request beyond them is held back, and sent "
+        "the moment one finishes. Latencies count from when it was sent. No limit unless given",
+    ),
+]
+
+
 class Poisson(Part):
     """Memoryless arrivals at a mean rate."""
 
     kind: Literal["poisson"] = "poisson"
     rate_rps: Rate
+    max_in_flight: MaxInFlight = None
 
 
 class Gamma(Part):
@@ -40,6 +50,7 @@ class Gamma(Part):
     kind: Literal["gamma"] = "gamma"
     rate_rps: Rate
     cv: Annotated[Positive, Field(ge=1e-3, le=1e3)]
+    max_in_flight: MaxInFlight = None
 
 
 class FixedInterval(Part):
@@ -47,6 +58,7 @@ class FixedInterval(Part):
 
     kind: Literal["fixed"] = "fixed"
     rate_rps: Rate
+    max_in_flight: MaxInFlight = None
 
 
 class Segment(Part):
@@ -61,6 +73,7 @@ class Piecewise(Part):
 
     kind: Literal["piecewise"] = "piecewise"
     segments: Annotated[Seq[Segment], Field(min_length=1, strict=False)]
+    max_in_flight: MaxInFlight = None
 
     @field_validator("segments")
     @classmethod
@@ -83,6 +96,7 @@ class TraceArrivals(Part):
 
     kind: Literal["trace"] = "trace"
     rate_rps: Rate | None = None
+    max_in_flight: MaxInFlight = None
 
 
 Arrivals = Annotated[
@@ -281,6 +295,28 @@ class Workload(Spec):
     def _acyclic(cls, graph: tuple[GraphNode, ...] | None) -> tuple[GraphNode, ...] | None:
         check_graph(graph or ())
         return graph
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """Most requests that the client of an open load has under way at once; None without a limit."""
+        return None if isinstance(self.arrivals, ClosedLoop) else self.arrivals.max_in_flight
+
+    @property
+    def waits_for_answers(self) -> bool:
+        """True if requests are sent only when earlier ones are answered: in a closed loop, and with `max_in_flight`.
+        Such a load cannot saturate a deployment."""
+        return isinstance(self.arrivals, ClosedLoop) or self.max_in_flight is not None
+
+    @model_validator(mode="after")
+    def _sends_requests_one_by_one(self) -> Self:
+        if self.graph and self.max_in_flight is not None:
+            raise ErrorAt(
+                "limits single requests, and those of a graph are sent when their node begins; remove max_in_flight, "
+                "or use a closed loop of families",
+                "arrivals",
+                "max_in_flight",
+            )
+        return self
 
     @model_validator(mode="after")
     def _graph_says_it_all(self) -> Self:

@@ -19,7 +19,7 @@ from simtune.specs.plan import Plan
 from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
-from simtune.specs.workload import ClosedLoop, Workload
+from simtune.specs.workload import Workload
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
@@ -116,7 +116,7 @@ class Question:
         """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends
         it, nor for families, whose requests are spread over cores."""
         load = self.workload
-        if len(candidate.pools) > 1 or isinstance(load.arrivals, ClosedLoop) or load.graph or load.batch:
+        if len(candidate.pools) > 1 or load.waits_for_answers or load.graph or load.batch:
             return False
         return ROUTER.find(candidate.routing(self.study).kind).deals_in_turn
 

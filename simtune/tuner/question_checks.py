@@ -84,13 +84,19 @@ def check(question: LoadedStudy) -> None:
         )
     if not question.searches_rate:
         return
-    if isinstance(question.workload.arrivals, ClosedLoop):
+    if question.workload.waits_for_answers:
         raise UsageError(
             f"{name}: objective {study.objective} looks for a request rate, but workload "
-            f"{question.workload.name} is a closed loop; use objective e2el or gpus"
+            f"{question.workload.name} {_why_no_rate(question.workload)}; use objective e2el or gpus"
         )
     if question.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in question.workload.classes):
         raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+
+def _why_no_rate(workload: Workload) -> str:
+    if isinstance(workload.arrivals, ClosedLoop):
+        return "is a closed loop"
+    return "holds requests back (arrivals.max_in_flight), so no rate saturates a plan"
 
 
 def _check_profiles(question: LoadedStudy, setting: str, objective: Objective) -> None:
@@ -177,8 +183,10 @@ def _check_day(question: LoadedStudy) -> None:
     day, name = question.study.day, question.study.name
     if day is None:
         return
-    if isinstance(question.workload.arrivals, ClosedLoop):
-        raise UsageError(f"{name}: a day has rates, and workload {question.workload.name} is a closed loop")
+    if question.workload.waits_for_answers:
+        raise UsageError(
+            f"{name}: a day has rates, and workload {question.workload.name} {_why_no_rate(question.workload)}"
+        )
     if day.trace_window_h is not None and (question.trace is None or question.trace.arrival_s is None):
         raise UsageError(
             f"{name}: day.trace_window_h cuts a trace, and workload {question.workload.name} replays none; give windows"

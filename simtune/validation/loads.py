@@ -35,13 +35,15 @@ class NamedLoad(NamedTuple):
 
     @property
     def rate_rps(self) -> float | None:
-        """Offered rate; None for a closed loop, and for requests that all arrive at once."""
-        return self.stream.offered_rate_rps
+        """Rate at which the client would send; None for a closed loop, and for requests that all arrive at once."""
+        return self.stream.target_rate_rps
 
 
 def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[NamedLoad]:
     """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change."""
-    if stream.offered_rate_rps is None:
+    if stream.due_s is not None and not rates:
+        return [NamedLoad("capped", stream)]
+    if stream.target_rate_rps is None:
         if rates:
             raise UsageError("the workload has no request rate to change (a closed loop, or all at once); omit --rates")
         return [NamedLoad("closed-loop" if stream.arrival_s is None else "at-once", stream)]
@@ -103,6 +105,6 @@ def _few(stream: RequestStream) -> RequestStream:
 def warm_up(stream: RequestStream) -> RequestStream:
     """Return a few short requests, one after another."""
     prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
-    short = replace(stream, arrival_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
+    short = replace(stream, arrival_s=None, due_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
     zeros = np.zeros(WARM_UPS, dtype=np.int64)
     return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)

@@ -113,7 +113,9 @@ def as_loads(
         base = stream if same and stream is not None else _plain(run)
         label = run.facts.label if run.facts.label not in by_label else f"{run.facts.label}-{number}"
         order = np.maximum.accumulate(run.sent_s)
-        loads.append(NamedLoad(label, replace(base, arrival_s=order, users=None, output_tokens=_answered(run))))
+        loads.append(
+            NamedLoad(label, replace(base, arrival_s=order, due_s=None, users=None, output_tokens=_answered(run)))
+        )
         by_label[label] = [run]
     return loads, by_label
 

@@ -35,6 +35,9 @@ class LoadFacts(Record):
     span_s: NonNegative | None = Field(description="from the first to the last arrival; null in a closed loop")
     rate_rps: NonNegative | None
     users: Whole | None = Field(description="of a closed loop")
+    max_in_flight: Count | None = Field(
+        None, description="requests that the client has under way at most; rates are then those at which they are due"
+    )
     peak_rps: NonNegative | None = Field(description="largest of rates_rps")
     gap_cv: NonNegative | None = Field(description="standard deviation over mean of the gaps; 1 for Poisson arrivals")
     bin_s: NonNegative | None = Field(description="width of a bin of rates_rps")
@@ -75,9 +78,11 @@ class LoadColumns(Protocol):
         """Conversation of each request; None if not known."""
 
 
-def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
-    """Return the facts of recorded or simulated requests; `users` is the number of users of a closed loop."""
-    count, arrival_s, session = len(requests.prompt_tokens), requests.arrival_s, requests.session
+def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | None = None) -> LoadFacts:
+    """Return the facts of recorded or simulated requests; `users` is the number of users of a closed loop, or with
+    `due_s`, the times at which requests are due, the most requests under way."""
+    count, session = len(requests.prompt_tokens), requests.session
+    arrival_s = requests.arrival_s if due_s is None else due_s
     span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])
     rates, bin_s = rates_over_time(arrival_s) if arrival_s is not None and span_s else (np.zeros(0), None)
     gaps = np.diff(arrival_s) if arrival_s is not None and span_s else np.zeros(0)
@@ -85,7 +90,8 @@ def load_facts(requests: LoadColumns, users: int | None = None) -> LoadFacts:
         requests=count,
         span_s=span_s,
         rate_rps=(count - 1) / span_s if span_s else None,
-        users=users,
+        users=users if due_s is None else None,
+        max_in_flight=None if due_s is None else users,
         peak_rps=float(rates.max()) if len(rates) else None,
         gap_cv=float(gaps.std() / gaps.mean()) if len(gaps) > 1 else None,
         bin_s=bin_s,

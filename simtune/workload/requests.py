@@ -59,7 +59,8 @@ class RequestStream:
     """Requests in order of arrival, one array item each.
 
     arrival_s is None in a closed loop: there `users` clients each wait for their answer, think for think_s
-    and send the next request of the stream. class_index points into class_names and slos. hash_ids, when the
+    and send the next request of the stream. With due_s they also wait until it is due, so at most `users` requests
+    are under way: the client of a rate that is capped. class_index points into class_names and slos. hash_ids, when the
     prompt lengths come from a trace that has them, names each prompt's blocks of block_tokens; () if
     nothing is shared.
     """
@@ -75,6 +76,8 @@ class RequestStream:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     users: int | None = None
     think_s: float = 0.0
+    due_s: Array | None = None
+    """Times at which a client that holds requests back would send them; None if it holds none back."""
     session: Ints | None = None
     """Conversation of each request; None if the workload has none."""
     graph: FamilyGraph | None = None
@@ -106,10 +109,17 @@ class RequestStream:
 
     @property
     def offered_rate_rps(self) -> float | None:
-        """Mean arrival rate, of families if there are some; None for a closed loop and for a single instant."""
-        if self.arrival_s is None or len(self) < 2:
+        """Mean arrival rate, of families if there are some; None for a closed loop, for a client that holds requests
+        back, and for a single instant."""
+        return None if self.arrival_s is None else self.target_rate_rps
+
+    @property
+    def target_rate_rps(self) -> float | None:
+        """Mean rate at which the client sends, or would send if it held nothing back; None for users without a rate."""
+        times_s = self.arrival_s if self.due_s is None else self.due_s
+        if times_s is None or len(self) < 2:
             return None
-        span = float(self.arrival_s[-1] - self.arrival_s[0])
+        span = float(times_s[-1] - times_s[0])
         return (self.arrivals - 1) / span if span > 0 else None
 
     def at_rate(self, rate_rps: float) -> RequestStream:
@@ -121,16 +131,16 @@ class RequestStream:
             raise UsageError(
                 f"the request rate must be above 0 and at most {LARGEST_RATE_RPS:.0e} requests/s, not {rate_rps}"
             )
-        if self.arrival_s is None:
+        times_s = self.arrival_s if self.due_s is None else self.due_s
+        if times_s is None:
             raise UsageError("a closed loop has no request rate to change; change arrivals.users instead")
-        if self.offered_rate_rps is None:
+        if self.target_rate_rps is None:
             raise UsageError(
                 "requests that all come at once have no rate to change; ask for more: --requests, or "
                 "search.requests of a study"
             )
-        return replace(
-            self, arrival_s=_soon_enough(self.arrival_s * (self.offered_rate_rps / rate_rps), f"rate {rate_rps:g}")
-        )
+        stretched = _soon_enough(times_s * (self.target_rate_rps / rate_rps), f"rate {rate_rps:g}")
+        return replace(self, arrival_s=stretched) if self.due_s is None else replace(self, due_s=stretched)
 
     def share_of(self, count: int, instances: int) -> RequestStream:
         """Return the requests that the first `count` of `instances` instances receive under round robin."""
@@ -141,6 +151,7 @@ class RequestStream:
         return replace(
             self,
             arrival_s=None if self.arrival_s is None else self.arrival_s[seen],
+            due_s=None if self.due_s is None else self.due_s[seen],
             prompt_tokens=self.prompt_tokens[seen],
             output_tokens=self.output_tokens[seen],
             class_index=self.class_index[seen],
@@ -220,8 +231,11 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
         added, prompt_tokens = prompt_tokens, _conversations(workload.sessions, prompt_tokens, output_tokens)
         shared = _shared_by_turns(workload, workload.sessions, in_trace, added, prompt_tokens + output_tokens, seed)
     users, think_s = _users(arrivals)
+    times_s = _soon_enough(_arrival_s(arrivals, trace, seed, span), f"workload {workload.name}")
+    capped = workload.max_in_flight is not None
     return RequestStream(
-        arrival_s=_soon_enough(_arrival_s(arrivals, trace, seed, span), f"workload {workload.name}"),
+        arrival_s=None if capped else times_s,
+        due_s=times_s if capped else None,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         class_index=class_index,
@@ -289,8 +303,10 @@ def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: i
 
 
 def _users(arrivals: Arrivals) -> tuple[int | None, float]:
-    """Return the number of users of a closed loop and their think time in seconds; (None, 0.0) otherwise."""
-    return (arrivals.users, arrivals.think_s) if isinstance(arrivals, ClosedLoop) else (None, 0.0)
+    """Return the most requests under way and the think time in seconds; (None, 0.0) if answers are not awaited."""
+    if isinstance(arrivals, ClosedLoop):
+        return arrivals.users, arrivals.think_s
+    return arrivals.max_in_flight, 0.0
 
 
 def _soon_enough(arrival_s: Array | None, of: str) -> Array | None:

@@ -77,7 +77,7 @@ def test_the_requests_that_are_computed_are_those_that_are_read(
     rows = [row.to_data() for row in read_csv(text_of(files, "requests.csv", tmp_path), RequestRow)]
     table = requests_table(result)
     assert {name: [row[name] for row in rows] for name in table} == table
-    assert set(rows[0]) - set(table) == {"family_s"}, "the load has no request graph"
+    assert set(rows[0]) - set(table) == {"family_s", "held_s"}, "the load has no request graph and no cap"
 
 
 def test_candidates_are_written_as_they_are_read(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -135,7 +135,8 @@ def test_all_that_worlds_could_change_has_an_interval() -> None:
     """Only what is given, counted before anything ran, or speaks of this run's own noise has none."""
     certain = {name for name, uncertain in numbers(SimulationSummary) if not uncertain}
     assert certain == {
-        "requests", "num_gpus", "offered_rate_rps", "warm_up_requests", "metrics.count", "metrics.ci95",
+        "requests", "num_gpus", "offered_rate_rps", "held_back.max_in_flight", "warm_up_requests",
+        "metrics.count", "metrics.ci95",
         "slo.limit_s", "instances.instance", "instances.requests",
     }  # fmt: skip
     assert sum(uncertain for _, uncertain in numbers(SimulationSummary)) > 30

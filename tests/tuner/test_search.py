@@ -161,6 +161,15 @@ def test_a_closed_loop_has_no_rate_to_look_for_but_can_be_judged() -> None:
     assert tuned.result.offered_rate_rps is None
 
 
+def test_a_capped_rate_saturates_no_plan_but_can_be_judged() -> None:
+    capped = LOAD.model_copy(update={"arrivals": Poisson(rate_rps=200.0, max_in_flight=20)})
+    with pytest.raises(UsageError, match=r"holds requests back .*use objective e2el"):
+        optimize(question(workload=capped), jobs=1)
+    tuned = optimize(question(workload=capped, objective="e2el", tp=(1,), pp=(1,)), jobs=1)
+    assert tuned.result.meets_slo
+    assert tuned.result.summary().held_back is not None
+
+
 def test_classes_are_held_to_their_own_objectives() -> None:
     classes = (
         RequestClass(name="interactive", share=3, slo=Slo(tpot_s={"p99": 0.012})),

@@ -72,6 +72,17 @@ def test_every_request_is_sent_as_drawn_and_every_token_stamped() -> None:
     assert set(server.addresses) == {"/v1/completions", "/metrics"}
 
 
+def test_a_client_that_holds_requests_back_has_no_more_under_way() -> None:
+    load = stream(8, FixedInterval(rate_rps=1000.0, max_in_flight=2))
+    with FakeServer() as server:
+        traffic = sent(server, load)
+    rows = traffic.requests
+    assert [r.error for r in rows] == [None] * 8
+    for row in rows:
+        assert sum(1 for r in rows if r.sent_s <= row.sent_s < (r.finish_s or 0.0)) <= 2
+        assert row.sent_s >= row.request / 1000.0
+
+
 def test_tokens_are_counted_where_the_server_counts_only_in_the_end() -> None:
     with FakeServer(counts=False) as server:
         traffic = sent(server, stream(2))

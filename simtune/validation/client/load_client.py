@@ -76,7 +76,8 @@ def send(
 
     With `decode` the first server only computes prompts, and the other one decodes (`simtune.validation.client.relay`).
     The load is an open loop if the stream has arrival times, counted from its first; otherwise a closed loop of its
-    users. A request that fails is kept with its error. Raise EngineError if there is no such host.
+    users, who send no request before it is due if the stream states when that is. A request that fails is kept with
+    its error. Raise EngineError if there is no such host.
     """
     bodies = [_body(model, stream, prompts, i) for i in range(len(stream))]
     path = Direct(server, bodies) if decode is None else Relay(server, decode, bodies)
@@ -184,16 +185,20 @@ class _Drive:
                 task.cancel()
 
     async def _closed_loop(self) -> None:
-        coming = iter(range(len(self._stream)))
+        stream, coming = self._stream, iter(range(len(self._stream)))
         self._start = now()
 
         async def user() -> None:
             for request in coming:
-                await self._one(request, None)
-                if self._stream.think_s:
-                    await asyncio.sleep(self._stream.think_s)
+                due_s = None
+                if stream.due_s is not None:
+                    due_s = max(now(), self._start + float(stream.due_s[request] - stream.due_s[0]))
+                    await asyncio.sleep(due_s - now())
+                await self._one(request, due_s)
+                if stream.think_s:
+                    await asyncio.sleep(stream.think_s)
 
-        await asyncio.gather(*(user() for _ in range(min(self._stream.users or 1, len(self._stream)))))
+        await asyncio.gather(*(user() for _ in range(min(stream.users or 1, len(stream)))))
 
     async def _one(self, request: int, due_s: float | None) -> None:
         sent = _Sent(request, due_s, now())

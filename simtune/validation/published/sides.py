@@ -479,6 +479,7 @@ def at_once(stream: RequestStream, order: Ints) -> RequestStream:
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
         users=None,
+        due_s=None,
     )
 
 
