@@ -78,6 +78,25 @@ def _allow_code_option() -> click.Option:
     )
 
 
+SIMULATES = ("optimize", "simulate", "sweep", "validate", "certify", "loop", "reproduce")
+"""Verbs that simulate, whose runs can be audited."""
+
+
+def _audit_option() -> click.Option:
+    def switch_on(ctx: click.Context, option: click.Parameter, given: bool) -> None:
+        if given:
+            os.environ["SIMTUNE_AUDIT"] = "1"
+
+    return click.Option(
+        ["--audit"],
+        is_flag=True,
+        envvar="SIMTUNE_AUDIT",
+        expose_value=False,
+        callback=switch_on,
+        help="Check that every simulation loses no request, token, block, byte or GPU.",
+    )
+
+
 class _Verbs(click.Group):
     """Loads a verb's module when it is called, so that --help stays quick."""
 
@@ -89,8 +108,11 @@ class _Verbs(click.Group):
         if name not in VERBS:
             return None
         command: click.Command = getattr(importlib.import_module(f"simtune.cli.{name}"), name)
-        if name in READS_CODE and not any(option.name == "allow_code" for option in command.params):
+        names = {option.name for option in command.params}
+        if name in READS_CODE and "allow_code" not in names:
             command.params.append(_allow_code_option())
+        if name in SIMULATES and "audit" not in names:
+            command.params.append(_audit_option())
         return command
 
     def resolve_command(

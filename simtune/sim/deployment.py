@@ -17,6 +17,7 @@ from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
 from simtune.results.result import MissBudget, Result
 from simtune.sim import plan_parts
+from simtune.sim.audit import audit, wanted
 from simtune.sim.drafting import Drafting, useful_replicas
 from simtune.sim.feasibility import check
 from simtune.sim.pool_power import power_of
@@ -149,6 +150,8 @@ class Deployment:
         power = power_of(self.pools, self.plan.stages, stream)
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power)
         self._check_answered(result)
+        if wanted():
+            audit(self.plan, self.model, wiring.cores, result)
         return result
 
     def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:

@@ -1,0 +1,187 @@
+"""Audit of a run that is over: nothing was lost and nothing came from nowhere.
+
+With SIMTUNE_AUDIT=1 (`--audit`) every simulation is checked at its end, in worker processes too. The loop itself is the
+same. A violation is a mistake in simtune, so it is no error for the user: it is raised as AuditError, after the run has
+been written to a folder from which it can be repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from simtune.engine import Tally
+from simtune.results.outcome import Outcome
+from simtune.results.result import Result
+from simtune.sim.core import EngineCore
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+from simtune.specs.trace_write import trace_text
+from simtune.specs.traces import Trace
+from simtune.specs.yamlfile import dump
+from simtune.workload.requests import RequestStream
+
+AUDIT = "SIMTUNE_AUDIT"
+"""Environment variable that switches the audit on."""
+
+
+class AuditError(AssertionError):
+    """A law of conservation that a run violates."""
+
+
+def wanted() -> bool:
+    """True if simulations are to be audited."""
+    return os.environ.get(AUDIT, "").lower() in ("1", "true", "yes")
+
+
+def audit(plan: Plan, model: Model, cores: Sequence[EngineCore], result: Result) -> None:
+    """Check a run. Raise AuditError, after writing how to repeat it, if it violates a law."""
+    problems = list(violations(plan, cores, result))
+    if problems:
+        folder = _written(plan, model, result.stream, problems)
+        raise AuditError(f"{'; '.join(problems)}. {folder} has what repeats it: its README")
+
+
+def violations(plan: Plan, cores: Sequence[EngineCore], result: Result) -> Iterator[str]:
+    """Yield the laws that a run violates, in words."""
+    outcome, stream = result.outcome, result.stream
+    broken = [
+        *_of_requests(outcome, stream),
+        *_of_time(outcome),
+        *_of_tokens(outcome, stream),
+        *_of_transfers(outcome),
+        *(() if outcome.aborted or result.unserved else _of_blocks(cores)),
+        *_of_gpus(plan, result),
+    ]
+    # Energy follows from all the others.
+    yield from broken or _of_energy(plan, result)
+
+
+def _of_requests(outcome: Outcome, stream: RequestStream) -> Iterator[str]:
+    """Every request has one end."""
+    finished = outcome.finish >= 0
+    never = outcome.arrival < 0
+    if (finished & never).any():
+        yield f"{int((finished & never).sum()):,} requests were answered that never arrived"
+    both = [number for number in outcome.stopped if finished[number]]
+    if both:
+        yield f"requests {both[:5]} were answered and stopped"
+    ends = int(finished.sum()) + outcome.refused + len(outcome.stopped)
+    if ends > len(stream):
+        yield f"{ends:,} requests ended of {len(stream):,}"
+
+
+def _of_time(outcome: Outcome) -> Iterator[str]:
+    """Events of a request are in order, and no core is busy for longer than the run."""
+    finished = outcome.finish >= 0
+    order = [("arrival", outcome.arrival), ("scheduled", outcome.scheduled), ("first token", outcome.first_token)]
+    for (earlier, begin), (later, end) in zip(order, [*order[1:], ("finish", outcome.finish)], strict=True):
+        late = finished & (begin > end)
+        if late.any():
+            number = int(np.flatnonzero(late)[0])
+            yield f"{earlier} after {later}, of {int(late.sum()):,} requests, the first of them {number}"
+    ends = max(int(column.max(initial=0)) for column in (outcome.finish, outcome.first_token, outcome.transferred))
+    if outcome.aborted or not finished.all():
+        return
+    for number, core in enumerate(outcome.cores):
+        # Steps of a pipeline overlap; each core's own do not. What runs ahead ends with its last request.
+        if not 0 <= core.busy <= ends:
+            yield f"core {number} of pool {core.pool} was busy for {core.busy:,} ticks of {ends:,}"
+
+
+def _of_tokens(outcome: Outcome, stream: RequestStream) -> Iterator[str]:
+    """Every token of an answer is counted once, if each message carries one."""
+    drafted = any(core.drafting != Tally() for core in outcome.cores)
+    once = not outcome.resent.any() and not outcome.stopped and (outcome.finish >= 0).all()
+    if drafted or outcome.aborted or not once or not len(outcome.intervals):
+        return
+    between = int((outcome.intervals[:, 2] * outcome.intervals[:, 3]).sum())
+    wanted_tokens = int(stream.output_tokens.sum()) - len(stream)
+    if between != wanted_tokens:
+        yield f"{between:,} tokens followed first tokens, and answers have {wanted_tokens:,} more"
+
+
+def _of_transfers(outcome: Outcome) -> Iterator[str]:
+    """Bytes move if and only if a KV cache was sent, after its prompt and before the end of its request."""
+    sent = outcome.transferred >= 0
+    if outcome.transferred_bytes < 0 or (outcome.transferred_bytes > 0) < sent.any():
+        yield f"{int(sent.sum()):,} KV caches were sent in {outcome.transferred_bytes:,} bytes"
+    once = sent & (outcome.resent == 0) & (outcome.finish >= 0)
+    early = once & ((outcome.prompt_done > outcome.transferred) | (outcome.transferred > outcome.finish))
+    if early.any():
+        yield f"{int(early.sum()):,} KV caches arrived before their prompts were done, or after the answers"
+
+
+def _of_blocks(cores: Sequence[EngineCore]) -> Iterator[str]:
+    """Nothing is left in a core that has served all its requests."""
+    for core in cores:
+        kv = core.scheduler.kv
+        if kv.free != kv.total:
+            yield f"core {core.number} of pool {core.pool} still holds {kv.total - kv.free:,} of {kv.total:,} blocks"
+        if core.has_work or core.holding:
+            yield f"core {core.number} of pool {core.pool} still has work"
+
+
+def _of_gpus(plan: Plan, result: Result) -> Iterator[str]:
+    """All GPUs of the plan are simulated, and paid for."""
+    if result.num_gpus != plan.num_devices:
+        yield f"{result.num_gpus} GPUs are paid, and the plan has {plan.num_devices}"
+    used = {(core.pool, core.instance) for core in result.outcome.cores}
+    for pool in plan.pools:
+        simulated = sum(name == pool.name for name, _ in used) * result.scale
+        if not plan.events and plan.control is None and abs(simulated - pool.instances) > 1e-9 * pool.instances:
+            yield f"pool {pool.name} has {pool.instances} instances, and {simulated:g} were simulated"
+
+
+def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
+    """GPUs are powered for the whole run: each takes its idle power at least, and its rated one at most."""
+    energy_j = None if result.power is None else result.summary(noise=False).energy_j
+    if result.power is None or energy_j is None or plan.events or plan.control is not None:
+        return
+    least, most = (
+        sum(watts * of.instances for of, watts in zip(result.power.values(), rated, strict=True)) * result.duration_s
+        for rated in ([of.idle_w for of in result.power.values()], [of.tdp_w for of in result.power.values()])
+    )
+    if not least * (1 - 1e-9) <= energy_j <= most * (1 + 1e-9):
+        yield f"the run takes {energy_j:g} J, and its GPUs {least:g} to {most:g}"
+
+
+def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence[str]) -> Path:
+    """Write plan, model and requests of a run to a new folder, and how to repeat it."""
+    arrays = [column.tobytes() for column in (stream.prompt_tokens, stream.output_tokens)]
+    digest = hashlib.sha256(b"".join([plan.to_yaml().encode(), *arrays])).hexdigest()[:12]
+    folder = Path(f"simtune-audit-{digest}")
+    folder.mkdir(exist_ok=True)
+    trace = Trace(
+        "requests.jsonl",
+        digest,
+        arrival_s=stream.arrival_s,
+        prompt_tokens=stream.prompt_tokens,
+        output_tokens=stream.output_tokens,
+        hash_ids=None if stream.hash_ids is None else tuple(stream.hash_ids),
+        session=stream.session,
+        block_tokens=stream.block_tokens,
+    )
+    (folder / "plan.yaml").write_text(plan.to_yaml())
+    (folder / "model.yaml").write_text(model.to_yaml())
+    (folder / "requests.jsonl").write_text(trace_text(trace, "requests.jsonl"))
+    arrivals = {"kind": "trace"} if stream.users is None else {"kind": "closed_loop", "users": stream.users}
+    load = {"schema": "simtune/workload@1", "name": "audited", "trace": "requests.jsonl", "requests": len(stream)}
+    lengths = {"kind": "trace"}
+    (folder / "workload.yaml").write_text(dump(load | {"arrivals": arrivals, "prompt": lengths, "output": lengths}))
+    command = (
+        f"simtune simulate --plan {folder}/plan.yaml --model {folder}/model.yaml --workload {folder}/workload.yaml"
+    )
+    lines = [
+        "This run violates a law of conservation; please report the folder.",
+        "",
+        *problems,
+        "",
+        f"{command} --audit",
+    ]
+    (folder / "README").write_text("\n".join(lines) + "\n")
+    return folder
