@@ -1,13 +1,13 @@
 """Uncertainty of simulated numbers that follows from the errors of the step times.
 
 A time model errs in the same direction for all layers, steps and plans that use it, so its error is drawn once per
-operator kind and simulated world, never per call: independent errors would average out and feign certainty. World
-i of a seed has the same errors for every plan, in units of their spread, so that plans can be compared world by world.
-The spread of a kind is that of the shapes which the plan's own steps need, weighted by their time
-(`simtune.sim.run_basis`): wider where they are outside what was measured.
+operator kind (an engine's host is one more) and simulated world, never per call: independent errors would average out
+and feign certainty. World i of a seed has the same errors for every plan, in units of their spread, so that plans can
+be compared world by world. The spread of a kind is that of the shapes which the plan's own steps need, weighted by
+their time (`simtune.sim.run_basis`): wider where they are outside what was measured.
 
-This covers the error of operator times as seen on points held back from their fits, and that of acceptance as
-its estimate states it. It does not cover what the
+This covers the error of operator times as seen on points held back from their fits, that of the engine's host
+(`simtune.costs.host`), and that of acceptance as its estimate states it. It does not cover what the
 model leaves out: another engine release, noise of the machine, or a load that is not the one asked about.
 """
 
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.costs.iteration import KINDS
+from simtune.costs.host import HostCosts
+from simtune.costs.iteration import HOST, KINDS, REDRAWN_KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
 from simtune.errors import UsageError
 from simtune.results.result import Result
@@ -56,26 +57,31 @@ def spreads(deployment: Deployment, result: Result) -> dict[str, float]:
     for kind in KINDS:
         if kind not in log_sd:
             log_sd[kind] = max(sds.get(kind, DATA_SHEET_LOG_SD) for sds in typical)
+    if HOST not in log_sd:
+        log_sd[HOST] = max(HostCosts.of(pool.spec, pool.hardware).log_sd for pool in deployment.pools)
     return log_sd
 
 
 ACCEPTANCE = "acceptance"
-"""Column of `draws` that belongs to no operator kind: the error of the acceptance of drafts."""
+"""Column of `draws` that belongs to no part of a step: the error of the acceptance of drafts."""
 
 
 def draws(count: int, seed: int) -> dict[str, NDArray[np.float64]]:
-    """Return the error of each kind of operator, and of acceptance, in each of `count` worlds, in units of its own
-    spread.
+    """Return the error of each kind of operator, of the host, and of acceptance, in each of `count` worlds, in units of
+    its own spread.
 
     Errors are the same for every plan, and a larger `count` only adds worlds.
     """
-    return {name: _normal(seed, i, count) for i, name in enumerate((*KINDS, ACCEPTANCE))}
+    return {name: _normal(seed, i, count) for i, name in enumerate((*KINDS, ACCEPTANCE, HOST))}
 
 
 def worlds(log_sd: Mapping[str, float], count: int, seed: int) -> list[dict[str, float]]:
     """Return `count` worlds: a factor on the time of every kind, lognormal with these standard deviations."""
     errors = draws(count, seed)
-    return [{kind: math.exp(log_sd[kind] * errors[kind][i]) for kind in KINDS if kind in log_sd} for i in range(count)]
+    return [
+        {kind: math.exp(log_sd[kind] * errors[kind][i]) for kind in REDRAWN_KINDS if kind in log_sd}
+        for i in range(count)
+    ]
 
 
 def _normal(seed: int, purpose: int, count: int) -> NDArray[np.float64]:

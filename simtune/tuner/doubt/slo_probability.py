@@ -30,7 +30,7 @@ from pydantic import Field
 
 from simtune.arrays import Array
 from simtune.costs.basis import KindBasis
-from simtune.costs.iteration import KINDS
+from simtune.costs.iteration import REDRAWN_KINDS
 from simtune.results.outcome import SampledStep
 from simtune.results.result import Result, statistic_of
 from simtune.results.summary import SimulationSummary, SloLimit
@@ -357,7 +357,7 @@ class _FewWorlds:
         if self.rate_rps is not None:
             slowed = self._simulated(self.tuned.deployment, stream.at_rate(self.rate_rps * longer))
             return [longer * latency for latency in slowed]
-        factors = dict.fromkeys(KINDS, longer)
+        factors = dict.fromkeys(REDRAWN_KINDS, longer)
         return self._simulated(Blueprint.of(self.tuned.deployment).deploy(factors), stream)
 
     def fewer_kept(self) -> list[float] | None:
