@@ -17,8 +17,9 @@ from simtune.costs.iteration import HOST
 from simtune.costs.predict import Basis
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
+from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld, spreads
 from simtune.sim.run_basis import cost_basis
-from simtune.sim.uncertainty import Blueprint, spreads, uncertainty
+from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_engine, load_hardware, names
 from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
@@ -85,7 +86,7 @@ def test_redrawn_worlds_differ_by_the_host() -> None:
     intervals = uncertainty(deployment(), stream, count=4, seed=0, jobs=1).intervals
     low, high = intervals["request_throughput_rps"]
     plain = deployment().simulate(stream).duration_s
-    slower = Blueprint.of(deployment()).deploy({HOST: 1.5}).simulate(stream).duration_s
+    slower = Blueprint.of(deployment()).deploy(PerturbedWorld({HOST: 1.5})).simulate(stream).duration_s
     assert 1.07 < slower / plain < 1.2, "the host has a quarter of a step, or less with fewer requests"
     assert high / low > 1.08
 
