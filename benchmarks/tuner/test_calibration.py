@@ -42,7 +42,7 @@ from simtune.arrays import Array
 from simtune.costs.operators import Chip, operator_key
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
-from simtune.sim.uncertainty import Blueprint, spreads
+from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld, spreads
 from simtune.specs.acceptance import PerPosition
 from simtune.specs.hardware import Hardware, OperatorKind
 from simtune.specs.workload import Slo
@@ -154,11 +154,11 @@ def worth(
     blueprint, acceptance = Blueprint.of(plan.deployment), off["acceptance"]
     if isinstance(off, Off) and kind in (BY_SHAPE, HALF):
         with operators_off(off, 0.5 if kind == HALF else 0.0):
-            deployment = blueprint.deploy(None, acceptance)
+            deployment = blueprint.deploy(PerturbedWorld(None, acceptance))
     else:
         factors = {name: math.exp(sd * off[name]) for name, sd in log_sd.items()}
         with operators_off(None):
-            deployment = blueprint.deploy(factors, acceptance)
+            deployment = blueprint.deploy(PerturbedWorld(factors, acceptance))
     sustained = sustained_rps(deployment, plan.stream)
     if plan.rate_rps is None:
         if sustained < (plan.stream.offered_rate_rps or 0.0):

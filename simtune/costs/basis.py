@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from simtune.arrays import Array, Mask
-from simtune.costs.iteration import StepModel, StepWork
+from simtune.costs.iteration import HOST, StepModel, StepWork
 from simtune.costs.operators import operator_key
 from simtune.costs.predict import OUTSIDE, Basis, Predictor, Profile
 from simtune.specs.hardware import Hardware, OperatorKind
@@ -154,11 +154,21 @@ class StepBasis:
         self._slopes: dict[tuple[int, ...], list[dict[str, float]]] = {}
 
     def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
-        """Return seconds and log errors by kind (`simtune.costs.iteration.KINDS`); kinds without time are left out."""
+        """Return seconds and log errors by kind (`simtune.costs.iteration.REDRAWN_KINDS`); kinds without time are left
+        out."""
         by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
+        steps, host = [*steps], self._model.host
         for call in self.calls(steps):
             by_kind[call.kind].add(call.seconds, call.basis, call.log_sd)
+        beyond = sum(step.weight * self._share_beyond(step, sum(self._seconds(step).values())) for step in steps)
+        if beyond > 0:
+            by_kind[HOST].add(beyond, host.basis, host.log_sd)
         return dict(by_kind)
+
+    def _share_beyond(self, step: WeightedStep, kernels: float) -> float:
+        """Return the share of a step that its kernels do not account for."""
+        beyond = self._model.beyond_kernels_s(kernels, step.work)
+        return beyond / (kernels + beyond)
 
     def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
         """Yield every shape that the steps ask an operator for, with the time that it stands for."""
@@ -171,7 +181,7 @@ class StepBasis:
             yield from _asked(predictor, of_it)
 
     def _shares(self, step: WeightedStep) -> tuple[list[_TimeShare], float]:
-        """Return the share of each call of a step, and the seconds of all of them."""
+        """Return the share of each call of a step, and the seconds of the step, the host's among them."""
         self._notes.begin()
         by_kind = self._seconds(step)
         calls = self._notes.calls
@@ -184,7 +194,8 @@ class StepBasis:
         shares = [
             share._replace(seconds=share.seconds * (by_kind[share.kind] / answered[share.kind])) for share in shares
         ]
-        return shares, sum(seconds for kind, seconds in by_kind.items() if answered[kind])
+        kernels = sum(seconds for kind, seconds in by_kind.items() if answered[kind])
+        return shares, kernels + self._model.beyond_kernels_s(kernels, step.work)
 
     def _find_slopes(
         self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_OperatorCall]

@@ -208,6 +208,10 @@ class StepTables:
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
     groups: int
     """Ranks with data-parallel attention that share experts."""
+    largest_graph: float
+    """Tokens of the largest step with a graph."""
+    large: tuple[int, int]
+    """(without, with chunks): least ticks of a larger step, whose kernels are launched one by one."""
     shared: SharedExperts | None = None
     """Time that verifications save; None if tokens of a sequence visit no experts in common."""
 
@@ -220,6 +224,11 @@ class StepTables:
         """Factor by which a correction multiplies the GPU's time."""
         correction = self.model.correction(mixed)
         return 1.0 if correction is None else correction.scale
+
+    def floor(self, num_tokens: int, num_seqs: int, mixed: bool) -> int:
+        """Return the least ticks of a step on the GPU."""
+        floor = (self.mixed if mixed else self.pure).floor[num_seqs]
+        return floor if num_tokens <= self.largest_graph else max(floor, self.large[mixed])
 
     def attention(self, chunk: int, mixed: bool, width: int = 1) -> DecodeTable:
         """Return a table of decode attention, with `width` query tokens for each sequence."""
@@ -259,6 +268,7 @@ def compile_tables(
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
+    largest, large = _large(step_model)
     imbalance = [
         [0, *whole_ticks(scales[kind] * step_model.attention.imbalance_s(decodes, kind))] for kind in (False, True)
     ]
@@ -275,6 +285,8 @@ def compile_tables(
         chunk=to_ticks(scales[True] * overhead_s),
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
+        largest_graph=largest,
+        large=large,
         shared=SharedExperts.of(step_model, scales[False], width),
     )
 
@@ -284,7 +296,7 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     scale = 1.0 if correction is None else correction.scale
     samples = np.arange(1, max_samples + 1, dtype=np.float64)
     tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, max_samples) + 1, dtype=np.float64)
-    padded = padded_tokens(tokens) if pool.cuda_graphs else tokens
+    padded = padded_tokens(tokens, model.largest_graph)
     linear = models.dense(lambda model, x: _total(model.padded(x, with_chunks)), padded)
     experts: list[int] = []
     if models.model.routes:
@@ -320,6 +332,14 @@ def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
     if correction is not None or not pool.hides_host:
         return [launch] * (seqs + 1)
     return [max(launch, to_ticks(model.host_s(n)) - to_ticks(model.exposed_s(n, hides=True))) for n in range(seqs + 1)]
+
+
+def _large(model: StepModel) -> tuple[float, tuple[int, int]]:
+    """Return the tokens of the largest step with a graph, and the least ticks of larger steps, without and with
+    chunks."""
+    scales = (1.0 if c is None else c.scale for c in (model.correction(False), model.correction(True)))
+    pure, mixed = (to_ticks(scale * model.large_launch_s) for scale in scales)
+    return model.largest_graph, (pure, mixed)
 
 
 def _chunks(budget: int) -> list[int]:
@@ -371,6 +391,7 @@ class CompiledCosts:
         self._mixed, self._beside = tables.mixed, tables.beside
         self._mixed_lists = tables.mixed[:4]
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
+        self._largest, self._large = tables.largest_graph, tables.large[True]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._compiled_from
@@ -403,7 +424,7 @@ class CompiledCosts:
             starts,
             [ticks + other_ticks for ticks in values],
             slopes,
-            pure.floor[num_decodes],
+            self.tables.floor(num_decodes, num_decodes, False),
             pure.after[num_decodes],
         )
         return row
@@ -430,6 +451,8 @@ class CompiledCosts:
                 ticks += self._attention_beside(longest, num_decodes, context_tokens)
         num_seqs = num_decodes + len(chunks)
         floor = floors[num_seqs]
+        if tokens > self._largest and floor < self._large:
+            floor = self._large
         return (ticks if ticks > floor else floor) + after[num_seqs]
 
     def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
@@ -440,7 +463,8 @@ class CompiledCosts:
     def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
         """See `simtune.costs.protocol.GroupCosts`; if groups differ, the experts take the time of the mean."""
         tables = self._mixed if with_chunks else self.tables.pure
-        floor, after, experts = tables.floor[num_seqs], tables.after[num_seqs], tables.experts
+        floor = self.tables.floor(num_tokens, num_seqs, with_chunks)
+        after, experts = tables.after[num_seqs], tables.experts
         if not experts or ticks - after <= floor:
             return ticks
         mean = min(-(-everybodys // self.tables.groups), len(experts) - 1)

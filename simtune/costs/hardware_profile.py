@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.costs.fit import BASE_POINTS, fit_host, fit_imbalance, fit_operator
+from simtune.costs.host import SYNCHRONOUS_SEQUENCE_S, SYNCHRONOUS_STEP_S
 from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.predict import Profile
 from simtune.costs.tables import Table, Tables, account, designation
@@ -172,8 +173,10 @@ def _provenance(table: Table) -> Provenance:
 def _host(tables: Tables, facts: Facts) -> Host:
     table = tables.host
     if table is None:
-        note = "no table of host times among the sources: taken as zero"
-        return Host(step_s=0.0, per_sequence_s=0.0, provenance=Provenance(kind="assumed", source="none", note=note))
+        provenance = Provenance(
+            kind="assumed", source="none", note="no table of host times among the sources: as of vLLM 0.11"
+        )
+        return Host(step_s=SYNCHRONOUS_STEP_S, per_sequence_s=SYNCHRONOUS_SEQUENCE_S, provenance=provenance)
     step_s, per_sequence_s = fit_host(table)
     provenance = Provenance(
         kind=table.origin.kind,

@@ -10,9 +10,10 @@ token:
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch cost is added,
 and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
 no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds of steps with prompts if an
-engine has graphs of decode steps only. Asynchronous engines hide the host: T = max(T_gpu, T_host); others add it. Where
-an engine's own log has corrected steps of this kind (`simtune.costs.calibration`), T = scale * T_gpu + offset replaces
-both. With pipeline parallelism T_gpu is the latency of one step through all stages and the sends between them.
+engine has graphs of decode steps only, and of steps larger than the largest graph (`graph_sizes`). Asynchronous engines
+hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected steps of this kind
+(`simtune.costs.calibration`), T = scale * T_gpu + offset replaces both. With pipeline parallelism T_gpu is the latency
+of one step through all stages and the sends between them.
 
 The cost of experts under a plan, and of exchanging tokens with those of other ranks, is in `simtune.costs.experts`.
 With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; the
@@ -32,11 +33,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
+from simtune.costs.host import HostCosts
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
@@ -69,6 +72,12 @@ KINDS = (
 )
 """Parts of a step's GPU time, as `StepModel.breakdown` names them."""
 
+HOST = "host"
+"""Part of a step that its kernels do not account for: the host's time that nothing hides, and waiting for launches."""
+
+REDRAWN_KINDS = (*KINDS, HOST)
+"""Parts of a step whose times have an error, by which they are redrawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
@@ -100,11 +109,19 @@ class StepWork:
         return self.num_decodes + len(self.chunks)
 
 
-def padded_tokens(tokens: Array) -> Array:
-    """Token counts as a CUDA graph runs them: the next capture size up to 512, unchanged above."""
-    sizes = np.array(CAPTURE_SIZES, dtype=np.float64)
+def padded_tokens(tokens: Array, largest: float = inf) -> Array:
+    """Token counts as a CUDA graph runs them: the next capture size up to 512, unchanged above that and above the
+    largest graph."""
+    sizes = np.array([size for size in CAPTURE_SIZES if size <= largest], dtype=np.float64)
     at = np.searchsorted(sizes, tokens)
-    return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens)
+    return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens) if len(sizes) else tokens
+
+
+def largest_graph(pool: Pool) -> float:
+    """Return the tokens of the largest step with a CUDA graph; infinite without a limit, 0 without graphs."""
+    if not pool.cuda_graphs:
+        return 0.0
+    return inf if pool.graph_sizes is None else float(pool.graph_sizes.largest(pool.batching.max_num_seqs))
 
 
 def _chosen(first: Mask, these: Mapping[str, Array], those: Mapping[str, Array]) -> dict[str, Array]:
@@ -125,9 +142,9 @@ def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
 class StepModel:
     """GPU and host time of the steps of one model on the devices of one pool.
 
-    `factors` multiply the times of kinds (`KINDS`), to draw a world in which they are off. `profile` replaces that of
-    the hardware, to record which operators are used. Raises Infeasible when the model cannot be sharded as the pool
-    asks, or the profile lacks an operator or link.
+    `factors` multiply the times of kinds (`REDRAWN_KINDS`), to draw a world in which they are off. `profile` replaces
+    that of the hardware, to record which operators are used. Raises Infeasible when the model cannot be sharded as the
+    pool asks, or the profile lacks an operator or link.
     """
 
     def __init__(
@@ -168,12 +185,19 @@ class StepModel:
             talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
             self._overlap = pool.overlap if talks else None
         self._host = HostWork.of(model, hardware, pool)
+        self.host = HostCosts.of(pool, hardware)
         # one kernel of attention in each layer, and all other calls
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        launch_s = max(_launch_s(model, pool, kernels), floor_s(self._host))
-        self.launch_s = (launch_s, max(launch_s, (pool.prompt_launch_s or 0.0) * model.num_layers))
+        launch_s = max(self._factor(HOST) * _launch_s(model, pool, kernels), floor_s(self._host))
+        layers_s = self._factor(HOST) * model.num_layers
+        self.launch_s = (launch_s, max(launch_s, layers_s * (pool.prompt_launch_s or 0.0)))
         """Seconds of launching the kernels of a step without a graph, or of what the host sends and computes meanwhile,
         without and with chunks; no step is shorter."""
+        self.largest_graph = largest_graph(pool)
+        """Tokens of the largest step with a graph."""
+        limited = pool.cuda_graphs and pool.graph_sizes is not None
+        self.large_launch_s = layers_s * pool.graph_sizes.launch_s if limited and pool.graph_sizes is not None else 0.0
+        """Seconds of launching the kernels of a larger step; no such step is shorter."""
 
     @property
     def routes(self) -> bool:
@@ -218,7 +242,12 @@ class StepModel:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._cp > 1:
             tokens = np.ceil(tokens / self._cp)  # each rank has its share of the tokens
-        return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
+        return padded_tokens(tokens, self.largest_graph)
+
+    def least_s(self, num_tokens: float, prompts: bool) -> float:
+        """Seconds of which no step is shorter: of launching its kernels if it has no graph."""
+        least = self.launch_s[prompts]
+        return least if num_tokens <= self.largest_graph else max(least, self.large_launch_s)
 
     def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
         """Seconds of the kinds in `linear` that no padding makes longer: routed experts and their exchanges."""
@@ -295,15 +324,20 @@ class StepModel:
 
     def host_s(self, num_seqs: int) -> float:
         """Seconds the engine's host side needs for a step with this many sequences."""
-        host = self._pool.host or self._hardware.host
-        return host.step_s + host.per_sequence_s * num_seqs
+        return self._factor(HOST) * self.host.seconds(num_seqs)
+
+    def drafting_s(self, num_seqs: int, passes: int) -> float:
+        """Seconds of the host for `passes` passes of a drafter, which nothing hides."""
+        return self._factor(HOST) * self.host.drafting_s(num_seqs, passes)
 
     def exposed_s(self, num_seqs: int, hides: bool) -> float:
         """Seconds of `host_s` that come on top of the GPU's: all of it, or if it hides, what the pool states."""
         exposed = self._pool.exposed_host
         if not hides or exposed == "all":
             return self.host_s(num_seqs)
-        return 0.0 if exposed is None else exposed.step_s + exposed.per_sequence_s * num_seqs
+        if exposed is None:
+            return 0.0
+        return self._factor(HOST) * (exposed.step_s + exposed.per_sequence_s * num_seqs)
 
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
@@ -338,7 +372,7 @@ class StepModel:
 
     def gpu_s(self, batch: StepWork) -> float:
         """Seconds of the kernels and collectives of one step, or of launching them if that takes longer."""
-        return max(sum(self.breakdown(batch).values()), self.launch_s[bool(batch.chunks)])
+        return max(sum(self.breakdown(batch).values()), self.least_s(batch.num_tokens, bool(batch.chunks)))
 
     def seconds(self, batch: StepWork) -> float:
         """Seconds of one step, host included."""
@@ -350,6 +384,14 @@ class StepModel:
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
         return max(gpu + self.exposed_s(batch.num_seqs, self._pool.hides_host), self.host_s(batch.num_seqs))
+
+    def beyond_kernels_s(self, kernels: float, batch: StepWork) -> float:
+        """Seconds of one step beyond those of its kernels and collectives: launches, and the host that nothing hides; 0
+        where an engine's own log corrects the step."""
+        if self.correction(bool(batch.chunks)) is not None:
+            return 0.0
+        least = self.least_s(batch.num_tokens, bool(batch.chunks))
+        return self.with_host_s(max(kernels, least), batch) - kernels
 
     def _factor(self, kind: str) -> float:
         return self._factors.get(kind, 1.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
-from simtune.costs.iteration import StepModel, StepWork
+from simtune.costs.iteration import HOST, StepModel, StepWork
 from simtune.costs.predict import Basis
 from simtune.costs.protocol import TellingCosts
 from simtune.results.outcome import SampledStep
@@ -46,8 +46,8 @@ def pool_bases(deployment: Deployment, result: RunStatistics) -> dict[str, dict[
 
 
 def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
-    """Yield steps of a run, each with its seconds by kind and its seconds in all, including host time that is not
-    hidden; pools whose costs come from outside are left out."""
+    """Yield steps of a run, each with its seconds by kind, host time that is not hidden among them, and in all;
+    pools whose costs come from outside are left out."""
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if not steps or isinstance(pool.costs, OwnCosts):
@@ -56,8 +56,10 @@ def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple
         columns = _seconds_by_kind(model, some)
         for at, step in enumerate(some):
             by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
-            kernels = max(sum(by_kind.values()), model.launch_s[bool(step.chunks)])
-            yield step, by_kind, model.with_host_s(kernels, _weighted(step).work)
+            kernels, work = sum(by_kind.values()), _weighted(step).work
+            total = model.with_host_s(max(kernels, model.least_s(work.num_tokens, bool(step.chunks))), work)
+            beyond = model.beyond_kernels_s(kernels, work)
+            yield step, {**by_kind, HOST: beyond} if beyond > 0 else by_kind, total
 
 
 def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str, Array]:

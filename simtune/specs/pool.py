@@ -25,6 +25,7 @@ from simtune.specs.base import (
     Seq,
     TokensPerStep,
 )
+from simtune.specs.drafters import Drafter
 from simtune.specs.part_names import PartName
 from simtune.specs.shares import DeviceShare
 from simtune.specs.speculation import Speculation
@@ -225,6 +226,38 @@ class HostTimes(Part):
 
     step_s: Seconds
     per_sequence_s: Seconds
+    ranks_step_s: Seconds | None = Field(
+        None, description="additional seconds of a step of an instance with several GPUs, whose processes get messages"
+    )
+    ranks_sequence_s: Seconds | None = Field(None, description="the same for each sequence in it")
+    draft_step_s: Seconds | None = Field(
+        None,
+        description="seconds of each pass of a drafter on the GPU, which nothing hides; unless given none, or without "
+        "graphs and asynchronous scheduling those of a step",
+    )
+    draft_sequence_s: Seconds | None = Field(None, description="the same for each sequence in it")
+    log_sd: Annotated[float, Field(ge=0, le=3)] | None = Field(
+        None,
+        description="typical error of these times, as a standard deviation of their logarithm; by origin unless given",
+    )
+    origin: Literal["measured", "other release", "assumed"] | None = Field(
+        None,
+        description="measured on this release of the engine, on another one, or not at all; exact unless given",
+    )
+
+
+class GraphSizes(Part):
+    """Largest step for which an engine captures CUDA graphs; the kernels of larger ones are launched one by one."""
+
+    most: TokensPerStep = Field(description="tokens of the largest step with a graph")
+    per_seat: Count | None = Field(
+        None, description="tokens for each of max_num_seqs, if that makes fewer; whatever max_num_seqs unless given"
+    )
+    launch_s: Seconds = Field(description="host seconds per layer of launching the kernels of a larger step")
+
+    def largest(self, max_num_seqs: int) -> int:
+        """Return the tokens of the largest step with a graph."""
+        return self.most if self.per_seat is None else min(self.most, self.per_seat * max_num_seqs)
 
 
 class FrontEndTimes(Part):
@@ -310,19 +343,29 @@ class Pool(Part):
     )
     batching: Batching
     kv_cache: KvCache = KvCache()
-    host: HostTimes | None = Field(None, description="those of the hardware profile unless given")
+    host: HostTimes | None = Field(
+        None, description="those of the engine preset unless given, or of the hardware profile if it has none"
+    )
     front_end: FrontEndTimes | None = Field(
         None,
         description="time of requests before an engine sees them, which times to first token include; none unless "
         "given. Decode pools get their requests from prefill pools, without passing it",
     )
     async_scheduling: bool = True
+    drafts_awaited: bool | None = Field(
+        None,
+        description="true: steps with drafts are scheduled when the last one's tokens are known, whatever "
+        "async_scheduling; by the drafter unless given",
+    )
     exposed_host: HostTimes | Literal["all"] | None = Field(
         None,
         description="part of the host's time of a step that asynchronous scheduling does not hide; all: sampling makes "
         "the host wait for the devices, and they wait for its other work; nothing unless given",
     )
     cuda_graphs: bool = Field(True, description="false: every kernel is launched on its own, as enforce-eager does")
+    graph_sizes: GraphSizes | None = Field(
+        None, description="largest step with a CUDA graph; with cuda_graphs, steps of any size have one unless given"
+    )
     fused: Seq[FusedKernel] = Field(
         (),
         description="small operations without a kernel of their own: norm: in the all-reduce before it, where that is "
@@ -427,7 +470,11 @@ class Pool(Part):
         """True if a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
         awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.
         """
-        return self.async_scheduling and (self.speculation is None or not self.speculation.drafter.awaited)
+        return self.async_scheduling and (self.speculation is None or not self.awaits(self.speculation.drafter))
+
+    def awaits(self, drafter: Drafter) -> bool:
+        """True if drafts of this drafter must be known before the next step is scheduled."""
+        return drafter.awaited or bool(self.drafts_awaited)
 
     @property
     def hides_host(self) -> bool:

@@ -9,7 +9,7 @@ from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
-from simtune.costs.iteration import KINDS
+from simtune.costs.iteration import REDRAWN_KINDS
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
@@ -215,7 +215,7 @@ class PlanCache:
         hardware = q.hardware_of(choice)
         blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
         factor = margin(confidence, q.model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
-        return dict.fromkeys(KINDS, factor)
+        return dict.fromkeys(REDRAWN_KINDS, factor)
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """Return the deployment of a settled candidate, with step costs that other candidates share."""

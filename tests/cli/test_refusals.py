@@ -92,6 +92,7 @@ HALF = "import simtune\n\n\nclass Half(simtune.Router):\n    pass\n"
         ("simulate --plan two.yaml --workload chat", "half.py has no Helf, did you mean Half?"),
     ],
 )
+@pytest.mark.usefixtures("own_code_allowed")
 def test_refusal_states_the_reason(desk: Desk, words: str, said: str) -> None:
     for name, text in (
         ("plan.yaml", PLAN),
@@ -127,6 +128,7 @@ def test_a_name_with_a_nul_is_no_file(desk: Desk) -> None:
     )
 
 
+@pytest.mark.usefixtures("own_code_allowed")
 def test_incomplete_router_is_refused_with_missing_methods(desk: Desk) -> None:
     desk.write("half.py", HALF)
     desk.write("one.yaml", PLAN + "router: {kind: 'half:Half'}\n")

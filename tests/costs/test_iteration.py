@@ -31,7 +31,7 @@ from simtune.specs.model import (
     NoAttention,
     NoFeedForward,
 )
-from simtune.specs.pool import HostTimes, KvCache
+from simtune.specs.pool import GraphSizes, HostTimes, KvCache
 from tests.costs.made_up import hardware, model, moe, operator, pool
 
 US = 1e-6
@@ -511,6 +511,36 @@ def test_prompts_that_no_graph_holds_take_what_launching_them_takes() -> None:
     costs, without = (compile_costs(model(), hardware(), p, 256) for p in (eager, pool()))
     assert costs.decode(3, 30) == without.decode(3, 30)
     assert costs.mixed(3, 30, [(0, 8)], 4) == round(step_model.seconds(prompt) * TICKS_PER_SECOND)
+
+
+def test_steps_larger_than_the_largest_graph_take_what_launching_them_takes() -> None:
+    sizes = GraphSizes(most=64, per_seat=2, launch_s=0.5)
+    assert (sizes.largest(8), sizes.largest(64)) == (16, 64)
+    large = pool(max_num_seqs=20).model_copy(update={"graph_sizes": sizes})
+    step_model, plain = (StepModel(model(), hardware(), p) for p in (large, pool(max_num_seqs=20)))
+    costs, without = (compile_costs(model(), hardware(), p, 256) for p in (large, pool(max_num_seqs=20)))
+    for work, launched in (
+        (StepWork(20, 200, (), 20), False),
+        (StepWork(19, 190, ((0, 21),), 20), False),
+        (StepWork(19, 190, ((0, 22),), 20), True),
+        (StepWork(0, 0, ((0, 30), (0, 30)), 2), True),
+    ):
+        expected = 0.5 * model().num_layers if launched else plain.gpu_s(work)
+        assert step_model.gpu_s(work) == expected
+        ticks = costs.mixed(work.num_decodes, work.context_tokens, work.chunks, work.num_samples)
+        assert ticks == pytest.approx(step_model.seconds(work) * TICKS_PER_SECOND, rel=1e-6 if launched else 2e-3)
+        if not launched:
+            assert ticks == without.mixed(work.num_decodes, work.context_tokens, work.chunks, work.num_samples)
+    few = GraphSizes(most=16, launch_s=0.5)
+    decodes = compile_costs(model(), hardware(), large.model_copy(update={"graph_sizes": few}), 256)
+    assert decodes.decode(16, 160)[0] < decodes.decode(17, 170)[0] == round(0.5 * model().num_layers * TICKS_PER_SECOND)
+
+
+def test_no_graph_pads_a_step_that_is_larger_than_all() -> None:
+    few = pool().model_copy(update={"graph_sizes": GraphSizes(most=100, launch_s=0.0)})
+    limited, plain, eager = (StepModel(model(), hardware(), p) for p in (few, pool(), pool(cuda_graphs=False)))
+    for tokens, like in ((97.0, eager), (90.0, plain), (125.0, eager)):
+        assert limited.linear(np.array([tokens])) == like.linear(np.array([tokens]))
 
 
 def test_a_norm_runs_in_the_all_reduce_before_it_where_that_is_small() -> None:

@@ -16,8 +16,8 @@ from simtune.results.result import Result
 from simtune.runs.contents import of_simulation
 from simtune.runs.manifest import manifest
 from simtune.sim.deployment import Deployment
+from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld
 from simtune.sim.run_basis import asked_calls, cost_basis, note
-from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware
 from tests.costs.made_up import hardware
 
@@ -100,7 +100,7 @@ def test_pools_of_one_profile_under_two_engines_have_kernels_of_their_own(pair: 
     borrowed = [pool.hardware.operators["gemm.bf16"].other_engine for pool in deployment.pools]
     assert borrowed[0] is None
     assert (borrowed[1] or "").startswith("VLLM")
-    anew = Blueprint.of(deployment).deploy()
+    anew = Blueprint.of(deployment).deploy(PerturbedWorld())
     assert [pool.hardware for pool in anew.pools] == [pool.hardware for pool in deployment.pools]
 
 

@@ -46,6 +46,10 @@ def pool(**settings: object) -> Pool:
     return Pool.model_validate(given)
 
 
+FEW_GRAPHS = pool(graph_sizes={"most": 32, "launch_s": 1e-3})
+"""Verifications of more than six sequences, and all prompts, are launched kernel by kernel."""
+
+
 def rounds(drafter: str, scheme: str = "chain", its: Pool | None = None) -> CompiledRounds:
     draft = DRAFT if drafter == "model" else None
     return CompiledRounds(MODEL, HARDWARE, its or pool(), LONGEST, DRAFTERS[drafter], SCHEMES[scheme].shape, draft)
@@ -53,8 +57,8 @@ def rounds(drafter: str, scheme: str = "chain", its: Pool | None = None) -> Comp
 
 @pytest.mark.parametrize(
     "its",
-    [pool(), pool(async_scheduling=False), pool(exposed_host={"step_s": 1e-3, "per_sequence_s": 1e-5})],
-    ids=["asynchronous", "synchronous", "partly exposed"],
+    [pool(), pool(async_scheduling=False), pool(exposed_host={"step_s": 1e-3, "per_sequence_s": 1e-5}), FEW_GRAPHS],
+    ids=["asynchronous", "synchronous", "partly exposed", "few graphs"],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -68,7 +72,7 @@ def test_a_compiled_round_takes_what_the_model_says(drafter: str, scheme: str, i
         assert ticks / TICKS_PER_SECOND == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False)], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False), FEW_GRAPHS], ids=["graphs", "no graphs", "few"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("number", [1, 5, 400])
 def test_a_jump_is_the_sum_of_its_rounds(drafter: str, its: Pool, number: int) -> None:
@@ -193,6 +197,9 @@ class PassesByHand:
 
 
 class TargetByHand(PassesByHand):
+    def least(self, *given: object) -> int:
+        return 0
+
     def chunks(self, *given: object) -> int:
         return 400
 
@@ -307,7 +314,9 @@ def test_without_drafts_a_round_is_a_step() -> None:
         assert compiled.round(batch, batch, 0, context, chunks, 1) == plain.mixed(batch, context, chunks, batch + 1)
 
 
-@pytest.mark.parametrize("its", [pool(), pool(cuda_graphs=False, async_scheduling=False)], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "its", [pool(), pool(cuda_graphs=False, async_scheduling=False), FEW_GRAPHS], ids=["graphs", "eager", "few graphs"]
+)
 @pytest.mark.parametrize("drafter", ["head", "model", "medusa", "n-gram"])
 def test_the_short_way_to_a_round_with_chunks_comes_to_the_same(drafter: str, its: Pool) -> None:
     order = rounds(drafter, its=its).order
@@ -328,10 +337,10 @@ def in_turn(
 ) -> int:
     """Pass by pass: the target's, then the drafter's."""
     verify = order.target.beside_chunks(decodes, tokens, context) + order.target.chunks(tokens, chunks, completing)
-    verify = max(verify, order.target.launch[True])
+    length, new = (sum(column) for column in ((past + new for past, new in chunks), (new for _, new in chunks)))
+    verify = max(verify, order.target.least(tokens + new, True))
     if depth == 0:
         return verify
-    length, new = (sum(column) for column in ((past + new for past, new in chunks), (new for _, new in chunks)))
     context += depth * decodes - tokens + completing * (length // len(chunks) + depth)
     draft = order.drafter.ticks(decodes + completing, depth, context, True)
     return verify + draft + order.drafter.chunks(decodes + completing, depth, chunks, new)

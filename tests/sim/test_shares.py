@@ -10,8 +10,8 @@ from simtune.costs.share import share_of
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import SpecError
 from simtune.sim.deployment import deploy
+from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld
 from simtune.sim.pool_power import power_of
-from simtune.sim.uncertainty import Blueprint
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
@@ -67,7 +67,7 @@ def test_other_worlds_are_of_the_same_shares() -> None:
     """They are deployed anew on what the first was deployed on: a share of a share would be slower."""
     deployment = deploy(Plan.from_text(text_of(*SHARED)), MODEL, HARDWARE)
     assert [*deployment.profiles.values()] == [HARDWARE, HARDWARE]
-    anew = Blueprint.of(deployment).deploy()
+    anew = Blueprint.of(deployment).deploy(PerturbedWorld())
     for one, other in zip(deployment.pools, anew.pools, strict=True):
         assert one.costs.decode(1, 1000) == other.costs.decode(1, 1000)
 

@@ -13,8 +13,9 @@ from simtune.costs.predict import Profile
 from simtune.results.summary import Uncertain, Uncertainty
 from simtune.sim.deployment import Deployment, default_plan, deploy
 from simtune.sim.drafting import Drafting
+from simtune.sim.drawn_worlds import DrawnWorlds, spreads
 from simtune.sim.run_basis import pool_bases
-from simtune.sim.uncertainty import intervals, spreads, uncertainty, worlds
+from simtune.sim.uncertainty import intervals, uncertainty
 from simtune.specs.acceptance import Acceptance, BetaMixture, PerPosition, PerRank
 from simtune.specs.base import Record, Seq
 from simtune.specs.catalog import load_hardware, load_model
@@ -39,16 +40,19 @@ def deployed() -> tuple[Deployment, RequestStream]:
 
 def test_a_world_is_one_error_per_operator_kind() -> None:
     log_sd = Profile(HARDWARE).kind_log_sd()
-    drawn = worlds(log_sd, 4000, seed=1)
-    assert set(drawn[0]) == set(KINDS), "a kind that the profile lacks has the error of a data sheet, not none"
-    for kind in drawn[0]:
-        logs = np.log([world[kind] for world in drawn])
+    drawn = DrawnWorlds.of(4000, seed=1).worlds(log_sd)
+    assert set(drawn[0].factors or ()) == set(KINDS), (
+        "a kind that the profile lacks has the error of a data sheet, not none"
+    )
+    factors = [world.factors or {} for world in drawn]
+    for kind in KINDS:
+        logs = np.log([of_world[kind] for of_world in factors])
         assert logs.mean() == pytest.approx(0, abs=4 * log_sd[kind] / 4000**0.5)
         assert logs.std() == pytest.approx(log_sd[kind], rel=0.05)
-    gemm, decode = (np.log([world[kind] for world in drawn]) for kind in ("gemm", "decode_attention"))
+    gemm, decode = (np.log([of_world[kind] for of_world in factors]) for kind in ("gemm", "decode_attention"))
     assert abs(np.corrcoef(gemm, decode)[0, 1]) < 0.05
-    assert worlds(log_sd, 10, seed=1) == drawn[:10], "more worlds are more of the same"
-    assert worlds(log_sd, 10, seed=2) != drawn[:10]
+    assert DrawnWorlds.of(10, seed=1).worlds(log_sd) == drawn[:10], "more worlds are more of the same"
+    assert DrawnWorlds.of(10, seed=2).worlds(log_sd) != drawn[:10]
 
 
 def test_spreads_are_those_of_the_shapes_that_were_simulated(deployed: tuple[Deployment, RequestStream]) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-import simtune.tuner.doubt.confidence
 from simtune.costs.function import StepFunction
 from simtune.errors import UsageError
 from simtune.sim.deployment import deploy
+from simtune.sim.drawn_worlds import ACCEPTANCE, DrawnWorlds
 from simtune.sim.plan_parts import OwnCosts
-from simtune.sim.uncertainty import ACCEPTANCE, draws
 from simtune.specs.workload import Poisson, Slo
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence, highest, judge
 from simtune.tuner.doubt.robust import contenders as contenders_of
@@ -111,7 +110,7 @@ def test_stated_probabilities_come_true() -> None:
     for world in range(50):
         truth, measured = ({k: log_sd * rng.standard_normal() for k in slopes} for _ in range(2))
         base = rng.normal(0, 0.04)
-        drawn = draws(60, seed=world)
+        drawn = DrawnWorlds.of(60, seed=world).errors
 
         def value(plan: int, off: dict[str, Any], base: float = base) -> Any:
             return np.exp(base * plan - sum(s[plan] * off[k] for k, s in slopes.items()))
@@ -289,8 +288,8 @@ def test_at_a_given_load_those_that_were_simulated_come_first(objective: str, wo
 def test_worlds_without_errors_are_what_the_search_saw(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few requests, too, that are over before it is felt that they pile up: a rate beyond what is sustained counts
     nowhere."""
-    none = {name: np.zeros(2) for name in draws(2, 0)}
-    monkeypatch.setattr(simtune.tuner.doubt.confidence, "draws", lambda count, seed: none)
+    none = DrawnWorlds({name: np.zeros(2) for name in DrawnWorlds.of(2, 0).errors})
+    monkeypatch.setattr(DrawnWorlds, "of", lambda count, seed: none)
     load = LOAD.model_copy(update={"requests": requests})
     tuned = optimize(question(workload=load, max_num_seqs=(64,), pp=(1,)), jobs=1)
     chosen, *rivals = of_search(tuned, worlds=2, rivals=1, jobs=1).quantiles

@@ -77,7 +77,7 @@ class CompiledRounds:
         factors: Mapping[str, float] | None = None,
     ) -> None:
         self._compiled_from: tuple[Any, ...] = (model, hardware, pool, max_model_len, drafter, shape, draft, factors)
-        if drafter.awaited:
+        if pool.awaits(drafter):
             pool = pool.model_copy(update={"async_scheduling": False})
         self.tables = tables = compile_tables(model, hardware, pool, max_model_len, factors, 1 + shape.drafts)
         draft_tables: StepTables | None = None
@@ -96,8 +96,13 @@ class CompiledRounds:
             join=gemm.joins(draft_tables) if drafter.joins_hidden_states and draft_tables is not None else (),
             heads=gemm.heads(drafter.parallel_heads, pool) if drafter.parallel_heads else (),
         )
-        # Without graphs, and if nothing hides the host, the host prepares every pass of the drafter like a step.
-        self._prepares_each = not pool.cuda_graphs and not pool.hides_host and tables.model.correction(False) is None
+        # Without graphs, and if nothing hides the host, the host prepares every pass of the drafter like a step, unless
+        # the engine's release states what it does for them.
+        stated, corrected = tables.model.host.draft_step_s is not None, tables.model.correction(False) is not None
+        self._prepares_each = not (pool.cuda_graphs or pool.hides_host or corrected or stated)
+        # Passes on devices of their own are prepared beside the target's.
+        counted = not (corrected or shape.overlapped)
+        self._passes = [drafter.passes(depth) * counted for depth in range(shape.depth + 1)]
         self.order = order_of(shape)(shape, target, drafts, self._prepares_each)
         self._host = to_ticks(drafter.host_cost_s)
         self._lines: dict[tuple[int, int, int], TickLine] = {}
@@ -165,7 +170,8 @@ class CompiledRounds:
             return after
         if self._prepares_each:
             after *= self.order.steps_prepared(depth)
-        return after + self._host * num_seqs
+        drafting = to_ticks(self.tables.model.drafting_s(num_seqs, self._passes[depth]))
+        return after + drafting + self._host * num_seqs
 
 
 class _GemmRows:

@@ -53,6 +53,7 @@ class InTurn(RoundOrder):
         tables = target.tables
         self._linear, self._head, self._launch = tables.mixed.linear, tables.mixed.head, target.launch[True]
         self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
+        self._largest = tables.largest_graph
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
         """Return the sum of both."""
@@ -79,8 +80,9 @@ class InTurn(RoundOrder):
         ticks += self._chunk * number + self._linear[verify_tokens + new] + self._head[verify_tokens + completing]
         if num_decodes:
             ticks += self.target.attention(num_decodes, verify_tokens, True).at(context_tokens)
-        if ticks < self._launch:
-            ticks = self._launch
+        least = self._launch if verify_tokens + new <= self._largest else self.target.least(verify_tokens + new, True)
+        if ticks < least:
+            ticks = least
         if depth:
             drafting = num_decodes + completing
             if drafting:
@@ -121,12 +123,13 @@ class Beside(RoundOrder):
         tokens = self._verified(num_decodes, verify_tokens, depth)
         ticks = target.beside_chunks(num_decodes, tokens, context_tokens - max(0, verify_tokens - tokens))
         verify = -(-ticks // replicas) + target.chunks(tokens, chunks, completing)
-        verify = max(verify, -(-target.launch[True] // replicas))
+        new = sum(new for _, new in chunks)
+        verify = max(verify, -(-target.least(tokens + new, True) // replicas))
         if not depth:
             return verify
         context = context_tokens + depth * replicas * num_decodes
         draft = self.drafter.ticks(num_decodes, depth, context, True)
-        draft += self.drafter.chunks(num_decodes, depth, chunks, sum(new for _, new in chunks))
+        draft += self.drafter.chunks(num_decodes, depth, chunks, new)
         return max(verify, draft + self._host(num_decodes + len(chunks), depth, True))
 
     def _verified(self, num_decodes: int, verify_tokens: int, depth: int) -> int:
@@ -174,17 +177,17 @@ class InChunks(RoundOrder):
         target, cut = self.target, self.shape.chunks
         assert cut is not None
         parts, remaining, verifies = self._parts(num_decodes, verify_tokens, depth), verify_tokens, []
-        more = target.chunks(parts[0], chunks, completing)
+        more, new = target.chunks(parts[0], chunks, completing), sum(new for _, new in chunks)
         for part in parts:
             remaining -= part
             ticks = target.beside_chunks(num_decodes, part, context_tokens - remaining) + more
-            verifies.append(max(ticks, target.launch[True]))
-            more = 0
+            verifies.append(max(ticks, target.least(part + new, True)))
+            more, new = 0, 0
         if not depth:
             return verifies[-1]
         context = context_tokens - verify_tokens + depth * num_decodes
         drafts = [self.drafter.ticks(num_decodes, depth, context, True, i) for i in range(len(parts))]
-        drafts[0] += self.drafter.chunks(num_decodes, depth, chunks, sum(new for _, new in chunks))
+        drafts[0] += self.drafter.chunks(num_decodes, depth, chunks, sum(tokens for _, tokens in chunks))
         ticks = verifies[-1] + drafts[0]
         for draft, verify in zip(drafts[1:], verifies[:-1], strict=True):
             ticks += max(math.ceil(draft / cut.draft_share), math.ceil(verify / cut.verify_share))

@@ -47,7 +47,7 @@ class TargetPasses:
     def __init__(self, tables: StepTables) -> None:
         self.tables = tables
         self.launch = [to_ticks(tables.scale(mixed) * tables.model.launch_s[mixed]) for mixed in (False, True)]
-        """Least ticks of a pass, without and with chunks."""
+        """Least ticks of a pass that is no larger than the largest graph, without and with chunks."""
         self._attention = WideAttention(tables)
         self._lines: dict[tuple[int, int, bool], TickLine] = {}
 
@@ -74,7 +74,13 @@ class TargetPasses:
         shared = self.tables.shared
         saved = shared.ticks(num_decodes, verify_tokens) if shared is not None else 0
         line = line.plus(pure.linear[verify_tokens] - saved)
-        return line.or_larger(TickLine.flat(self.launch[False])) if self.launch[False] else line
+        least = self.least(verify_tokens, False)
+        return line.or_larger(TickLine.flat(least)) if least else line
+
+    def least(self, num_tokens: int, mixed: bool) -> int:
+        """Return the least ticks of a pass over `num_tokens` tokens: those of launching its kernels without a graph."""
+        launch = self.launch[mixed]
+        return launch if num_tokens <= self.tables.largest_graph else max(launch, self.tables.large[mixed])
 
     def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:
         """Ticks of a pass in a step with chunks, without the chunks' own part and without its least ticks."""
@@ -181,6 +187,6 @@ class DraftPasses:
         tokens = min(sequences * width, len(tables.linear) - 1)
         ticks = self._attention.ticks(width, sequences, mixed)
         ticks = ticks + tables.linear[tokens] + tables.head[min(samples, len(tables.head) - 1)]
-        launch = to_ticks(scale * self.tables.model.launch_s[mixed])
+        launch = to_ticks(scale * self.tables.model.least_s(sequences * width, mixed))
         joins = round(scale * self._join[tokens]) if self._join else 0
         return np.maximum(ticks, launch) + joins

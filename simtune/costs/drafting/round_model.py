@@ -11,8 +11,8 @@ with the token that follows what is already certain:
     block drafter        one step over all draft tokens of a sequence
 
 The host prepares a round once; asynchronous engines hide it behind the GPU, T = max(T_gpu, T_host), others add it,
-as for any step (`simtune.costs.iteration`). Every draft step is a CUDA graph of its own, whose launch is not counted;
-without graphs and asynchronous scheduling, the host prepares every pass of the drafter like a step.
+as for any step (`simtune.costs.iteration`). What it does for each pass of the drafter is never hidden: the time that
+the engine's release states (`draft_step_s`), or else, without graphs and asynchronous scheduling, that of a step.
 Drafters run on the tensor-parallel ranks of the target and on one pipeline stage.
 
 Known biases. To the fast side: building and re-ranking a dynamic tree, rejection sampling beyond one pass over
@@ -71,13 +71,15 @@ class RoundModel:
         gpu = self.verify_s(batch, context, verify_tokens) + self.draft_s(batch, context, draft_depth, draft_width)
         correction = self._target.correction(with_chunks=False)
         host = self._target.host_s(batch)
-        hides = self._pool.async_scheduling and not (draft_depth and self._drafter.awaited)
-        if not self._pool.cuda_graphs and not hides:
-            host *= 1 + self._drafter.passes(draft_depth)
+        hides = self._pool.async_scheduling and not (draft_depth and self._pool.awaits(self._drafter))
+        passes = self._drafter.passes(draft_depth)
+        if self._target.host.draft_step_s is None and not self._pool.cuda_graphs and not hides:
+            host *= 1 + passes
         if correction is not None:
             seconds = correction.scale * gpu + correction.offset_s
         else:
             seconds = max(gpu + (self._target.exposed_s(batch, hides=True) if hides else host), host)
+            seconds += self._target.drafting_s(batch, passes)
         return seconds + (batch * self._drafter.host_cost_s if draft_depth else 0.0)
 
     def verify_s(self, batch: int, context: int, tokens: int) -> float:
@@ -119,7 +121,7 @@ class RoundModel:
         gpu = self._rows(model, batch * tokens, batch * samples) + self._attention(model, batch, context, tokens)
         if model.sharing is not None and tokens > 1:
             gpu -= self._shared(model, batch * tokens, batch)
-        return max(gpu, model.launch_s[False])
+        return max(gpu, model.least_s(batch * tokens, False))
 
     def _rows_s(self, model: StepModel, tokens: int, samples: int) -> float:
         """Seconds of the calls that depend only on the numbers of tokens."""

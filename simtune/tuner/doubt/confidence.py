@@ -1,7 +1,7 @@
 """Confidence in a choice: the chosen plan and its rivals in the same redrawn worlds, and what to measure next.
 
 In each world every kind of operator, and the acceptance of drafts, is off by one error that all plans share, on the
-same requests (`simtune.sim.uncertainty`); errors drawn for each plan by itself would make the gap between two plans
+same requests (`simtune.sim.drawn_worlds`); errors drawn for each plan by itself would make the gap between two plans
 look several times less sure than it is. The value of a plan in a world is what the search looked for: the highest rate
 within the SLO that the plan could sustain there for ever, over its weight (GPUs or dollars), on one ladder of rates for
 all plans, or its value at the given load. A short run may end before requests are seen to pile up; rates above the
@@ -35,9 +35,10 @@ from simtune.costs.basis import AskedCall
 from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
+from simtune.sim.drawn_worlds import ACCEPTANCE, Blueprint, DrawnWorlds, PerturbedWorld, spreads
 from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.sim.run_basis import asked_calls
-from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval, spreads
+from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Record, Seq, Share
 from simtune.specs.plan_words import in_words
 from simtune.specs.workload import Slo
@@ -182,11 +183,11 @@ def confidence(
     if not contenders:
         raise UsageError("no plan to judge; pass the chosen plan, and its rivals after it")
     runs = [_as_chosen(c, slo, seed) for c in contenders]
-    errors = draws(worlds, seed)
+    drawn = DrawnWorlds.of(worlds, seed)
     tasks: list[_InWorld] = []
     ladder = RateLadder(contenders[0].rate_rps or 1.0, tolerance)
     for contender, run in zip(contenders, runs, strict=True):
-        tasks += _tasks(contender, spreads(contender.deployment, run), errors, slo, ladder, seed)
+        tasks += _tasks(contender, drawn.worlds(spreads(contender.deployment, run)), slo, ladder, seed)
     with executor(jobs, len(tasks)) as pool:
         worth = []
         for value in ordered_map(pool, _InWorld.run, tasks):
@@ -198,19 +199,20 @@ def confidence(
     in_doubt = {call.kind for calls in calls_by_plan for _, call in calls}
     if any(c.deployment.drafting for c in contenders):
         in_doubt.add(ACCEPTANCE)
-    verdict = judge([c.name for c in contenders], values, {name: z for name, z in errors.items() if name in in_doubt})
+    verdict = judge(
+        [c.name for c in contenders], values, {name: z for name, z in drawn.errors.items() if name in in_doubt}
+    )
     return verdict.model_copy(update={"to_measure": _with_points(verdict, contenders, calls_by_plan)})
 
 
 def _tasks(
-    c: RivalPlan, log_sd: Mapping[str, float], drawn: Mapping[str, Array], slo: Slo, ladder: RateLadder, seed: int
+    c: RivalPlan, worlds: Sequence[PerturbedWorld], slo: Slo, ladder: RateLadder, seed: int
 ) -> Iterator[_InWorld]:
     """Yield a contender in every world, with the errors that its own steps may have."""
     long_stream = c.stream if c.long_stream is None else c.long_stream
     blueprint, judged = Blueprint.of(c.deployment), (c.rate_rps, c.weight, c.worth, c.cores)
-    for i, acceptance_errors in enumerate(drawn[ACCEPTANCE].tolist()):
-        factors = {kind: math.exp(sd * float(drawn[kind][i])) for kind, sd in log_sd.items()}
-        yield _InWorld(blueprint, c.stream, long_stream, slo, judged, factors, acceptance_errors, ladder, seed)
+    for world in worlds:
+        yield _InWorld(blueprint, c.stream, long_stream, slo, judged, world, ladder, seed)
 
 
 @dataclass(frozen=True)
@@ -248,15 +250,14 @@ class _InWorld:
     long_stream: RequestStream
     slo: Slo
     judged: tuple[float | None, float, str, int | None]
-    factors: Mapping[str, float]
-    acceptance_errors: float
+    world: PerturbedWorld
     ladder: RateLadder
     seed: int
 
     def run(self) -> float:
         """Return the value of the contender in the world."""
         rate, weight, worth, cores = self.judged
-        deployment = self.blueprint.deploy(self.factors, self.acceptance_errors)
+        deployment = self.blueprint.deploy(self.world)
         sustained = sustained_rps(deployment, self.long_stream)
         if rate is not None:
             return self._highest_rate(deployment, rate, cores, sustained) / weight

@@ -2,7 +2,7 @@
 
 A search that stops where the SLO is just kept has a probability of about a half that it is kept where the profile is
 off. With `slo: {confidence: 0.9}` every plan is judged as if all its operators took so much longer that 90 % of the
-drawn worlds (`simtune.sim.uncertainty`) take no longer. In a world, each kind of operator is off by an error of its
+drawn worlds (`simtune.sim.drawn_worlds`) take no longer. In a world, each kind of operator is off by an error of its
 own, so a step of which kind k is the share w_k takes
 
     sum_k w_k exp(s_k z_k)
@@ -19,7 +19,7 @@ import numpy as np
 
 from simtune.costs.basis import StepBasis, WeightedStep
 from simtune.costs.iteration import StepWork
-from simtune.sim.uncertainty import draws
+from simtune.sim.drawn_worlds import DrawnWorlds
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
@@ -45,15 +45,13 @@ def margin(
     `num_blocks` are the KV blocks of an instance, if they are known: no more requests decode together than they hold.
     """
     basis = StepBasis(model, hardware, pool)
-    normals = draws(WORLDS, seed)
+    drawn = DrawnWorlds.of(WORLDS, seed)
     longer = np.ones(WORLDS)
     for work in _typical_steps(pool, stream, num_blocks):
         kinds = basis.of([WeightedStep(1.0, work)])
         total = sum(float(kind.seconds.sum()) for kind in kinds.values())
-        factor = np.zeros(WORLDS)
-        for name, kind in kinds.items():
-            factor += float(kind.seconds.sum()) / total * np.exp(kind.log_sd * normals[name])
-        longer = np.maximum(longer, factor)
+        shares = {name: float(kind.seconds.sum()) / total for name, kind in kinds.items()}
+        longer = np.maximum(longer, drawn.stretch(shares, {name: kind.log_sd for name, kind in kinds.items()}))
     return float(np.quantile(longer, confidence))
 
 

@@ -6,8 +6,8 @@ rates around the chosen one (`simtune.tuner.search.rate_sweep`) gives the latenc
 little more is simulated. If the load is given, a few worlds are simulated in which all operators take e^u times as
 long. Between such knots logarithms of latencies are interpolated.
 
-In a drawn world (`simtune.sim.uncertainty`) each kind of operator is off by an error of its own. For a metric it counts
-as the world that is stretched by
+In a drawn world (`simtune.sim.drawn_worlds`) each kind of operator is off by an error of its own. For a metric it
+counts as the world that is stretched by
 
     u = log sum_k w_k exp(s_k z_k)
 
@@ -30,14 +30,15 @@ from pydantic import Field
 
 from simtune.arrays import Array
 from simtune.costs.basis import KindBasis
-from simtune.costs.iteration import KINDS
+from simtune.costs.iteration import REDRAWN_KINDS
 from simtune.results.outcome import SampledStep
 from simtune.results.result import Result, statistic_of
 from simtune.results.summary import SimulationSummary, SloLimit
 from simtune.sim.deployment import Deployment
+from simtune.sim.drawn_worlds import Blueprint, DrawnWorlds, PerturbedWorld, widest
 from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.run_basis import timed_steps
-from simtune.sim.uncertainty import ACCEPTANCE, LEVEL, Blueprint, draws, interval
+from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.tuner.doubt.draw_spread import spread
@@ -173,23 +174,16 @@ def stretches(
     result: Result,
     bases: Mapping[str, Mapping[str, KindBasis]],
     metrics: Sequence[str],
-    seed: int,
+    drawn: DrawnWorlds,
 ) -> Array:
     """Return u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of
     kinds in them."""
     steps = [*timed_steps(deployment, result)]
-    log_sd: dict[str, float] = {}
-    for kinds in bases.values():
-        for kind, basis in kinds.items():
-            log_sd[kind] = max(basis.log_sd, log_sd.get(kind, 0.0))
-    errors = draws(WORLDS, seed)
+    log_sd = widest(bases)
     rows = []
     for metric in metrics:
         shares = _shares(steps, _MADE_OF[metric]) or _shares(steps, lambda step: 1.0)
-        longer = np.full(WORLDS, 1 - sum(shares.values()))
-        for kind, share in shares.items():
-            longer += share * np.exp(log_sd.get(kind, 0.0) * errors[kind])
-        rows.append(np.log(longer))
+        rows.append(np.log(drawn.stretch(shares, log_sd, steady=1 - sum(shares.values()))))
     return np.array(rows)
 
 
@@ -264,7 +258,8 @@ def slo_probability(
     limits, seed = tuned.result.limits, tuned.question.study.seed
     if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
         return None
-    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], seed)
+    drawn = DrawnWorlds.of(WORLDS, seed)
+    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], drawn)
     rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     few = _FewWorlds(tuned, rate)
     simulated_curves = _curves(few, sweep, worlds, limits)
@@ -275,7 +270,7 @@ def slo_probability(
     of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
     of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
-    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, seed), of_draws, fortune)
+    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, drawn), of_draws, fortune)
     # If short runs do not show the miss that the search saw, the upper end uses the curves without that miss.
     most = replace(plan, curves=simulated_curves) if _unfelt(curves, simulated_curves, limits) else plan
     return SloProbability(
@@ -357,15 +352,15 @@ class _FewWorlds:
         if self.rate_rps is not None:
             slowed = self._simulated(self.tuned.deployment, stream.at_rate(self.rate_rps * longer))
             return [longer * latency for latency in slowed]
-        factors = dict.fromkeys(KINDS, longer)
-        return self._simulated(Blueprint.of(self.tuned.deployment).deploy(factors), stream)
+        factors = dict.fromkeys(REDRAWN_KINDS, longer)
+        return self._simulated(Blueprint.of(self.tuned.deployment).deploy(PerturbedWorld(factors)), stream)
 
     def fewer_kept(self) -> list[float] | None:
         """Return the same if drafts are kept less often by a standard error; None if no such error is known."""
         drafting = self.tuned.deployment.drafting.values()
         if all(item.acceptance.shifted(-1.0) == item.acceptance for item in drafting):
             return None
-        fewer = Blueprint.of(self.tuned.deployment).deploy(None, -1.0)
+        fewer = Blueprint.of(self.tuned.deployment).deploy(PerturbedWorld(acceptance_errors=-1.0))
         return self._simulated(fewer, self.tuned.result.stream)
 
     def swept(self, point: SimulationSummary) -> list[float]:
@@ -467,14 +462,14 @@ def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limit
     return bool(later) and _border(drawn, limits) >= min(later)
 
 
-def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], seed: int) -> Array:
+def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], drawn: DrawnWorlds) -> Array:
     """Return the amount to add to u of each world (columns), for each limit (rows), for drafts that are kept more or
     less often."""
-    off, fewer = draws(WORLDS, seed)[ACCEPTANCE], few.fewer_kept()
+    fewer = few.fewer_kept()
     if fewer is None:
         return np.zeros((len(curves), WORLDS))
     longer = [
         float(np.clip(curve.reached(np.array(math.log(seconds))), 0.0, curve.stretch[-1]))
         for curve, seconds in zip(curves, fewer, strict=True)
     ]
-    return np.outer(longer, -off)
+    return np.outer(longer, -drawn.acceptance)
