@@ -20,6 +20,7 @@ from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
 from simtune.sim.sampling import StepSampler
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
+from simtune.sim.token_gaps import TokenGaps
 
 
 class Connector(Protocol):
@@ -235,6 +236,7 @@ class EngineCore:
     most_tokens: int = field(default=0, init=False)  # of a step with chunks, so far
     sampler: StepSampler = field(default_factory=StepSampler, init=False)
     inbox: Inbox = field(default_factory=Inbox, init=False)
+    gaps: TokenGaps = field(default_factory=TokenGaps, init=False)
     runs_ahead: bool = field(default=False, init=False)
     """True if the core's steps end in `run_ahead` instead of `end`."""
     _single_steps: bool = field(default=False, init=False)
@@ -374,6 +376,7 @@ class EngineCore:
         lost."""
         self.inbox.unheard.clear()
         if self.step is None:
+            self.gaps.clear()
             return
         time = self.time
         over = time.over_after(now - self.started) if time.repetitions > 1 else 0
@@ -382,6 +385,7 @@ class EngineCore:
             self._account(self.started + time.total)
             self.scheduler.complete(over)
         self.step = None
+        self.gaps.clear()
         self.version += 1
         self.stepping.reset()
 
@@ -399,6 +403,7 @@ class EngineCore:
         of_step, recorder = step.chunks, self.recorder
         if of_step or step.preempted:
             recorder.note_preempted(step.preempted)
+            self.gaps.note_preempted(step.preempted, now)
             self.count_waiting()
         if of_step:
             chunks, completing, chunk_tokens = recorder.note_chunks(now, of_step)
@@ -416,6 +421,15 @@ class EngineCore:
             time.first += self.swap * moved
             time.repetitions = 1  # repetitions would not wait for the swapped blocks
 
+    def note_tokens(self, end: int) -> None:
+        """Record the times between the tokens of the running step, the last repetition of which ends at tick `end`."""
+        step = self.step
+        assert step is not None
+        # The first token of a request that has just joined follows no other token, so it ends no interval.
+        joining = sum(request.decoding for request in self.inbox.unheard)
+        decodes = max(0, step.num_decodes - step.discarded - joining)
+        self.gaps.note_step(step, self.time, self.started, end, decodes, self.recorder)
+
     def _may_jump(self, step: Step) -> bool:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
@@ -431,9 +445,7 @@ class EngineCore:
         self.busy += end - self.started
         if self.busy >= self.sampler.due:
             self.sampler.take(self.busy, step, time, end - self.started)
-        # The first token of a request that has just joined follows no other token, so it ends no interval.
-        decodes = max(0, step.num_decodes - step.discarded - len(self.inbox.unheard))
-        recorder.note_intervals(time, decodes)
+        self.note_tokens(end)
         if recorder.jumps is not None:
             waiting = self.scheduler.num_waiting + len(self.inbox.waiting)
             span, free = (self.started, end), self.scheduler.kv.free

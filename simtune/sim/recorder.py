@@ -67,6 +67,18 @@ class Recorder:
         elif decodes:
             self.rows.append((time.first, time.slope, time.repetitions, decodes))
 
+    def note_gap(self, ticks: int, requests: int) -> None:
+        """Record the time between two tokens of each of some requests."""
+        if requests:
+            self.rows.append((ticks, 0, 1, requests))
+
+    def note_rest(self, time: JumpTime, decodes: int) -> None:
+        """Record the times between tokens of a jump without its first repetition."""
+        if time.ends is not None:
+            self.note_listed([end - time.ends[0] for end in time.ends[1 : time.repetitions]], decodes)
+        else:
+            self.rows.append((time.first + time.slope, time.slope, time.repetitions - 1, decodes))
+
     def note_preempted(self, requests: Iterable[Request]) -> None:
         """Count a preemption of each of the requests."""
         for request in requests:

@@ -14,7 +14,7 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
     """
     agenda, recorder, sampler, time, timer = core.agenda, core.recorder, core.sampler, core.time, core.timer
     heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
-    complete, schedule, step = core.scheduler.complete, core.scheduler.schedule, core.step
+    complete, schedule, step, gaps = core.scheduler.complete, core.scheduler.schedule, core.step, core.gaps
     agenda.hold(None)  # so that the heap alone shows what comes first
     while step is not None:
         repetitions = time.repetitions
@@ -22,8 +22,8 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
         core.busy += now - core.started
         if core.busy >= sampler.due:
             sampler.take(core.busy, step, time, now - core.started)
-        if time.ends is not None:
-            recorder.note_listed(time.ends[:repetitions], step.num_decodes - step.discarded)
+        if gaps.waiting or step.chunks or time.ends is not None:
+            core.note_tokens(now)
         elif decodes := step.num_decodes - step.discarded:
             note((time.first, time.slope, repetitions, decodes))
         progress = complete(repetitions)
