@@ -86,7 +86,7 @@ class _Models(NamedTuple):
         step_model = StepModel(model, hardware, pool, factors=factors)
         corrected = any(operator.residual or operator.curves for operator in hardware.operators.values())
         # With feed-forward blocks on other devices attention may add no time: no ratio can interpolate zeros.
-        if not corrected or pool.parallelism.afd is not None:
+        if not corrected or pool.studied.afd is not None:
             return cls(step_model, step_model)
         nothing = {"residual": None, "curves": ()}
         operators = {key: operator.model_copy(update=nothing) for key, operator in hardware.operators.items()}

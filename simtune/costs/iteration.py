@@ -117,9 +117,9 @@ def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
     graphs."""
     if pool.cuda_graphs:
         return 0.0
-    if pool.runtime is None:
+    if pool.studied.runtime is None:
         return LAUNCH_S * kernels
-    return pool.runtime.kernels_per_layer * model.num_layers * pool.runtime.launch_s
+    return pool.studied.runtime.kernels_per_layer * model.num_layers * pool.studied.runtime.launch_s
 
 
 class StepModel:
@@ -140,7 +140,7 @@ class StepModel:
         profile: Profile | None = None,
     ) -> None:
         model = model.with_weights(pool.weight_dtype)
-        check_parallelism(model, pool.parallelism)
+        check_parallelism(model, pool)
         full_model, model = model, attention_side(model, pool)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(

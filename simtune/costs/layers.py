@@ -28,7 +28,7 @@ from simtune.specs.model import (
     NoAttention,
     SlidingAttention,
 )
-from simtune.specs.pool import KvPolicy
+from simtune.specs.research import KvPolicy
 
 PRODUCTS = "products"
 """Name of a layer's matrix products among what its attention includes."""

@@ -249,10 +249,10 @@ def kv_capacity(
     Infeasible if not even one block is left for requests; the message states how much is missing and what would help.
     """
     model = model.with_weights(pool.weight_dtype)
-    check_parallelism(model, pool.parallelism)
+    check_parallelism(model, pool)
     last = pool.parallelism.pp - 1
     ranks = []
-    attention_model = model if pool.parallelism.afd is None else model.without_feed_forward()
+    attention_model = model if pool.studied.afd is None else model.without_feed_forward()
     for stage in range(pool.parallelism.pp):
         overhead_bytes = other_bytes(attention_model, pool, last_stage=stage == last, version=version)
         weights = (
@@ -288,10 +288,10 @@ def _rank(
     """Return one rank of a stage whose weights and other memory are `taken`; windows are counted the better way."""
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-    stored_share = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
+    stored_share = 1.0 if pool.studied.kv_policy is None else pool.studied.kv_policy.held(kv_dtype)
     # each rank stores its share of every sequence
     stored_share /= pool.parallelism.context_ranks
-    at_host = 0.0 if pool.offload is None else pool.offload.kv_cache
+    at_host = 0.0 if pool.studied.offload is None else pool.studied.offload.kv_cache
     stored_share *= 1 - at_host
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, stored_share) for limit in (None, longest)}
     # the smaller counts states alone; the difference to the larger are windows
@@ -306,19 +306,19 @@ def _rank(
 
 def _on_device(model: Model, pool: Pool) -> float:
     """Share of the weights' bytes on a device, with room for two layers of those that the host sends."""
-    if pool.offload is None:
+    if pool.studied.offload is None:
         return 1.0
-    sent = pool.offload.weights * (1 - pool.offload.computed)
-    return min(1.0, 1 - pool.offload.weights + 2 * sent / model.num_layers)
+    sent = pool.studied.offload.weights * (1 - pool.studied.offload.computed)
+    return min(1.0, 1 - pool.studied.offload.weights + 2 * sent / model.num_layers)
 
 
 def _within_host(rank: Memory, pool: Pool, at_host: float) -> Memory:
     """Limit the blocks to those that the host has memory for; all ranks store their part of a block there."""
-    assert pool.offload is not None
-    assert pool.offload.memory_gib is not None
+    assert pool.studied.offload is not None
+    assert pool.studied.offload.memory_gib is not None
     ranks = pool.parallelism.devices // pool.parallelism.pp
     block_bytes = ranks * rank.block_size * rank.kv_bytes_per_token * at_host / (1 - at_host)
-    return replace(rank, num_blocks=min(rank.num_blocks, int(pool.offload.memory_gib * GIB // block_bytes)))
+    return replace(rank, num_blocks=min(rank.num_blocks, int(pool.studied.offload.memory_gib * GIB // block_bytes)))
 
 
 def _counted(

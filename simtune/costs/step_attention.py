@@ -42,9 +42,9 @@ class StepAttention:
         with_numbers = []
         for equal in layers:
             costs = equal.attention.costs(profile, model.dtype, kv_dtype)
-            costs = under_policy(costs, pool.kv_cache.policy, kv_dtype)
+            costs = under_policy(costs, pool.studied.kv_policy, kv_dtype)
             if pool.parallelism.context_ranks > 1:
-                ranks = ContextRanks.of(pool.parallelism, profile, model.dtype, kv_dtype)
+                ranks = ContextRanks.of(pool, profile, model.dtype, kv_dtype)
                 costs = across_ranks(costs, equal.attention, ranks)
             with_numbers.append((equal.number, costs))
         return cls(with_numbers, decode_factor, prefill_factor)

@@ -13,6 +13,7 @@ from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import HostTimes, Pool
+from simtune.specs.research import Research
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
@@ -27,13 +28,9 @@ def unsupported_settings(pool: Pool) -> Iterator[str]:
     """Yield the settings of a pool that are only simulated: no engine can be given them."""
     settings = (
         ("overlap", pool.overlap),
-        ("runtime", pool.runtime),
-        ("kv_cache.policy", pool.kv_cache.policy),
-        ("offload", pool.offload),
-        ("parallelism.afd", pool.parallelism.afd),
         ("parallelism.cp", pool.parallelism.cp),
         ("parallelism.expert_replicas", pool.parallelism.expert_replicas),
-        ("parallelism.expert_locality", pool.parallelism.expert_locality),
+        *((f"research.{key}", getattr(pool.studied, key)) for key in Research.model_fields),
     )
     for key, value in settings:
         if value is not None:

@@ -198,7 +198,7 @@ class Vllm(Emitter):
         }
         written = written_by(*of.values())
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, SERVER)
-        if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
+        if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
             files["engine/router.sh"] = router_script(plan, devices_per_node, written, _proxy)
         files |= deployment_file(
             plan,
