@@ -56,7 +56,8 @@ def fit_curve(at: Mapping[str, float], x: Array, measured: Array, resolution_s: 
     bends = _STIFFNESS * np.sqrt(len(x)) * np.diff(np.eye(count), 2, axis=0)
     scale = np.hypot(_SCALE, resolution_s / np.sqrt(12) / measured)
     weight = 1 / scale
-    for _ in range(_REWEIGHTINGS):  # soft-L1 by reweighted least squares
+    # Soft-L1 by reweighted least squares.
+    for _ in range(_REWEIGHTINGS):
         system = np.vstack([hats * weight[:, None], bends])
         level = np.linalg.lstsq(system, np.concatenate([log_t * weight, np.zeros(len(bends))]), rcond=None)[0]
         deviation = (hats @ level - log_t) / scale

@@ -169,11 +169,13 @@ def _fit(
     if lines and form.curve is not None and not form.curve.exact_only:
         interval = _curve_interval(lines, table)
     else:
+        # Points that the residual never saw are needed to tell how far off it is.
         rows, calibration_rows = _kept_back(table, setting)
         process = _fit_process(rows, base, setting) if len(rows) >= _FEWEST else None
         if process is None:
             interval = _flat_interval(np.log(table.seconds / _base_of(table, base, setting)))
         else:
+            # Only some points of the process are stored: intervals must hold for what will be read back.
             stored_process = _condensed(process, rows, base, setting)
             residual, arrays = stored_process.spec(table.key)
             sheet = flops_per_s, bytes_per_s

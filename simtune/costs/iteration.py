@@ -217,7 +217,8 @@ class StepModel:
     def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._cp > 1:
-            tokens = np.ceil(tokens / self._cp)  # each rank has its share of the tokens
+            # Each rank has its share of the tokens.
+            tokens = np.ceil(tokens / self._cp)
         return padded_tokens(tokens) if self._pool.cuda_graphs else tokens
 
     def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
@@ -255,6 +256,7 @@ class StepModel:
         if self._apart is not None:
             return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
         if self._host is not None and self._host.per_context_s:
+            # Both sides attend at once, and the step waits for the slower one.
             on_device = np.maximum(1.0, self._host.on_device * context)
             attention = self.attention.decode(num_decodes, on_device, width, chunk)
             return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))

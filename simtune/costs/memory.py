@@ -139,6 +139,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
+            # Experts are spread over all groups with data-parallel attention; each group holds everything else.
             ranks = tp * parallelism.attention_dp
             num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
             experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
@@ -149,6 +150,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
             total += routed.values * (inputs + 1) * hidden * width + routed.scale * (inputs * width + last)
             shared = feed_forward.shared_intermediate_size
             total += dense.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
+            # The router is not divided: every rank routes its own tokens.
             total += plain * hidden * feed_forward.experts
         elif isinstance(feed_forward, DenseFeedForward):
             total += dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
@@ -228,7 +230,8 @@ def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
     width = width if expert_parallel else width // (tp * groups)
     visits = feed_forward.experts_per_token * (
         1 / tp if expert_parallel else groups
-    )  # slices see the tokens of all groups
+        # Slices see the tokens of all groups.
+    )
     workspace = visits * (max(inputs * width, hidden) + width)
     return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 
@@ -333,6 +336,7 @@ def _counted(
     kv_cache = pool.kv_cache
     weights, overhead_bytes = taken
     total, share = hardware.device.memory_bytes, kv_cache.memory_utilization
+    # TensorRT-LLM takes its share of what weights and all else leave; vLLM and SGLang pay these out of their share.
     if kv_cache.memory_utilization_of == "free":
         available = share * (total - weights - overhead_bytes)
     else:
@@ -347,6 +351,7 @@ def _counted(
     else:
         per_token = per_token or sum(per_sequence) / kv_cache.block_size
         blocks = int(kv_bytes // (kv_cache.block_size * per_token))
+    # The count of an engine's own log is better than any accounting.
     if kv_cache.num_blocks is not None:
         blocks = kv_cache.num_blocks
         kv_bytes = blocks * kv_cache.block_size * per_token

@@ -184,7 +184,8 @@ def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None
         return None
     raw = np.stack([by_name[name] for name in names], axis=-1)
     centre, spread = _short(raw.mean(0)), _short(raw.std(0))
-    x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)  # as it will be stored
+    # As it will be stored.
+    x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)
     z = np.clip(z, -CLIP, CLIP)
     hyper = _most_likely(x, z, None if like is None or like.names != names else like.rescaled(spread))
     clamp = _short(np.quantile(z, _CLAMP))

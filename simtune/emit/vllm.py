@@ -347,7 +347,8 @@ def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
     dtype = pool.kv_cache.dtype
     if dtype is None or dtype == (model.kv_dtype or model.dtype):
         return "auto"
-    if dtype == model.dtype == "bf16":  # where the checkpoint asks for another
+    # Where the checkpoint asks for another.
+    if dtype == model.dtype == "bf16":
         return "bfloat16"
     return dtype if dtype == "fp8" else None
 

@@ -108,6 +108,7 @@ class VllmFcfs(BatchScheduler):
 
     def _longest_now(self) -> int:
         """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
+        # Late arrivals count as waiting, as they do in the engine when it schedules.
         alone = self.num_running + self.num_waiting == 1
         return self.max_model_len if alone else self.long_prefill_token_threshold
 
@@ -159,6 +160,7 @@ class VllmFcfs(BatchScheduler):
         batch, extra_slots, ended = self.decoding, self._needs.extra_slots, self._settling.ended
         token_budget = self.max_num_batched_tokens
         scheduled: dict[Request, Scheduled] = {}
+        # Requests that have ended unknown to the engine hold blocks and may be its victims.
         in_order = sorted([*batch, *ended, *self.prefilling], key=attrgetter("seat"))
         running = dict.fromkeys(in_order)
         for request in in_order:
@@ -170,6 +172,7 @@ class VllmFcfs(BatchScheduler):
             if not wanted_tokens and batch.rests:
                 continue
             num_tokens = min(wanted_tokens, token_budget - extra_slots)
+            # The budget cuts drafts, never the certain token, as long as any is left.
             if num_tokens < wanted_tokens and request.decoding:
                 batch.cut(request, num_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
@@ -231,6 +234,7 @@ class VllmFcfs(BatchScheduler):
         hit, hit_blocks = NO_HIT, 0
         while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
             request = waiting[0]
+            # Inlined for speed: the property `known_tokens` would be called in every step of a queue that waits.
             known_tokens, past = request.prompt_tokens + request.emitted, request.computed
             room = kv.free - (self.watermark_blocks if num_running else 0)
             if caches:

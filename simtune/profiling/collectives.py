@@ -115,7 +115,8 @@ def _call(name: str, rank: int, devices: int, data: Tensor) -> Callable[[], Any]
     if name == "all_gather":
         part = data[: len(data) // devices].clone()
         gathered = data.new_empty(len(part) * devices)
-        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
+        # Its older name.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         return partial(gather, gathered, part)
     if rank > 1:
         return lambda: None

@@ -145,7 +145,8 @@ class TorchRig(TorchDevice):
             self._timer, self._eager = CudaGraph(), CudaEvents()
             x = self._operands.fresh((4096, 4096), "bf16")
             spent = 0.0
-            while spent < _GPU_WARM_UP_S:  # until clocks have risen
+            # Until clocks have risen.
+            while spent < _GPU_WARM_UP_S:
                 spent += 20 * self._eager.sample([lambda: x @ x], 0, 20).seconds
         else:
             x = self._operands.fresh((256, 256), "fp32")
@@ -225,9 +226,11 @@ class TorchRig(TorchDevice):
             if self._eager is None:
                 raise
             torch.cuda.synchronize()
-            measured = measure(self._eager, calls)  # calls that wait for the host cannot be captured
+            # Calls that wait for the host cannot be captured.
+            measured = measure(self._eager, calls)
         if measured.timer == "wall" and measured.clean < BUSY / 2:
-            self._timer = CpuThread()  # the machine has become busy, and may stay so
+            # The machine has become busy, and may stay so.
+            self._timer = CpuThread()
             measured = measure(self._as_in_a_model(task), calls)
         if measured.timer == "graph" and self._eager is not None:
             measured = replace(measured, eager=measure(self._eager, calls).seconds)

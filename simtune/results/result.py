@@ -209,6 +209,7 @@ class Result(RequestTimes, RunStatistics):
         """Return the finite values of one of METRICS, of one class or of all; for `family` one value per family."""
         column: Array = getattr(self, metric + "_s")
         if metric == "family":
+            # Every request of a family has the latency of the family: one of each is enough.
             column = column[:: max(1, len(column) // max(1, len(self.outcome.family_end)))]
             return column[np.isfinite(column)]
         return column[self._of_class(np.isfinite(column), request_class)]

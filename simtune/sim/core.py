@@ -59,8 +59,10 @@ class KvConnector:
     def left_to_send(self, blocks: int, computing: int) -> int:
         """Return the bytes left to send after the prompt is done, if computing it took `computing` ticks."""
         size = blocks * self.block_bytes
+        # Sent as a whole, nothing leaves before the prompt is done.
         if self.layers == 1:
             return size
+        # The last layer is computed last, so at least its share is left to send.
         return max(-(-size // self.layers), size - self.link.bytes_within(computing))
 
 
@@ -138,6 +140,7 @@ class Inbox:
         while self.waiting and scheduler.expect(self.waiting[0].request):
             transfer = self.waiting.popleft()
             transfer.sending = True
+            # The request has its seat from now on, though its KV cache is still to come.
             recorder.waiting -= 1
             begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
             agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
@@ -376,6 +379,7 @@ class EngineCore:
         if self.step is None:
             return
         time = self.time
+        # Tokens of finished repetitions have left the engine: clients have them, whatever happens to the instance.
         over = time.over_after(now - self.started) if time.repetitions > 1 else 0
         if over:
             time.repetitions = over
@@ -409,12 +413,14 @@ class EngineCore:
             most = step.repeat
             self.timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
         if self.inbox.unheard:
-            time.repetitions = 1  # it ends with the first tokens of requests that have joined
+            # It ends with the first tokens of requests that have joined.
+            time.repetitions = 1
         if step.part != (0, 1):
             time.first = self.timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
             time.first += self.swap * moved
-            time.repetitions = 1  # repetitions would not wait for the swapped blocks
+            # Repetitions would not wait for the swapped blocks.
+            time.repetitions = 1
 
     def _may_jump(self, step: Step) -> bool:
         """True if repetitions of a step may be run in one event."""

@@ -211,7 +211,8 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # the dashboard listens on any free port
+                # The dashboard listens on any free port.
+                dashboard_address="127.0.0.1:0",
                 silence_logs=logging.ERROR,
             ) as local_cluster,
             Client(local_cluster) as client,

@@ -304,7 +304,8 @@ class DecodeAttention(_GroupedHeads):
         logs = super().features(x, setting) | _head_features(x)
         logs["wide group"] = np.where(x["heads"] > _WIDEST_GROUP * x["kv_heads"], 1.0, 0.0)
         logs["no group"] = np.where(x["heads"] == x["kv_heads"], 1.0, 0.0)
-        if setting.processors > 1:  # a GPU splits them as they fill it
+        # A GPU splits them as they fill it.
+        if setting.processors > 1:
             pairs = x["batch"] * x["kv_heads"]
             keys = pairs * np.minimum(x["window"], x["context"])
             logs |= self._work(x, setting) | {

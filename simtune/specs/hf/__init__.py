@@ -113,9 +113,11 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         "notes": config.notes,
         **formats.of_model,
     }
+    # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
     layers = zip(attention, feed_forward, formats.of_attention, strict=True)
+    # Equal neighbours only: the order of layers decides what a pipeline stage holds.
     spec["layers"] = [
         {"count": len(list(equal)), "attention": mixing, "feed_forward": behind}
         | ({} if projections is None else {"attention_dtype": projections})
