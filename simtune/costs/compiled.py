@@ -96,8 +96,10 @@ class _Models(NamedTuple):
     def dense(self, seconds: Callable[[StepModel, Array], Array], x: Array) -> Array:
         """Seconds at all x: the plain model's, times the ratio of the step model to it at knots among the x."""
         plain = seconds(self.plain, x)
+        # Nothing corrects the base, so there is no ratio to interpolate.
         if self.plain is self.model:
             return plain
+        # A residual costs far more than the base, so it is evaluated at knots only.
         at = sizes(x)
         at_knots = seconds(self.plain, at)
         positive = at_knots > 0
@@ -135,6 +137,7 @@ class DecodeTable:
         contexts = self._contexts
         ticks = self.at_knots(num_decodes)
         starts = contexts.astype(np.int64) * num_decodes
+        # Knots on a line are dropped: rows are searched in every step, and fewer entries are found sooner.
         at_bends = bends(starts, ticks)
         starts, ticks = starts[at_bends], ticks[at_bends]
         # Rounded down, so that no segment ends above the knot at its end.
@@ -146,6 +149,7 @@ class DecodeTable:
     def at_knots(self, num_decodes: int) -> Ints:
         """Ticks at all contexts."""
         block, row = divmod(num_decodes - 1, _BLOCK)
+        # A block at a time: one call of the model for many rows costs little more than one for a row.
         if block not in self._blocks:
             first = 1 + block * _BLOCK
             numbers = np.arange(first, min(first + _BLOCK, self._max_num_seqs + 1), dtype=np.float64)

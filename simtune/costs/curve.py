@@ -18,7 +18,8 @@ MAX_KNOTS = 12
 FEWEST = 4
 """Number of distinct x below which there is no curve."""
 
-_SCALE = 0.1  # deviations of 10 % and more count linearly
+# Deviations of 10 % and more count linearly.
+_SCALE = 0.1
 # weight of a bend of one knot against its neighbours relative to a deviation
 _STIFFNESS = 0.02
 _REWEIGHTINGS = 20

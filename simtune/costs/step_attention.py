@@ -42,6 +42,7 @@ class StepAttention:
         with_numbers = []
         for equal in layers:
             costs = equal.attention.costs(profile, model.dtype, kv_dtype)
+            # First what a rank keeps of the cache, then its share of the ranks: both scale the same bytes.
             costs = under_policy(costs, pool.studied.kv_policy, kv_dtype)
             if pool.parallelism.context_ranks > 1:
                 ranks = ContextRanks.of(pool, profile, model.dtype, kv_dtype)

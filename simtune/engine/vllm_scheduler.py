@@ -114,6 +114,7 @@ class VllmFcfs(BatchScheduler):
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
+        # Several prompts may be in prefill then, so budget and blocks are asked for all of them.
         if self._overtakes and self.prefilling:
             return self._schedule_many_prompts()
         batch, kv, extra_slots = self.decoding, self.kv, self._needs.extra_slots
@@ -243,6 +244,7 @@ class VllmFcfs(BatchScheduler):
                 past += hit_blocks * block_size
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
+            # Of the whole prompt, not of its rest: what is found in the cache has blocks as well.
             all_blocks = -(-known_tokens // block_size)
             # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
             if all_blocks * self.scheduler_reserve_full_isl > room:

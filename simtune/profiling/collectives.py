@@ -98,7 +98,8 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
             spent = (now() - start) / int(count)
             if sample >= 0:
                 seconds.append(spent)
-            else:  # all ranks use the repetitions of the first one
+            # All ranks use the repetitions of the first one.
+            else:
                 count = torch.tensor([max(1.0, min(200.0, _SAMPLE_S / spent))]).to(kind)
                 distributed.broadcast(count, 0)
         if rank == 0:

@@ -50,7 +50,8 @@ class CudaEvents:
     name = "events"
     shortest_s = 3e-4
     warm_up_s = WARM_UP_S
-    _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
+    # About a millisecond: longer than launching the calls of a short sample.
+    _WAIT_CYCLES = 2_000_000
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
         """See `Timer`; disturbances of a GPU cannot be detected."""
@@ -173,7 +174,8 @@ class TorchRig(TorchDevice):
                 calls = kernels.calls(trial, self._operands, self._kernel_of(trial.kind, name))
                 times[name] = measure(self._as_in_a_model(trial), calls).seconds
             except (RuntimeError, TypeError, AttributeError, ValueError):
-                continue  # no such kernel here
+                # No such kernel here.
+                continue
         if not times:
             raise SimtuneError(f"{self.name}: no kernel of torch {torch.__version__} runs {trial.operator}")
         return min(times, key=times.__getitem__)

@@ -249,6 +249,7 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self.timer = timer_for(self.costs, self.scheduler.drafting)
+        # Finding the longest context costs a look at all members, and most cost models need none.
         self.scheduler.tells_longest = self.timer.asks_longest
         self.virtual_engine = self.stepping.join(self)
 
@@ -276,7 +277,8 @@ class EngineCore:
             late, repetition = scheduler.async_scheduling, 1
             if time.repetitions > 1:
                 notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
-        else:  # at the instant when a step ends, the step that follows is dispatched already
+        # At the instant when a step ends, the step that follows is dispatched already.
+        else:
             # With asynchronous scheduling the next step is dispatched already, so it does not see the request.
             late = scheduler.async_scheduling and self.ended == now
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
@@ -285,7 +287,8 @@ class EngineCore:
         self.waiting += 1
         if not repetition:
             self.wake(now)
-        elif notices:  # if late, one more repetition of this step is dispatched already
+        # If late, one more repetition of this step is dispatched already.
+        elif notices:
             self.stepping.cut(now, self, repetition + (late and not self.stepping.shared))
         return True
 
@@ -368,6 +371,7 @@ class EngineCore:
         progress = self.scheduler.complete(self.time.repetitions)
         self.step, self.ended = None, now
         if self.inbox.unheard:
+            # Their prompt was computed elsewhere, so the scheduler does not count their first token as one.
             progress = self.inbox.heard(progress, self.scheduler)
         if progress.first_token or progress.finished:
             deliver(now, self, progress)

@@ -149,6 +149,7 @@ class World:
         }
         if self._control is not None:
             self._control.begin(self._agenda, self._availability)
+            # A controller looks now and then; without one the agenda has no such events.
             handlers[LOOK] = self._control.look
         return handlers
 

@@ -118,6 +118,7 @@ class Research(Part):
 
     def on_other_devices(self) -> Research:
         """Return the settings of the devices that `afd` adds: attention and sequences are not theirs."""
+        # Runtime and offload are those of the engine, which runs on both kinds of devices.
         return self.model_copy(update={"afd": None, "cp_ring": None, "expert_locality": None})
 
 
