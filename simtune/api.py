@@ -379,6 +379,7 @@ def load_question(
     study = study.model_copy(update={"fixed": tuple(fixed_pools)})
     study, profiles = _hardware_of(study, hardware, folder, engine)
     if model is not None:
+        # Plans and certificates name the model that was searched, not that of the file.
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.drafters)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))

@@ -24,7 +24,8 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import Batching, KvCache, Pool, Runtime
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.specs.research import Research, Runtime
 from simtune.validation.servers import torch_engine as engine
 from simtune.validation.servers.engine_clocks import WallClock
 from simtune.validation.servers.executed_scheduler import MeasuredStep
@@ -145,7 +146,7 @@ def deployed(model: Model, hardware: Hardware, graphs: bool, kernels: int, launc
     launched: dict[str, Any] = (
         {"prompt_launch_s": kernels * launch_s}
         if graphs
-        else {"runtime": Runtime(kernels_per_layer=kernels, kernel_floor_s=0.0, launch_s=launch_s)}
+        else {"research": Research(runtime=Runtime(kernels_per_layer=kernels, kernel_floor_s=0.0, launch_s=launch_s))}
     )
     pool = Pool(
         hardware=hardware.name,

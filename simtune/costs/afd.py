@@ -27,7 +27,8 @@ from simtune.errors import Infeasible
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward, NoAttention
-from simtune.specs.pool import Afd, Parallelism, Pool
+from simtune.specs.pool import Parallelism, Pool
+from simtune.specs.research import Afd
 
 
 class BatchPart(NamedTuple):
@@ -47,13 +48,15 @@ class BatchPart(NamedTuple):
 
 def attention_side(model: Model, pool: Pool) -> Model:
     """Return the part of a model on the attention devices: all of it, unless its feed-forward blocks are elsewhere."""
-    return model if pool.parallelism.afd is None else model.without_feed_forward()
+    return model if pool.studied.afd is None else model.without_feed_forward()
 
 
 def feed_forward_pool(pool: Pool, devices: int) -> Pool:
     """Return a pool of the devices of the feed-forward blocks, as one group each, that share whole experts."""
     parallelism = Parallelism(attention_dp=devices, expert_parallel=True)
-    return pool.model_copy(update={"parallelism": parallelism, "overlap": None})
+    return pool.model_copy(
+        update={"parallelism": parallelism, "overlap": None, "research": pool.studied.on_other_devices()}
+    )
 
 
 def without_attention(model: Model) -> Model:
@@ -69,7 +72,7 @@ class FeedForwardDevices:
     @classmethod
     def of(cls, model: Model, hardware: Hardware, pool: Pool, profile: Profile) -> Self | None:
         """Return the devices of a pool; None if its feed-forward blocks are not on devices of their own."""
-        afd = pool.parallelism.afd
+        afd = pool.studied.afd
         return None if afd is None else cls(afd, model, hardware, pool, profile)
 
     def __init__(self, afd: Afd, model: Model, hardware: Hardware, pool: Pool, profile: Profile) -> None:

@@ -86,7 +86,7 @@ class _Models(NamedTuple):
         step_model = StepModel(model, hardware, pool, factors=factors)
         corrected = any(operator.residual or operator.curves for operator in hardware.operators.values())
         # With feed-forward blocks on other devices attention may add no time: no ratio can interpolate zeros.
-        if not corrected or pool.parallelism.afd is not None:
+        if not corrected or pool.studied.afd is not None:
             return cls(step_model, step_model)
         nothing = {"residual": None, "curves": ()}
         operators = {key: operator.model_copy(update=nothing) for key, operator in hardware.operators.items()}
@@ -96,8 +96,10 @@ class _Models(NamedTuple):
     def dense(self, seconds: Callable[[StepModel, Array], Array], x: Array) -> Array:
         """Seconds at all x: the plain model's, times the ratio of the step model to it at knots among the x."""
         plain = seconds(self.plain, x)
+        # Nothing corrects the base, so there is no ratio to interpolate.
         if self.plain is self.model:
             return plain
+        # A residual costs far more than the base, so it is evaluated at knots only.
         at = sizes(x)
         at_knots = seconds(self.plain, at)
         positive = at_knots > 0
@@ -135,6 +137,7 @@ class DecodeTable:
         contexts = self._contexts
         ticks = self.at_knots(num_decodes)
         starts = contexts.astype(np.int64) * num_decodes
+        # Knots on a line are dropped: rows are searched in every step, and fewer entries are found sooner.
         at_bends = bends(starts, ticks)
         starts, ticks = starts[at_bends], ticks[at_bends]
         # Rounded down, so that no segment ends above the knot at its end.
@@ -146,6 +149,7 @@ class DecodeTable:
     def at_knots(self, num_decodes: int) -> Ints:
         """Ticks at all contexts."""
         block, row = divmod(num_decodes - 1, _BLOCK)
+        # A block at a time: one call of the model for many rows costs little more than one for a row.
         if block not in self._blocks:
             first = 1 + block * _BLOCK
             numbers = np.arange(first, min(first + _BLOCK, self._max_num_seqs + 1), dtype=np.float64)
@@ -250,9 +254,11 @@ def compile_tables(
     models, seqs = _Models.of(model, hardware, pool, factors), pool.batching.max_num_seqs
     step_model = models.model
     entries = max_model_len + 3 * max(pool.batching.max_num_batched_tokens, width * seqs)
+    # Refused before it is allocated: contexts of many millions of tokens would take all memory of the machine.
     room.need(entries * _ENTRY_BYTES, f"step costs up to max_model_len {max_model_len:,}", "lower max_model_len")
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
+    # Steps with prompts need a table of their own if a log corrected them apart, or if it depends on them what hides.
     separate = differs or step_model.overlaps
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)
     mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if separate else _launched(pure, models, pool)
@@ -265,6 +271,7 @@ def compile_tables(
     overhead_s = step_model.attention.chunk_overhead_s
     lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
     prefill = models.dense(lambda model, x: model.attention.prefill(x) + overhead_s, lengths) - overhead_s
+    # A chunk is a difference of this column, and must not be negative: a residual may make longer prompts faster.
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)

@@ -20,7 +20,7 @@ from simtune.arrays import Array
 from simtune.costs.layers import AttentionCosts, AttentionLayer
 from simtune.costs.predict import Profile
 from simtune.specs.base import DTYPE_BYTES
-from simtune.specs.pool import Parallelism
+from simtune.specs.pool import Pool
 
 
 class ContextRanks(NamedTuple):
@@ -38,9 +38,10 @@ class ContextRanks(NamedTuple):
     directions: int
 
     @classmethod
-    def of(cls, parallelism: Parallelism, profile: Profile, dtype: str, kv_dtype: str) -> Self:
+    def of(cls, pool: Pool, profile: Profile, dtype: str, kv_dtype: str) -> Self:
         """Return the ranks of a plan; between nodes by the data sheet's link, since collectives were measured in one
         node."""
+        parallelism = pool.parallelism
         cp = parallelism.context_ranks
         across = parallelism.tp * cp > profile.hardware.device.devices_per_node
         sends = profile.predictor("send_recv", dtype, variant="inter_node" if across else None)
@@ -59,7 +60,7 @@ class ContextRanks(NamedTuple):
             def collect(size: Array) -> Array:
                 return gather.seconds(devices=cp, bytes=size) + scatter.seconds(devices=cp, bytes=size)
 
-        directions = 2 if parallelism.cp_ring == "both_ways" else 1
+        directions = 2 if pool.studied.cp_ring == "both_ways" else 1
         return cls(cp, send, collect, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype], directions)
 
 

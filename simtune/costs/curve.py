@@ -18,7 +18,8 @@ MAX_KNOTS = 12
 FEWEST = 4
 """Number of distinct x below which there is no curve."""
 
-_SCALE = 0.1  # deviations of 10 % and more count linearly
+# Deviations of 10 % and more count linearly.
+_SCALE = 0.1
 # weight of a bend of one knot against its neighbours relative to a deviation
 _STIFFNESS = 0.02
 _REWEIGHTINGS = 20
@@ -56,7 +57,8 @@ def fit_curve(at: Mapping[str, float], x: Array, measured: Array, resolution_s: 
     bends = _STIFFNESS * np.sqrt(len(x)) * np.diff(np.eye(count), 2, axis=0)
     scale = np.hypot(_SCALE, resolution_s / np.sqrt(12) / measured)
     weight = 1 / scale
-    for _ in range(_REWEIGHTINGS):  # soft-L1 by reweighted least squares
+    # Soft-L1 by reweighted least squares.
+    for _ in range(_REWEIGHTINGS):
         system = np.vstack([hats * weight[:, None], bends])
         level = np.linalg.lstsq(system, np.concatenate([log_t * weight, np.zeros(len(bends))]), rcond=None)[0]
         deviation = (hats @ level - log_t) / scale

@@ -147,6 +147,7 @@ def _moved(
         }
     )
     expected = _expected_error(key, profile, facts, errors)
+    # Nothing was measured on this device: transfers between two measured ones say how far off such a fit is.
     hold_out: tuple[HoldOut, ...] = ()
     if expected.error.max is not None and expected.error.points is not None:
         hold_out = (

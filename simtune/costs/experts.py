@@ -87,7 +87,7 @@ class Experts:
         self._kernel, self._most_flops_per_s = profile.predictor("moe", self._weights), pool.expert_flops_per_s
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp
         self._whole = parallelism.expert_parallel
-        self._locality = parallelism.expert_locality or 0.0
+        self._locality = pool.studied.expert_locality or 0.0
         self._ranks = self._tp * self._groups
         self._ep = self._ranks if self._whole else 1
         self._placed = _placed(feed_forward, parallelism.expert_replicas, self._ep)

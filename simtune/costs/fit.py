@@ -50,7 +50,8 @@ OUTSIDE_ROWS = 200
 
 # share of these rows, about, that are beyond
 _LEFT_OUT = 0.3
-_OUTSIDE_DISTINCT = 4  # values of a parameter below which there is no range to leave out
+# Values of a parameter below which there is no range to leave out.
+_OUTSIDE_DISTINCT = 4
 _OUTSIDE_KEPT = 60  # rows that must be left
 _LEAST_OUTSIDE = 0.4
 """Share of the quantile inside below which the quantile of a range left out is not taken. A lucky range tells nothing
@@ -63,9 +64,12 @@ CENTRES = 0.75
 """Largest share of the rows of a published table that is kept as centres; with half of them errors grow by a tenth."""
 
 _SMALLEST_SD = 1e-4
-_FEWEST = 15  # points for which a residual is worth having, and rows a split must train on and test
-_SCALE = 0.1  # deviations of 10 % and more count linearly
-_SHEET_SHARE = 0.7  # kernels reach about 70 % of the data sheet
+# Points for which a residual is worth having, and rows a split must train on and test.
+_FEWEST = 15
+# Deviations of 10 % and more count linearly.
+_SCALE = 0.1
+# Kernels reach about 70 % of the data sheet.
+_SHEET_SHARE = 0.7
 _PRIOR_SD = (0.7, 0.7, 0.5, OperatorForm.block_log_sd, 1.0)
 """Standard deviations of log flops_per_s, bytes_per_s, overhead_s, block_s, overlap_p - 1; that of block_s on a GPU is
 the operator's own."""
@@ -94,6 +98,8 @@ def fit_operator(
     """
     sheet = (processors, flops_per_s, bytes_per_s)
     operator, arrays = _fit(table, *sheet, provenance, chip)
+    # What is stored was fitted to all rows; how far off such a fit is on rows it never saw is found by fits to a part
+    # of them.
     splits = OPERATORS[table.kind].splits
     errors = [e for split in splits if (e := hold_out(table, *sheet, split, chip=chip)) is not None]
     tested: dict[str, Any] = {"hold_out": tuple(errors)}
@@ -169,11 +175,13 @@ def _fit(
     if lines and form.curve is not None and not form.curve.exact_only:
         interval = _curve_interval(lines, table)
     else:
+        # Points that the residual never saw are needed to tell how far off it is.
         rows, calibration_rows = _kept_back(table, setting)
         process = _fit_process(rows, base, setting) if len(rows) >= _FEWEST else None
         if process is None:
             interval = _flat_interval(np.log(table.seconds / _base_of(table, base, setting)))
         else:
+            # Only some points of the process are stored: intervals must hold for what will be read back.
             stored_process = _condensed(process, rows, base, setting)
             residual, arrays = stored_process.spec(table.key)
             sheet = flops_per_s, bytes_per_s
@@ -229,6 +237,7 @@ def _kept_back(table: Table, setting: Setting) -> tuple[Table, Table]:
     if len(table) <= MAX_POINTS:
         return table, take(table, np.empty(0, dtype=np.intp))
     corners = cover(_features(table, setting), MAX_POINTS // 2)
+    # Corners stay in the fit: without them the rows kept back would be outside of it.
     inner = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(len(table)), corners))
     calibration_rows = inner[: min(CALIBRATION_POINTS, len(table) // 5)]
     return take(table, np.setdiff1d(np.arange(len(table)), calibration_rows)), take(table, calibration_rows)
@@ -248,6 +257,7 @@ def _condensed(process: Process, table: Table, base: BaseFit, setting: Setting) 
 
     Rows of published tables may not be stored, so their process keeps centres instead.
     """
+    # A user's own points may be stored, and an exact process is nearer to them.
     if table.origin.kind == "measured" and len(table) <= MAX_POINTS:
         return process
     z = np.log(table.seconds / _base_of(table, base, setting))

@@ -134,9 +134,9 @@ def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
     graphs."""
     if pool.cuda_graphs:
         return 0.0
-    if pool.runtime is None:
+    if pool.studied.runtime is None:
         return LAUNCH_S * kernels
-    return pool.runtime.kernels_per_layer * model.num_layers * pool.runtime.launch_s
+    return pool.studied.runtime.kernels_per_layer * model.num_layers * pool.studied.runtime.launch_s
 
 
 class StepModel:
@@ -157,7 +157,7 @@ class StepModel:
         profile: Profile | None = None,
     ) -> None:
         model = model.with_weights(pool.weight_dtype)
-        check_parallelism(model, pool.parallelism)
+        check_parallelism(model, pool)
         full_model, model = model, attention_side(model, pool)
         if pool.parallelism.tp > hardware.device.devices_per_node:
             raise Infeasible(
@@ -241,7 +241,8 @@ class StepModel:
     def _graph_tokens(self, num_tokens: Array) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._cp > 1:
-            tokens = np.ceil(tokens / self._cp)  # each rank has its share of the tokens
+            # Each rank has its share of the tokens.
+            tokens = np.ceil(tokens / self._cp)
         return padded_tokens(tokens, self.largest_graph)
 
     def least_s(self, num_tokens: float, prompts: bool) -> float:
@@ -284,6 +285,7 @@ class StepModel:
         if self._apart is not None:
             return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
         if self._host is not None and self._host.per_context_s:
+            # Both sides attend at once, and the step waits for the slower one.
             on_device = np.maximum(1.0, self._host.on_device * context)
             attention = self.attention.decode(num_decodes, on_device, width, chunk)
             return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))

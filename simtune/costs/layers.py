@@ -28,7 +28,7 @@ from simtune.specs.model import (
     NoAttention,
     SlidingAttention,
 )
-from simtune.specs.pool import KvPolicy
+from simtune.specs.research import KvPolicy
 
 PRODUCTS = "products"
 """Name of a layer's matrix products among what its attention includes."""
@@ -192,6 +192,7 @@ class _Softmax(AttentionLayer):
             return decode.seconds(**call) * wider
 
         def prefill_s(tokens: Array) -> Array:
+            # Less the overhead, which belongs to a chunk: a prompt may be cut into several.
             seconds = prefill.seconds(batch=1, tokens=tokens, context=tokens, window=window(tokens), **shape)
             return seconds - prefill.overhead_s
 
@@ -207,6 +208,8 @@ class _Softmax(AttentionLayer):
                 return np.zeros(num_decodes.shape)
             if with_chunks and mixed is not None:
                 return np.full(num_decodes.shape, mixed.operator.uneven_s or 0.0)
+            # Once pairs of sequence and KV head fill the processors, kernels stop splitting contexts, and the longest
+            # one holds up the step.
             in_one_piece = unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
             return np.where(in_one_piece, decode.operator.uneven_s or 0.0, 0.0)
 

@@ -139,6 +139,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
+            # Experts are spread over all groups with data-parallel attention; each group holds everything else.
             ranks = tp * parallelism.attention_dp
             num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
             experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
@@ -149,6 +150,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
             total += routed.values * (inputs + 1) * hidden * width + routed.scale * (inputs * width + last)
             shared = feed_forward.shared_intermediate_size
             total += dense.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
+            # The router is not divided: every rank routes its own tokens.
             total += plain * hidden * feed_forward.experts
         elif isinstance(feed_forward, DenseFeedForward):
             total += dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
@@ -228,7 +230,8 @@ def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
     width = width if expert_parallel else width // (tp * groups)
     visits = feed_forward.experts_per_token * (
         1 / tp if expert_parallel else groups
-    )  # slices see the tokens of all groups
+        # Slices see the tokens of all groups.
+    )
     workspace = visits * (max(inputs * width, hidden) + width)
     return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 
@@ -249,10 +252,10 @@ def kv_capacity(
     Infeasible if not even one block is left for requests; the message states how much is missing and what would help.
     """
     model = model.with_weights(pool.weight_dtype)
-    check_parallelism(model, pool.parallelism)
+    check_parallelism(model, pool)
     last = pool.parallelism.pp - 1
     ranks = []
-    attention_model = model if pool.parallelism.afd is None else model.without_feed_forward()
+    attention_model = model if pool.studied.afd is None else model.without_feed_forward()
     for stage in range(pool.parallelism.pp):
         overhead_bytes = other_bytes(attention_model, pool, last_stage=stage == last, version=version)
         weights = (
@@ -288,10 +291,10 @@ def _rank(
     """Return one rank of a stage whose weights and other memory are `taken`; windows are counted the better way."""
     longest = pool.max_model_len or model.max_position
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-    stored_share = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.held(kv_dtype)
+    stored_share = 1.0 if pool.studied.kv_policy is None else pool.studied.kv_policy.held(kv_dtype)
     # each rank stores its share of every sequence
     stored_share /= pool.parallelism.context_ranks
-    at_host = 0.0 if pool.offload is None else pool.offload.kv_cache
+    at_host = 0.0 if pool.studied.offload is None else pool.studied.offload.kv_cache
     stored_share *= 1 - at_host
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, stored_share) for limit in (None, longest)}
     # the smaller counts states alone; the difference to the larger are windows
@@ -306,19 +309,19 @@ def _rank(
 
 def _on_device(model: Model, pool: Pool) -> float:
     """Share of the weights' bytes on a device, with room for two layers of those that the host sends."""
-    if pool.offload is None:
+    if pool.studied.offload is None:
         return 1.0
-    sent = pool.offload.weights * (1 - pool.offload.computed)
-    return min(1.0, 1 - pool.offload.weights + 2 * sent / model.num_layers)
+    sent = pool.studied.offload.weights * (1 - pool.studied.offload.computed)
+    return min(1.0, 1 - pool.studied.offload.weights + 2 * sent / model.num_layers)
 
 
 def _within_host(rank: Memory, pool: Pool, at_host: float) -> Memory:
     """Limit the blocks to those that the host has memory for; all ranks store their part of a block there."""
-    assert pool.offload is not None
-    assert pool.offload.memory_gib is not None
+    assert pool.studied.offload is not None
+    assert pool.studied.offload.memory_gib is not None
     ranks = pool.parallelism.devices // pool.parallelism.pp
     block_bytes = ranks * rank.block_size * rank.kv_bytes_per_token * at_host / (1 - at_host)
-    return replace(rank, num_blocks=min(rank.num_blocks, int(pool.offload.memory_gib * GIB // block_bytes)))
+    return replace(rank, num_blocks=min(rank.num_blocks, int(pool.studied.offload.memory_gib * GIB // block_bytes)))
 
 
 def _counted(
@@ -333,6 +336,7 @@ def _counted(
     kv_cache = pool.kv_cache
     weights, overhead_bytes = taken
     total, share = hardware.device.memory_bytes, kv_cache.memory_utilization
+    # TensorRT-LLM takes its share of what weights and all else leave; vLLM and SGLang pay these out of their share.
     if kv_cache.memory_utilization_of == "free":
         available = share * (total - weights - overhead_bytes)
     else:
@@ -347,6 +351,7 @@ def _counted(
     else:
         per_token = per_token or sum(per_sequence) / kv_cache.block_size
         blocks = int(kv_bytes // (kv_cache.block_size * per_token))
+    # The count of an engine's own log is better than any accounting.
     if kv_cache.num_blocks is not None:
         blocks = kv_cache.num_blocks
         kv_bytes = blocks * kv_cache.block_size * per_token

@@ -36,7 +36,7 @@ class HostWork(NamedTuple):
     def of(cls, model: Model, hardware: Hardware, pool: Pool) -> Self | None:
         """Return the host's work for a pool; None if it offloads nothing. Raises Infeasible if the profile has no host
         link."""
-        offload = pool.offload
+        offload = pool.studied.offload
         if offload is None:
             return None
         if "host" not in hardware.links:
@@ -52,7 +52,7 @@ class HostWork(NamedTuple):
         reads = offload.bytes_per_s
         processor_s = 0.0 if reads is None else ranks * offload.computed * offloaded_bytes / reads
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
-        read_share = 1.0 if pool.kv_cache.policy is None else pool.kv_cache.policy.read(kv_dtype)
+        read_share = 1.0 if pool.studied.kv_policy is None else pool.studied.kv_policy.read(kv_dtype)
         kv_bytes = read_share * kv_bytes_per_token(model, Parallelism(), 0, kv_dtype)
         per_context_s = 0.0 if reads is None else parallelism.attention_dp * offload.kv_cache * kv_bytes / reads
         return cls(max(sent_s, processor_s), processor_s, per_context_s, 1 - offload.kv_cache)

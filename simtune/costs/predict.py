@@ -135,7 +135,8 @@ class Predictor:
         terms = self._form.terms(x, self._setting)
         base = np.asarray(base_seconds(terms, **self._base))
         if self._process is not None:
-            work = terms.bytes > 0  # a call without work takes its overhead, no more
+            # A call without work takes its overhead, no more.
+            work = terms.bytes > 0
             base[work] *= np.exp(self._process.mean(self._standardised(x, work)))
         return self._along_curves(x, terms, base) if self._curves else base
 

@@ -26,14 +26,17 @@ from simtune.specs.hardware import Residual
 MAX_POINTS = 500
 """Points that a process keeps: its fit takes points^3, its prediction points."""
 
-CLIP = 3.0  # a time off the base by more than a factor 20 is an outlier and counts as that much
+# A time off the base by more than a factor 20 is an outlier and counts as that much.
+CLIP = 3.0
 # quantiles of the fitted residuals that limit every correction
 _CLAMP = (0.01, 0.99)
 _MAX_ITERATIONS = 40
-_FEW_ITERATIONS = 10  # from the hyperparameters of nearly the same points
+# From the hyperparameters of nearly the same points.
+_FEW_ITERATIONS = 10
 _LENGTH, _NOISE = (0.5, 1.5), (np.log(0.03), 1.0)  # priors of the logarithms: mean, standard deviation
 _BOUNDS = {"length": (-3.0, 4.0), "signal": (-5.0, 1.5), "noise": (-6.0, -1.0)}  # of the logarithms
-_JITTER = 1e-4  # of the signal, on the diagonal of what would else be nearly singular
+# Of the signal, on the diagonal of what would else be nearly singular.
+_JITTER = 1e-4
 _BATCH = 4096  # shapes per matrix of kernel values
 _ROOT3 = np.sqrt(3.0)
 
@@ -148,11 +151,13 @@ class Process:
         from scipy.linalg import cho_solve, solve_triangular
 
         x = self.standardised(by_name)
+        # Means of all shapes nearby, not single ones: a row of a table may lie at the edge of what it stands for.
         nearest, _ = vq(x, self.points[maximin(self.points, count)])
         centres = np.array([x[nearest == i].mean(0) for i in np.unique(nearest)])
         process = replace(self, points=centres.astype(np.float32).astype(np.float64))
         factor = _cholesky(process._covariance(process.points), _JITTER * self.hyper.signal)
-        gram, weights = np.zeros_like(factor), np.zeros(len(factor))  # in terms of K_cc^-1/2, for the condition's sake
+        # In terms of K_cc^-1/2, for the condition's sake.
+        gram, weights = np.zeros_like(factor), np.zeros(len(factor))
         for rows, values in zip(_batches(x), _batches(np.clip(z, -CLIP, CLIP)), strict=True):
             towards = solve_triangular(factor, process._covariance(rows).T, lower=True)
             gram += towards @ towards.T
@@ -184,7 +189,8 @@ def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None
         return None
     raw = np.stack([by_name[name] for name in names], axis=-1)
     centre, spread = _short(raw.mean(0)), _short(raw.std(0))
-    x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)  # as it will be stored
+    # As it will be stored.
+    x = ((raw - centre) / spread).astype(np.float32).astype(np.float64)
     z = np.clip(z, -CLIP, CLIP)
     hyper = _most_likely(x, z, None if like is None or like.names != names else like.rescaled(spread))
     clamp = _short(np.quantile(z, _CLAMP))
@@ -233,6 +239,7 @@ def _optimum(points: bytes, residuals: bytes, start: bytes, iterations: int) -> 
     size = len(theta) - 2
     bounds = [_BOUNDS["length"]] * size + [_BOUNDS["signal"], _BOUNDS["noise"]]
     squares = pair_squares(np.frombuffer(points).reshape(len(z), size))
+    # Bounded in logarithms: without bounds few points drive a length to infinity.
     optimum = minimize(
         negative_log_posterior,
         theta,
@@ -283,9 +290,11 @@ def negative_log_posterior(theta: Array, squares: Array, z: Array) -> tuple[floa
     decay = np.exp(-scaled)
     scaled += 1
     covariance = signal**2 * scaled * decay
-    kernel = np.zeros(n * n)  # its lower half, column by column as LAPACK has it
+    # Its lower half, column by column as LAPACK has it.
+    kernel = np.zeros(n * n)
     kernel[pairs.at] = covariance
     kernel[:: n + 1] = signal**2 + noise**2
+    # LAPACK directly: scipy copies and checks the matrix, which takes as long again for a few hundred points.
     factor, failed = dpotrf(kernel.reshape(n, n).T, lower=1, clean=0, overwrite_a=1)
     if failed:
         raise np.linalg.LinAlgError(f"the covariance of {n} points is not positive definite")

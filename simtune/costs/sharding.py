@@ -13,15 +13,17 @@ from simtune.specs.model import (
     NoAttention,
     NoFeedForward,
 )
-from simtune.specs.pool import Afd, Parallelism
+from simtune.specs.pool import Parallelism, Pool
+from simtune.specs.research import Afd
 
 
-def check_parallelism(model: Model, parallelism: Parallelism) -> None:
+def check_parallelism(model: Model, pool: Pool) -> None:
     """Raise Infeasible if vLLM would refuse to shard this model this way."""
+    parallelism = pool.parallelism
     if parallelism.pp > model.num_layers:
         raise Infeasible(f"model {model.name}: pp {parallelism.pp} exceeds its {model.num_layers} layers")
-    if parallelism.afd is not None:
-        _check_apart(model, parallelism, parallelism.afd)
+    if pool.studied.afd is not None:
+        _check_apart(model, parallelism, pool.studied.afd)
         return
     _check_tensor_parallelism(model, parallelism)
     _check_expert_parallelism(model, parallelism)

@@ -42,9 +42,10 @@ class StepAttention:
         with_numbers = []
         for equal in layers:
             costs = equal.attention.costs(profile, model.dtype, kv_dtype)
-            costs = under_policy(costs, pool.kv_cache.policy, kv_dtype)
+            # First what a rank keeps of the cache, then its share of the ranks: both scale the same bytes.
+            costs = under_policy(costs, pool.studied.kv_policy, kv_dtype)
             if pool.parallelism.context_ranks > 1:
-                ranks = ContextRanks.of(pool.parallelism, profile, model.dtype, kv_dtype)
+                ranks = ContextRanks.of(pool, profile, model.dtype, kv_dtype)
                 costs = across_ranks(costs, equal.attention, ranks)
             with_numbers.append((equal.number, costs))
         return cls(with_numbers, decode_factor, prefill_factor)

@@ -161,7 +161,7 @@ class StepCalls:
             # the embedding is split over the vocabulary
             parts.append(self._all_reduce(1))
         parts += self._send_parts()
-        runtime = self._pool.runtime
+        runtime = self._pool.studied.runtime
         if runtime is not None:
             floor_s = runtime.kernels_per_layer * model.num_layers * runtime.kernel_floor_s
             parts.append(StepCall("elementwise", 1, lambda m: np.full_like(m, floor_s)))

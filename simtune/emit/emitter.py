@@ -25,16 +25,17 @@ T = TypeVar("T")
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
     """Return (key, part of an engine that would have to be changed, value) of each setting that is only simulated."""
-    parallelism = pool.parallelism
+    parallelism, studied = pool.parallelism, pool.studied
     return (
         ("overlap", "the model runner and its kernels", pool.overlap),
-        ("runtime", "kernels of another engine", pool.runtime),
-        ("kv_cache.policy", "the attention backend and the KV cache manager", pool.kv_cache.policy),
-        ("offload", "the weight loader and the attention backend", pool.offload),
-        ("parallelism.afd", "the model runner, on servers of two kinds", parallelism.afd),
         ("parallelism.cp", "the attention backend and its communication", parallelism.cp),
         ("parallelism.expert_replicas", "the placement of experts", parallelism.expert_replicas),
-        ("parallelism.expert_locality", "the placement of experts", parallelism.expert_locality),
+        ("research.runtime", "kernels of another engine", studied.runtime),
+        ("research.kv_policy", "the attention backend and the KV cache manager", studied.kv_policy),
+        ("research.offload", "the weight loader and the attention backend", studied.offload),
+        ("research.afd", "the model runner, on servers of two kinds", studied.afd),
+        ("research.cp_ring", "the attention backend and its communication", studied.cp_ring),
+        ("research.expert_locality", "the placement of experts", studied.expert_locality),
     )
 
 

@@ -53,7 +53,7 @@ def endpoints(plan: Plan, devices_per_node: int) -> list[Endpoint]:
     placed: list[Endpoint] = []
     node = device = number = 0
     for pool in plan.pools:
-        need = pool.parallelism.devices
+        need = pool.model_devices
         for _ in range(pool.instances):
             if device + need > devices_per_node:
                 node, device, number = node + 1, 0, 0
@@ -67,7 +67,7 @@ def _nodes(plan: Plan, devices_per_node: int, server: Server) -> list[list[str]]
     placed = endpoints(plan, devices_per_node)
     nodes: list[list[str]] = [[] for _ in range(placed[-1].node + 1)]
     for pool, node, number, device in placed:
-        visible = ",".join(str(d) for d in range(device, device + pool.parallelism.devices))
+        visible = ",".join(str(d) for d in range(device, device + pool.model_devices))
         nodes[node].append(f"start {server.settings_file(pool)} {visible} {number}")
     return nodes
 
@@ -133,7 +133,7 @@ def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str,
         tp, pp = pool.parallelism.tp, pool.parallelism.pp
         lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}) on {pool.hardware!r}.")
         # Each engine has its own way to start an instance over several nodes, so the script stops with instructions.
-        if pool.parallelism.devices > devices_per_node:
+        if pool.model_devices > devices_per_node:
             return "\n".join([*lines, *_spans_nodes(pool, devices_per_node, server), ""])
     nodes = _nodes(plan, devices_per_node, server)
     lines += [
@@ -166,7 +166,7 @@ def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str,
 
 
 def _spans_nodes(pool: Pool, devices_per_node: int, server: Server) -> list[str]:
-    need = pool.parallelism.devices
+    need = pool.model_devices
     return [
         f"# An instance of pool {pool.name} needs {need} devices, a node has {devices_per_node}.",
         f"# {server.title} then needs its hosts, which a plan does not name: {server.multi_node}.",

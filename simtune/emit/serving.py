@@ -47,7 +47,7 @@ class ServingEmitter(Emitter):
             comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written_by(of[pool.name])}", self.unsaid(pool))
             files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(stated, comment)
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
-        if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
+        if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
             files |= self.router_files(plan, devices_per_node, written)
         return files
 

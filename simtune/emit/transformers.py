@@ -62,7 +62,7 @@ class Transformers(ServingEmitter):
         yield from super().refusals(pool, model, draft_models)
         if pool.role != "mixed":
             yield f"role: {self.title} hands no KV cache from one server to another; take a mixed pool"
-        if pool.parallelism.devices > 1:
+        if pool.model_devices > 1:
             yield f"parallelism: {self.title} serves on one GPU here; set tp, pp and attention_dp to 1"
         if not pool.batching.chunked_prefill:
             yield f"batching.chunked_prefill: {self.title} always cuts prompts to its batch"

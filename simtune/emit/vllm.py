@@ -198,7 +198,7 @@ class Vllm(Emitter):
         }
         written = written_by(*of.values())
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, SERVER)
-        if plan.pools[0].role != "mixed" and all(p.parallelism.devices <= devices_per_node for p in plan.pools):
+        if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
             files["engine/router.sh"] = router_script(plan, devices_per_node, written, _proxy)
         files |= deployment_file(
             plan,
@@ -347,7 +347,8 @@ def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:
     dtype = pool.kv_cache.dtype
     if dtype is None or dtype == (model.kv_dtype or model.dtype):
         return "auto"
-    if dtype == model.dtype == "bf16":  # where the checkpoint asks for another
+    # Where the checkpoint asks for another.
+    if dtype == model.dtype == "bf16":
         return "bfloat16"
     return dtype if dtype == "fp8" else None
 

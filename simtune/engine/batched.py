@@ -64,6 +64,7 @@ class BatchScheduler(Scheduler):
         super().__init__(**settings)
         if prefix_caching and preemption == "swap":
             raise ValueError("preemption swap and prefix_caching are mutually exclusive; disable one")
+        # An asynchronous engine dispatches a step before it knows how many drafts the last one made.
         if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
             raise ValueError("async_scheduling requires a number of drafts known in advance; disable async_scheduling")
         if prefix_caching:
@@ -151,7 +152,8 @@ class BatchScheduler(Scheduler):
         if self.tells_longest:
             step.longest_context = batch.longest_context
         if self._late:
-            step.repeat = 1  # newcomers are admitted after it at the earliest
+            # Newcomers are admitted after it at the earliest.
+            step.repeat = 1
         if blocks:
             self.kv.take(blocks)
         self._under_way = step
@@ -218,6 +220,7 @@ class BatchScheduler(Scheduler):
             named_tokens = victim.computed + tokens
         self._swapped_out_blocks += self._preemption.preempt(victim, self.kv, named_tokens)
         victim.preemptions += 1
+        # At the head of the queue: it was admitted before all that wait there.
         self.waiting.appendleft(victim)
 
     def complete(self, repetitions: int = 1) -> Progress:
@@ -228,7 +231,8 @@ class BatchScheduler(Scheduler):
         batch, settling = self.decoding, self._settling
         if settling.pending:
             settling.settle(batch.end_discarded() if step.discarded else ())
-        if repetitions > 1:  # the first one's blocks were taken with the step
+        # The first one's blocks were taken with the step.
+        if repetitions > 1:
             self.kv.take(batch.blocks_for(repetitions - 1, 1))
         finished, first_token = batch.advance(repetitions), NO_REQUESTS
         if step.chunks:
@@ -250,7 +254,8 @@ class BatchScheduler(Scheduler):
     def _draft(self, step: Step) -> None:
         """Let requests that decode make drafts after a step."""
         for request in self.decoding.draft(step.num_decodes + len(step.chunks)):
-            self._settling.ended.remove(request)  # it is in the next step all the same
+            # It is in the next step all the same.
+            self._settling.ended.remove(request)
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -279,7 +284,8 @@ class BatchScheduler(Scheduler):
         if self._needs.padding_after(request.computed):
             self.decoding.pad(request)
         else:
-            self.decoding.cut(request, 1)  # it has no drafts yet
+            # It has no drafts yet.
+            self.decoding.cut(request, 1)
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:

@@ -47,6 +47,7 @@ class Swap:
 
     def preempt(self, victim: Request, kv: KvBlocks, named_tokens: int) -> int:
         """Free the victim's blocks and return their number. Computed tokens stay computed."""
+        # All blocks move, as vLLM swaps sequences and not tokens; only filled ones are worth bringing back.
         blocks = kv.held_by(victim)
         kv.release(victim, named_tokens, returns=True)
         return blocks

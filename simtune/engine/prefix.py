@@ -108,6 +108,7 @@ class PrefixCache(KvBlocks):
             hit.private.size -= private_blocks
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size
+        # A request that comes back finds its own blocks, which is no merit of the cache.
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
             self.hit_tokens += request.computed
@@ -124,6 +125,8 @@ class PrefixCache(KvBlocks):
             if part < run_blocks:
                 last = runs[-1]
                 more = min(run_blocks, full - (len(runs) - 1) * run_blocks) - part
+                # A run that others hold or that was found in part must not grow: its blocks are not this request's
+                # alone.
                 if last.holders > 1 or last.size != part or more <= 0:
                     return
                 last.size += more
@@ -155,6 +158,7 @@ class PrefixCache(KvBlocks):
         while blank < 0:
             run = idle.popleft()
             run.queued -= 1
+            # An old entry: the run is held, or came free again later and stands further behind.
             if run.holders or run.queued:
                 continue
             blank += run.size
@@ -162,6 +166,7 @@ class PrefixCache(KvBlocks):
             if blank > 0:
                 run.size, blank = blank, 0
                 run.queued = 1
+                # Evicted from its tail: what remains is still found, and first to go next time.
                 idle.appendleft(run)
             elif name is not None:
                 if run.twin is None and cached[name] is run:
@@ -216,6 +221,7 @@ class PrefixCache(KvBlocks):
     def _idle_run(self, name: Hashable, size: int) -> None:
         if name is None and self._idle:
             last = self._idle[-1]
+            # Blocks that cannot be found are all alike: one run for neighbours keeps the queue short.
             if last.name is None and last.queued == 1:
                 self.free += size
                 last.size += size

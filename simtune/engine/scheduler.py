@@ -106,6 +106,7 @@ class Scheduler(PolicyTraits, ABC):
 
     def outgrows(self, request: Request) -> bool:
         """True if a request could become longer than max_model_len, or no step has room for its prompt."""
+        # Where prompts are neither cut nor computed again, one step must hold the whole prompt.
         uncut = not (self.chunked_prefill or self.recomputes)
         most = min(self.max_model_len, request.prompt_tokens + self.longest_answer) if uncut else self.max_model_len
         beyond = request.prompt_tokens + request.output_tokens > most
@@ -159,7 +160,8 @@ class Scheduler(PolicyTraits, ABC):
         requests = list(self.waiting)
         self.waiting.clear()
         for request in requests:
-            request.computed = request.shared = 0  # swapped-out blocks are lost
+            # Swapped-out blocks are lost.
+            request.computed = request.shared = 0
         return requests
 
     def abandon(self) -> list[Request]:

@@ -72,6 +72,7 @@ class Synchronous:
         """Free the blocks at once."""
         for request in requests:
             past = self._batch.past_of(request)
+            # The engine names tokens as it schedules them, and never schedules the last one.
             self._free_request(request, past + 1 if past >= 0 else request.computed)
 
     def settle(self, discarded: Sequence[Request] = ()) -> None:
@@ -120,6 +121,7 @@ class OneStepLate:
     def settle(self, discarded: Sequence[Request] = ()) -> None:
         """Free all requests that have ended. By now the whole answer is named."""
         if discarded:
+            # Blocks are freed in order of admission, which decides what is evicted first.
             self.ended = sorted([*self.ended, *discarded], key=attrgetter("admission"))
         for request in self.ended:
             answered = request.prompt_tokens + request.emitted - 1

@@ -204,7 +204,8 @@ class TransformersFifo(ListScheduler):
         victims = {request for request, _ in starved[keep:]}
         reset = [request for request in in_order if request in victims]
         for request in reset:
-            request.computed = 0  # its slots stay taken until they are released
+            # Its slots stay taken until they are released.
+            request.computed = 0
             request.preemptions += 1
         self.waiting.extend(reset)
         self._closed |= bool(reset)

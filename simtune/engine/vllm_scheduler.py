@@ -108,11 +108,13 @@ class VllmFcfs(BatchScheduler):
 
     def _longest_now(self) -> int:
         """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
+        # Late arrivals count as waiting, as they do in the engine when it schedules.
         alone = self.num_running + self.num_waiting == 1
         return self.max_model_len if alone else self.long_prefill_token_threshold
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
+        # Several prompts may be in prefill then, so budget and blocks are asked for all of them.
         if self._overtakes and self.prefilling:
             return self._schedule_many_prompts()
         batch, kv, extra_slots = self.decoding, self.kv, self._needs.extra_slots
@@ -159,6 +161,7 @@ class VllmFcfs(BatchScheduler):
         batch, extra_slots, ended = self.decoding, self._needs.extra_slots, self._settling.ended
         token_budget = self.max_num_batched_tokens
         scheduled: dict[Request, Scheduled] = {}
+        # Requests that have ended unknown to the engine hold blocks and may be its victims.
         in_order = sorted([*batch, *ended, *self.prefilling], key=attrgetter("seat"))
         running = dict.fromkeys(in_order)
         for request in in_order:
@@ -170,6 +173,7 @@ class VllmFcfs(BatchScheduler):
             if not wanted_tokens and batch.rests:
                 continue
             num_tokens = min(wanted_tokens, token_budget - extra_slots)
+            # The budget cuts drafts, never the certain token, as long as any is left.
             if num_tokens < wanted_tokens and request.decoding:
                 batch.cut(request, num_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
@@ -231,6 +235,7 @@ class VllmFcfs(BatchScheduler):
         hit, hit_blocks = NO_HIT, 0
         while waiting and token_budget > extra_slots and num_running < self.max_num_seqs:
             request = waiting[0]
+            # Inlined for speed: the property `known_tokens` would be called in every step of a queue that waits.
             known_tokens, past = request.prompt_tokens + request.emitted, request.computed
             room = kv.free - (self.watermark_blocks if num_running else 0)
             if caches:
@@ -239,6 +244,7 @@ class VllmFcfs(BatchScheduler):
                 past += hit_blocks * block_size
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
+            # Of the whole prompt, not of its rest: what is found in the cache has blocks as well.
             all_blocks = -(-known_tokens // block_size)
             # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
             if all_blocks * self.scheduler_reserve_full_isl > room:

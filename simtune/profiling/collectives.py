@@ -98,7 +98,8 @@ def _rank(rank: int, devices: int, kind: str, meet: str, pipe: Connection) -> No
             spent = (now() - start) / int(count)
             if sample >= 0:
                 seconds.append(spent)
-            else:  # all ranks use the repetitions of the first one
+            # All ranks use the repetitions of the first one.
+            else:
                 count = torch.tensor([max(1.0, min(200.0, _SAMPLE_S / spent))]).to(kind)
                 distributed.broadcast(count, 0)
         if rank == 0:
@@ -115,7 +116,8 @@ def _call(name: str, rank: int, devices: int, data: Tensor) -> Callable[[], Any]
     if name == "all_gather":
         part = data[: len(data) // devices].clone()
         gathered = data.new_empty(len(part) * devices)
-        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
+        # Its older name.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         return partial(gather, gathered, part)
     if rank > 1:
         return lambda: None

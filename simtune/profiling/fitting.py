@@ -21,7 +21,8 @@ from simtune.specs.hardware import Device, Facts, Hardware, HoldOut, Link
 
 VALIDATION = "points measured for checking"
 
-_STREAM_BYTES = 1 << 26  # a smaller copy within memory may be one within a cache
+# A smaller copy within memory may be one within a cache.
+_STREAM_BYTES = 1 << 26
 
 
 def tables_of(journal: Journal, points: Sequence[MeasuredPoint] | None = None) -> Tables:

@@ -93,7 +93,8 @@ def _profiles() -> Diagnosis:
     profiles = names("hardware")
     try:
         for name in profiles:
-            len(load_hardware(name).arrays)  # arrays are read when they are first needed
+            # Arrays are read when they are first needed.
+            len(load_hardware(name).arrays)
     except SimtuneError as error:
         return Diagnosis("problem", "hardware profiles", str(error))
     if not profiles:

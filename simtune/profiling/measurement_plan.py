@@ -44,7 +44,8 @@ WEIGHTS_SHARE = 0.4
 """Share of the memory that the weights of a model built for whole steps may take."""
 
 _TOKENS = (1, 2, *(n for i in range(1, 12) for n in (3 * 2 ** (i - 1), 2 ** (i + 1))), 6144, 8192)  # half octaves
-_PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))  # quarter octaves: kernels work in blocks
+# Quarter octaves: kernels work in blocks.
+_PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))
 _SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _CONTEXTS = tuple(round(2 ** (i / 2)) for i in range(8, 35))  # 16 to 131,072, half an octave apart
@@ -53,7 +54,8 @@ _WIDTHS = (2, 4, 8, 16, 32)
 _MESSAGES = tuple(2**i for i in range(10, 27))
 _COPIES = tuple(2**i for i in range(12, 29, 2))
 _STEPS = {"batches": (1, 2, 4, 8, 16), "contexts": (128, 1024, 4096), "chunks": (64, 128, 256, 512)}
-_STEP_PASTS = {0: 512, 1024: 256}  # and the longest chunk behind each: such steps take seconds on a processor
+# And the longest chunk behind each: such steps take seconds on a processor.
+_STEP_PASTS = {0: 512, 1024: 256}
 _MIXED = ((4, 1024, 512, 128), (16, 512, 0, 256), (8, 4096, 1024, 64))  # decodes, context, past, tokens
 # factor by which a whole step may take longer than the longest call of an operator
 _STEP_CALLS = 10

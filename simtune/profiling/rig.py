@@ -50,7 +50,8 @@ class CudaEvents:
     name = "events"
     shortest_s = 3e-4
     warm_up_s = WARM_UP_S
-    _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than launching the calls of a short sample
+    # About a millisecond: longer than launching the calls of a short sample.
+    _WAIT_CYCLES = 2_000_000
 
     def sample(self, calls: Sequence[Call], first: int, count: int) -> Sample:
         """See `Timer`; disturbances of a GPU cannot be detected."""
@@ -145,7 +146,8 @@ class TorchRig(TorchDevice):
             self._timer, self._eager = CudaGraph(), CudaEvents()
             x = self._operands.fresh((4096, 4096), "bf16")
             spent = 0.0
-            while spent < _GPU_WARM_UP_S:  # until clocks have risen
+            # Until clocks have risen.
+            while spent < _GPU_WARM_UP_S:
                 spent += 20 * self._eager.sample([lambda: x @ x], 0, 20).seconds
         else:
             x = self._operands.fresh((256, 256), "fp32")
@@ -172,7 +174,8 @@ class TorchRig(TorchDevice):
                 calls = kernels.calls(trial, self._operands, self._kernel_of(trial.kind, name))
                 times[name] = measure(self._as_in_a_model(trial), calls).seconds
             except (RuntimeError, TypeError, AttributeError, ValueError):
-                continue  # no such kernel here
+                # No such kernel here.
+                continue
         if not times:
             raise SimtuneError(f"{self.name}: no kernel of torch {torch.__version__} runs {trial.operator}")
         return min(times, key=times.__getitem__)
@@ -225,9 +228,11 @@ class TorchRig(TorchDevice):
             if self._eager is None:
                 raise
             torch.cuda.synchronize()
-            measured = measure(self._eager, calls)  # calls that wait for the host cannot be captured
+            # Calls that wait for the host cannot be captured.
+            measured = measure(self._eager, calls)
         if measured.timer == "wall" and measured.clean < BUSY / 2:
-            self._timer = CpuThread()  # the machine has become busy, and may stay so
+            # The machine has become busy, and may stay so.
+            self._timer = CpuThread()
             measured = measure(self._as_in_a_model(task), calls)
         if measured.timer == "graph" and self._eager is not None:
             measured = replace(measured, eager=measure(self._eager, calls).seconds)

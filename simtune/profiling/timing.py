@@ -64,7 +64,8 @@ class Measured:
 WARM_UP = 2
 WARM_UP_S = 0.003
 FEWEST, MOST = 5, 15
-AGREED = 0.01  # of the median: samples spread less than this need no further ones
+# Of the median: samples spread less than this need no further ones.
+AGREED = 0.01
 ALLOWANCE_S = 0.12  # per point, once there are samples enough
 _FEWEST_CLEAN = 3
 

@@ -70,7 +70,8 @@ class TorchDevice:
         ):
             try:
                 readings[key] = float(read(self._device))
-            except Exception:  # absent and outdated management libraries raise different types
+            # Absent and outdated management libraries raise different types.
+            except Exception:
                 return readings
         return readings
 

@@ -193,6 +193,7 @@ def pareto_figure(info: ParetoInfo) -> Figure:
     ]
     for i, name in enumerate(families):
         on, off = ([p for p in group if _family(p)[1] == name] for group in (info.front, info.dominated))
+        # One entry in the legend for each kind of server, even if none of its plans is on the front.
         data.append(_points(off, name, size=8, color=series_colour(i), opacity=0.35, showlegend=not on))
         if on:
             data.append(_points(on, name, size=11, color=series_colour(i), opacity=1.0))

@@ -291,6 +291,7 @@ def error_figure(hardware: Hardware) -> Figure | None:
     rows = [(key, h) for key, o in hardware.operators.items() for h in o.hold_out]
     if not rows:
         return None
+    # Plotly draws categories from the bottom up.
     rows.reverse()
     names = [escape(f"{key}: {h.split}") for key, h in rows]
     data = [

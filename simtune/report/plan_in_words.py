@@ -78,21 +78,21 @@ def _beside_engine(pool: Pool) -> Iterator[str]:
     if pool.share is not None:
         processors, bandwidth = percent(pool.share.processors), percent(pool.share.bandwidth)
         yield f"share: {processors} of the processors and {bandwidth} of the memory bandwidth of its GPUs"
-    if pool.offload is not None:
-        weights, kv_cache = percent(pool.offload.weights), percent(pool.offload.kv_cache)
+    if pool.studied.offload is not None:
+        weights, kv_cache = percent(pool.studied.offload.weights), percent(pool.studied.offload.kv_cache)
         yield f"offload: {weights} of the weights and {kv_cache} of the KV cache stand in host memory"
 
 
 def _parallelism(deployed: DeployedPool) -> Iterator[str]:
-    p, memory = deployed.spec.parallelism, deployed.memory
+    p, memory, afd = deployed.spec.parallelism, deployed.memory, deployed.spec.studied.afd
     if p.context_ranks > 1:
         yield f"cp {p.cp}: groups of tp ranks share every sequence, each with 1/{p.cp} of its tokens and KV cache"
     if p.expert_replicas is not None:
         yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
-    if p.afd is not None:
+    if afd is not None:
         yield (
-            f"afd: feed-forward blocks are on {plural(p.afd.ffn_devices, 'GPU')} of their own; "
-            f"{plural(p.afd.batches, 'part')} of a batch under way at a time"
+            f"afd: feed-forward blocks are on {plural(afd.ffn_devices, 'GPU')} of their own; "
+            f"{plural(afd.batches, 'part')} of a batch under way at a time"
         )
     if p.tp == p.pp == 1:
         yield f"tp 1, pp 1: {gib(memory.weights_bytes)} of weights fit into {gib(memory.total_bytes)} of one GPU"

@@ -222,6 +222,7 @@ class Result(RequestTimes, RunStatistics):
         `family` one value per family."""
         column: Array = getattr(self, metric + "_s")[part]
         if metric == "family":
+            # Every request of a family has the latency of the family: one of each is enough.
             column = column[:: max(1, len(self.stream) // max(1, len(self.outcome.family_end)))]
             return column[np.isfinite(column)]
         return column[self._of_class(np.isfinite(column), request_class, part)]

@@ -44,6 +44,7 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     """
     from scipy.special import stdtrit
 
+    # The empty system at the start is no part of the long run.
     values = values[warm_up(values) :]
     size = len(values) // BATCHES
     beyond = 1.0 if statistic == "mean" else 1 - float(statistic[1:]) / 100
@@ -97,6 +98,7 @@ class TokenIntervals:
     def quantile_s(self, share: float) -> float:
         """Return the smallest time that at least `share` of the tokens do not exceed, to the tick."""
         num_tokens = max(1, math.ceil(share * self.count))
+        # Bisected over whole ticks: the tokens of rising rows are never written out.
         low, high = int(self._first.min()), int((self._first + (self._steps - 1) * self._slope).max())
         while low < high:
             middle = (low + high) // 2

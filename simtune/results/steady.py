@@ -57,6 +57,7 @@ def in_system(arrival: Ints, finish: Ints, waiting: Ints) -> tuple[Ints, Ints]:
     came = np.flatnonzero(arrival >= 0)
     order = came[np.argsort(arrival[came], kind="stable")]
     at = arrival[order]
+    # Sorted apart from arrivals: only how many had gone by then counts, not which.
     gone = np.sort(np.where(finish[order] >= 0, finish[order], at))
     present = np.maximum(np.arange(len(at)) - np.searchsorted(gone, at, side="right"), 0)
     every = stride(len(at))
@@ -72,6 +73,7 @@ def steadiness(present: Ints, waiting: Ints, requests: int) -> Steadiness:
     running = present_counts - queue
     growth = _growth(queue)
     settled = len(present_counts) * stride(requests) >= SETTLED * max(1.0, float(running.mean()))
+    # A batch that is still filling up grows as well; a queue that grows faster than it does not end with it.
     if settled and growth > GROWTH and _rise(queue) > 2 * max(_rise(running), 0.0):
         return "saturated"
     long_enough = requests >= LIFETIMES * float(present_counts.mean())

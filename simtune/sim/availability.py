@@ -51,6 +51,7 @@ class Availability:
         """Apply the change with this number."""
         change = self._changes[number]
         for core in change.cores:
+            # All cores of the change at once: a router asked in between must not choose one that goes too.
             core.up = change.up
         if change.up:
             self._dispatcher.route_parked(now)
@@ -66,6 +67,7 @@ class Availability:
         if number not in self._draining:
             return
         core, change = self._draining[number]
+        # KV caches that are still being sent keep the core busy, though it runs no step.
         if core.has_work or core.holding:
             return
         del self._draining[number]
@@ -111,6 +113,7 @@ class Availability:
                 if request.id not in handled_elsewhere:
                     self._routers.over(now, request, core)
                     lost.append(request)
+        # Their KV caches are safe at the source, so they come before those that compute all again.
         for transfer in coming:
             self._handover.offer(now, transfer)
         for request in lost:

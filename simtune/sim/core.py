@@ -60,8 +60,10 @@ class KvConnector:
     def left_to_send(self, blocks: int, computing: int) -> int:
         """Return the bytes left to send after the prompt is done, if computing it took `computing` ticks."""
         size = blocks * self.block_bytes
+        # Sent as a whole, nothing leaves before the prompt is done.
         if self.layers == 1:
             return size
+        # The last layer is computed last, so at least its share is left to send.
         return max(-(-size // self.layers), size - self.link.bytes_within(computing))
 
 
@@ -139,6 +141,7 @@ class Inbox:
         while self.waiting and scheduler.expect(self.waiting[0].request):
             transfer = self.waiting.popleft()
             transfer.sending = True
+            # The request has its seat from now on, though its KV cache is still to come.
             recorder.waiting -= 1
             begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
             agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
@@ -248,6 +251,7 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self.timer = timer_for(self.costs, self.scheduler.drafting)
+        # Finding the longest context costs a look at all members, and most cost models need none.
         self.scheduler.tells_longest = self.timer.asks_longest
         self.virtual_engine = self.stepping.join(self)
 
@@ -275,7 +279,8 @@ class EngineCore:
             late, repetition = scheduler.async_scheduling, 1
             if time.repetitions > 1:
                 notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
-        else:  # at the instant when a step ends, the step that follows is dispatched already
+        # At the instant when a step ends, the step that follows is dispatched already.
+        else:
             # With asynchronous scheduling the next step is dispatched already, so it does not see the request.
             late = scheduler.async_scheduling and self.ended == now
         if not (scheduler.add_late(request, repetition) if late else scheduler.add(request)):
@@ -284,7 +289,8 @@ class EngineCore:
         self.waiting += 1
         if not repetition:
             self.wake(now)
-        elif notices:  # if late, one more repetition of this step is dispatched already
+        # If late, one more repetition of this step is dispatched already.
+        elif notices:
             self.stepping.cut(now, self, repetition + (late and not self.stepping.shared))
         return True
 
@@ -367,6 +373,7 @@ class EngineCore:
         progress = self.scheduler.complete(self.time.repetitions)
         self.step, self.ended = None, now
         if self.inbox.unheard:
+            # Their prompt was computed elsewhere, so the scheduler does not count their first token as one.
             progress = self.inbox.heard(progress, self.scheduler)
         if progress.first_token or progress.finished:
             deliver(now, self, progress)
@@ -379,6 +386,7 @@ class EngineCore:
             self.gaps.clear()
             return
         time = self.time
+        # Tokens of finished repetitions have left the engine: clients have them, whatever happens to the instance.
         over = time.over_after(now - self.started) if time.repetitions > 1 else 0
         if over:
             time.repetitions = over
@@ -414,12 +422,14 @@ class EngineCore:
             most = step.repeat
             self.timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
         if self.inbox.unheard:
-            time.repetitions = 1  # it ends with the first tokens of requests that have joined
+            # It ends with the first tokens of requests that have joined.
+            time.repetitions = 1
         if step.part != (0, 1):
             time.first = self.timer.of_part(step, time.first)
         if self.swap and (moved := step.swapped_out_blocks + step.swapped_in_blocks):
             time.first += self.swap * moved
-            time.repetitions = 1  # repetitions would not wait for the swapped blocks
+            # Repetitions would not wait for the swapped blocks.
+            time.repetitions = 1
 
     def note_tokens(self, end: int) -> None:
         """Record the times between the tokens of the running step, the last repetition of which ends at tick `end`."""

@@ -253,6 +253,7 @@ def _deployed(
     hardware_of_pool = device if pool.share is None else share_of(device, pool.share.processors, pool.share.bandwidth)
     max_model_len = pool.max_model_len or model.max_position
     drafts = drafting if drafting is None or isinstance(drafting, Drafting) else drafting.get(pool.name)
+    # Counted before `_as_run` may drop a drafter with GPUs of its own: these stay idle, and have a price.
     devices = pool.devices
     memory = check(pool, model, hardware_of_pool, drafts)
     if costs is None and pool.costs is not None:

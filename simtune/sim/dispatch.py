@@ -38,6 +38,7 @@ class Dispatcher:
             if not self._source.gave_up(number):
                 self.route(now, request)
             return
+        # Requests in the front end wait as well, though no engine knows them yet.
         self._recorder.waiting_at_arrival[number] = self._recorder.waiting + len(self._passing)
         request = self._source.arrive(number)
         if self._front_end is None:
@@ -54,6 +55,7 @@ class Dispatcher:
             self._parked.append(request)
             return
         self._recorder.core[request.id] = core.number
+        # A prompt whose answer no decode core could hold would compute its cache in vain.
         if (self._apart and not self._handover.fits(request.id)) or not core.add(now, sent):
             self._routers.over(now, sent, core)
             self._recorder.refuse(request.id)
@@ -61,6 +63,7 @@ class Dispatcher:
 
     def route_parked(self, now: int) -> None:
         """Route requests that waited for a core, after cores have come up."""
+        # A fresh queue: routing may park requests again.
         parked, self._parked = self._parked, deque()
         for request in parked:
             self.route(now, request)

@@ -107,6 +107,7 @@ class DrawnWorlds:
 
 
 def _normal(seed: int, purpose: int, count: int) -> Array:
+    # A stream for each kind: more worlds of one kind must not move the draws of another.
     stream = np.random.SeedSequence((seed, _PURPOSE, purpose))
     return np.random.Generator(np.random.Philox(stream)).standard_normal(count)
 

@@ -133,7 +133,7 @@ def _memory(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | N
             raise ValueError(f"pool {pool.name} speculates: what its speculation names must be given")
         check_drafting(pool, drafting, max_model_len)
         extra = draft_memory(pool.speculation.drafter, model, pool, drafting.model)
-        if pool.devices > pool.parallelism.devices:
+        if pool.devices > pool.model_devices:
             # The weights and KV cache of a drafter on separate GPUs take nothing of the target's memory.
             most, extra = _alone(drafting.model, pool, hardware).num_blocks, DraftMemory(0.0, 0.0)
     memory = kv_capacity(model, hardware, pool, *extra)

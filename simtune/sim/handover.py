@@ -64,6 +64,7 @@ class Handover:
         self._serial = 0
         connectors = (core.connector for core in cores if core.connector is not None)
         self._links = {link.number: link for connector in connectors for link in connector.links}
+        # The shortest of all: the router may send a request to any of them.
         self._longest = min((core.scheduler.max_model_len for core in routers.back.cores), default=0)
 
     def fits(self, number: int) -> bool:
@@ -110,6 +111,7 @@ class Handover:
         if transfer is None or transfer.serial != serial:
             # The transfer was cancelled, and may have begun anew with another serial number.
             return
+        # Layer by layer a cache may be sent from the first step of its prompt on.
         computing = transfer.ready - self._recorder.scheduled[number]
         link = transfer.connector.link
         link.join(now, number, transfer.connector.left_to_send(transfer.blocks, computing))
@@ -209,6 +211,7 @@ class Handover:
     def _stop(self, now: int, transfer: KvTransfer) -> None:
         """Remove a KV cache from its link; the transfer may begin anew."""
         transfer.sending = False
+        # An event that was posted to begin the transfer finds another number, and does nothing.
         transfer.serial = self._next_serial()
         link = transfer.connector.link
         if transfer.request.id in link:

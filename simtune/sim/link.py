@@ -67,6 +67,7 @@ class TransferLink:
         finished = []
         while self._ends and self._ends[0][0] <= self._count:
             _, joined, transfer = heapq.heappop(self._ends)
+            # A cancelled transfer may have joined anew, with an entry of its own.
             if self._present.get(transfer) == joined:
                 del self._present[transfer]
                 finished.append(transfer)

@@ -77,7 +77,8 @@ class _Workers(ProcessPoolExecutor):
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Block SIGINT in this thread, and in what it starts; an interrupt that comes meanwhile is raised afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+    # On Windows.
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -90,6 +91,7 @@ def _interrupts_held_back() -> Iterator[None]:
 def _enter_worker(parent: int) -> None:
     """Prepare a worker process: it ignores interrupts, which the parent handles, and finishes its task; on Linux it is
     killed when the parent ends."""
+    # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of the search.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -109,6 +111,7 @@ def ordered_map(pool: Executor | None, work: Callable[[T], R], tasks: Sequence[T
     num_done = 0
     if pool is not None:
         try:
+            # Counted as they come, so that what is done is not done again if a worker is lost.
             for result in pool.map(work, tasks):
                 yield result
                 num_done += 1
@@ -211,7 +214,8 @@ def connected(where: str, answers_s: float = ANSWERS_S) -> Iterator[DaskCluster]
                 n_workers=int(number),
                 threads_per_worker=1,
                 host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",  # the dashboard listens on any free port
+                # The dashboard listens on any free port.
+                dashboard_address="127.0.0.1:0",
                 silence_logs=logging.ERROR,
             ) as local_cluster,
             Client(local_cluster) as client,

@@ -233,7 +233,8 @@ class OwnCosts:
                 raise PartError(f"{self.part} has no method {method}; implement it as simtune.costs.protocol describes")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_costs":  # no attribute is set yet during unpickling
+        # No attribute is set yet during unpickling.
+        if name == "_costs":
             raise AttributeError(name)
         return getattr(self._costs, name)
 

@@ -125,7 +125,7 @@ class DeployedPool:
         """Ticks to move one KV block to or from host memory; 0 if the pool does not swap."""
         if self.spec.kv_cache.preemption != "swap":
             return 0
-        host = link_of(self.hardware, "host").bytes_per_s * self.spec.parallelism.devices
+        host = link_of(self.hardware, "host").bytes_per_s * self.spec.model_devices
         return round(self.kv_block_bytes / host * TICKS_PER_SECOND)
 
 

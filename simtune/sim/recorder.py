@@ -56,6 +56,7 @@ class Recorder:
 
     def note_listed(self, ends: Sequence[int], decodes: int) -> None:
         """Record the intervals of a jump whose steps end `ends` ticks after its start."""
+        # Flat arrays: a run has millions of jumps, and a tuple for each would take most of its memory.
         self._listed_ends.extend(ends)
         self._listed_jumps.append(len(ends))
         self._listed_jumps.append(decodes)
@@ -148,6 +149,7 @@ class Recorder:
         rows[:, 0] = np.diff(ends, prepend=0)
         begins = (steps.cumsum() - steps)[steps > 0]
         rows[begins, 0] = ends[begins]
+        # A row for each step, as steps of such a jump follow no progression.
         rows[:, 1], rows[:, 3] = 0, np.repeat(decodes, steps)
         return rows
 

@@ -92,6 +92,7 @@ class RoundRobin(Router):
             if core.up:
                 paid += weights[i]
                 self._credit[i] += weights[i]
+                # The margin keeps sums of weights that differ in the last bit from changing whose turn it is.
                 if best is None or self._credit[i] > self._credit[best] + 1e-9:
                     best = i
         if best is None:
@@ -124,6 +125,7 @@ class LoadAware(Router):
 
     def lightest(self) -> int | None:
         """Return the position of the core with the least load among those that are up."""
+        # Two passes in C are faster than one in Python; cores are seldom down.
         lightest = self.load.index(min(self.load))
         if self.cores[lightest].up:
             return lightest
@@ -208,8 +210,10 @@ class PowerOfTwo(LoadAware):
         up = [i for i, core in enumerate(self.cores) if core.up]
         if len(up) < 2:
             return up[0] if up else None
+        # By the number of the request: the order in which requests are routed must not change what they draw.
         draw = mix(self._seed, request.id)
         first = draw % len(up)
+        # Two different cores out of one draw: the upper half of it chooses the distance.
         second = (first + 1 + (draw >> 32) % (len(up) - 1)) % len(up)
         a, b = sorted((up[first], up[second]))
         return b if self.load[b] < self.load[a] else a
@@ -324,6 +328,7 @@ class PrefixAware(LoadAware):
                 young[block] = have | bit
         self._remembered += len(blocks)
         if self._remembered >= self._generation:
+            # Whole generations are forgotten: an order of use for each block would cost more than routing.
             self._old, self._young, self._remembered = young, {}, 0
 
 

@@ -58,6 +58,7 @@ class JumpTime:
             n = bisect_left(self.ends, ticks) + 1
             return n, self.elapsed(n)
         first, slope = self.first, self.slope
+        # The root in the form without cancellation: for small slopes the usual one loses all digits.
         b = 2.0 * first - slope
         root = math.sqrt(b * b + 8.0 * slope * ticks)
         n = int(4.0 * ticks / (root + b) if b > 0 else (root - b) / (2.0 * slope)) or 1

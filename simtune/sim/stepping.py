@@ -76,6 +76,7 @@ class Pipeline(SharedStepping):
 
     def may_jump(self, core: EngineCore) -> bool:
         """True if no other core needs the stages, or if cores may fly."""
+        # Timelines show every step in its stage, which jumps and flights do not keep.
         return not self.stepwise or self._alone(core)
 
     def _alone(self, core: EngineCore) -> bool:
@@ -214,6 +215,7 @@ class Pipeline(SharedStepping):
         """Announce the first end to the agenda, and no other."""
         end, _, flight = self._next[0]
         if self._announced is not flight.core:
+            # Voids the end announced before: the agenda knows one end of the instance, the first.
             if self._announced is not None:
                 self._announced.version += 1
             self._announced = flight.core
@@ -261,6 +263,7 @@ class DpGroup(SharedStepping):
         """Start all cores, unless a step of the group is running."""
         if self._under_way:
             return
+        # All plan before any is timed: a step with experts depends on the tokens of all groups.
         planned = [member for member in self.cores if member.plan(now)]
         tokens = [_tokens(member) for member in planned]
         everybodys = sum(tokens)
@@ -270,6 +273,7 @@ class DpGroup(SharedStepping):
             longest = max(member.time.first for member in planned)
             for member in planned:
                 member.time.take(longest)
+        # Beside others every step is as long as the longest, which may differ from step to step.
         self._jumping = planned[0] if len(planned) == 1 else None
         self._under_way = len(planned)
         for member in planned:

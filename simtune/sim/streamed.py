@@ -73,6 +73,7 @@ class StreamedLoad:
         self.head = next(self.chunks())
         self.shortest = self.longest = _row(self.head, 0)
         last = 0.0
+        # Drawn twice: their rate and the longest one must be known before the first one arrives.
         for chunk in self.chunks():
             last = 0.0 if chunk.arrival_s is None else float(chunk.arrival_s[-1])
             tokens = chunk.prompt_tokens + chunk.output_tokens
@@ -139,6 +140,7 @@ class _Finish(_Live):
 
     def __setitem__(self, number: int, now: int) -> None:
         self._recorder.finished += 1
+        # Many at a time: numpy sums a thousand requests in the time of a few.
         if len(self) >= FOLD:
             self._recorder.fold(list(self))
         super().__setitem__(number, now)

@@ -106,6 +106,7 @@ def _nested(values: Sequence[Any]) -> Any:
 def interval(values: Sequence[Any]) -> list[float | None]:
     """Return the smallest and largest value after leaving out (1 - LEVEL) / 2 at each end; None counts as the
     largest."""
+    # A number without a bound is larger than all others.
     ordered = sorted(math.inf if v is None else float(v) for v in values)
     # 100 x 0.05 must give 5, not 4.999...
     cut = math.floor(len(ordered) * (1 - LEVEL) / 2 + 1e-9)

@@ -194,7 +194,7 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     pieces_s = pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s)
     setup_s = base.overhead_s if link.setup_s is None else link.setup_s
-    bytes_per_s = link.bytes_per_s or base.bytes_per_s * pool.spec.parallelism.devices
+    bytes_per_s = link.bytes_per_s or base.bytes_per_s * pool.spec.model_devices
     if merges(link, pool.spec):
         return Transfer(bytes_per_s, setup_s + pieces_s, 0.0)
     return Transfer(bytes_per_s, setup_s, pieces_s)

@@ -77,7 +77,8 @@ def read_bytes(path: Path) -> bytes:
             raw = file.read(most + 1)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
-    except ValueError as error:  # a NUL in the name
+    # A NUL in the name.
+    except ValueError as error:
         raise UsageError(f"{str(path)!r}: is no name of a file ({error})") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None

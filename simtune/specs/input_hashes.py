@@ -16,6 +16,7 @@ def numbered(hashes: Iterable[tuple[str, str]]) -> dict[str, str]:
     by_name: dict[str, str] = {}
     for name, value in hashes:
         key, number = name, 1
+        # The same content under the same name is one input, however often it is named.
         while by_name.get(key, value) != value:
             number += 1
             key = f"{name} ({number})"

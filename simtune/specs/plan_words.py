@@ -215,7 +215,7 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         devices=pool.devices,
         parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1},
         expert_parallel=p.expert_parallel,
-        feed_forward=0 if p.afd is None else p.afd.ffn_devices,
+        feed_forward=0 if pool.studied.afd is None else pool.studied.afd.ffn_devices,
         seats=batching.max_num_seqs,
         budget=batching.max_num_batched_tokens,
         more_settings={key: words for key, words in more_settings.items() if words},

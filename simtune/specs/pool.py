@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.specs.base import (
-    DTYPE_BYTES,
     BlockSize,
     Context,
     Count,
@@ -27,10 +26,10 @@ from simtune.specs.base import (
 )
 from simtune.specs.drafters import Drafter
 from simtune.specs.part_names import PartName
+from simtune.specs.research import IN_RESEARCH, Research
 from simtune.specs.shares import DeviceShare
 from simtune.specs.speculation import Speculation
 
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
 KvDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 POLICY_NAMES = (
     "vllm-fcfs",
@@ -57,17 +56,8 @@ Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
 
 
-class Afd(Part):
-    """Attention and feed-forward blocks on GPUs of their own (AFD): tokens go from one to the other in every layer."""
-
-    ffn_devices: GpuCount = Field(description="GPUs that share the feed-forward blocks: whole experts on each")
-    batches: Annotated[int, Field(ge=1, le=16)] = Field(
-        3, description="parts of the batch that are under way at a time, so that neither side waits"
-    )
-
-
 class Parallelism(Part):
-    """GPUs of one instance: tp * pp * attention_dp * cp, and those of `afd`."""
+    """GPUs of one instance: tp * pp * attention_dp * cp."""
 
     tp: GpuCount = 1
     pp: GpuCount = 1
@@ -76,9 +66,6 @@ class Parallelism(Part):
         description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
         "tokens of a step and of the KV cache",
     )
-    cp_ring: Literal["one_way", "both_ways"] | None = Field(
-        None, description="how keys and values are passed around the groups of cp; in one direction unless given"
-    )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: GpuCount = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
@@ -86,34 +73,11 @@ class Parallelism(Part):
     expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
         None, description="whole experts placed by their load as EPLB does; number of replicas over all ranks"
     )
-    afd: Afd | None = Field(
-        None, description="feed-forward blocks on GPUs of their own; on those of attention unless given"
-    )
-    expert_locality: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="share of the exchange between ranks for their experts that good placement saves"
-    )
 
     @model_validator(mode="after")
     def _places_whole_experts(self) -> Self:
         if self.expert_replicas is not None and not self.expert_parallel:
             raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
-        for key in ("expert_replicas", "expert_locality"):
-            if self.afd is not None and getattr(self, key) is not None:
-                raise ErrorAt(
-                    "cannot be combined with afd, whose devices have equal shares of the experts; remove it", key
-                )
-        if self.expert_locality is not None and not (self.expert_parallel and self.attention_dp > 1):
-            raise ErrorAt(
-                "requires data-parallel attention and whole experts on other ranks; set expert_parallel and an "
-                "attention_dp above 1, or remove it",
-                "expert_locality",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_ring(self) -> Self:
-        if self.cp_ring is not None and self.context_ranks == 1:
-            raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "cp_ring")
         return self
 
     @property
@@ -124,8 +88,7 @@ class Parallelism(Part):
     @property
     def devices(self) -> int:
         """GPUs of one instance."""
-        attention_devices = self.tp * self.pp * self.attention_dp * self.context_ranks
-        return attention_devices if self.afd is None else attention_devices + self.afd.ffn_devices
+        return self.tp * self.pp * self.attention_dp * self.context_ranks
 
 
 class Batching(Part):
@@ -160,31 +123,6 @@ class Batching(Part):
     )
 
 
-class KvPolicy(Part):
-    """Keys and values of a sequence that are stored and read once its prompt is computed. The effect on the output is
-    not modelled.
-    """
-
-    kept: PositiveShare = Field(1.0, description="share of the tokens whose keys and values stay in the cache")
-    bits: Annotated[float, Field(gt=0, le=32)] | None = Field(
-        None, description="bits of a value in the cache, scales included; those of its dtype unless given"
-    )
-    decode_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of what is in the cache that a decode does not read"
-    )
-    prefill_sparsity: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of the attention of prompts that is left out"
-    )
-
-    def held(self, dtype: str) -> float:
-        """Bytes in the cache over those of all keys and values in this dtype."""
-        return self.kept * (1.0 if self.bits is None else self.bits / (8 * DTYPE_BYTES[dtype]))
-
-    def read(self, dtype: str) -> float:
-        """Bytes that a decode reads over those of all keys and values."""
-        return self.held(dtype) * (1 - self.decode_sparsity)
-
-
 class KvCache(Part):
     """The paged KV cache. Values from the engine's own log are better than memory accounting: `other_memory_gib`
     replaces its one estimate, and `num_blocks` overrides it altogether, per pipeline rank.
@@ -216,9 +154,6 @@ class KvCache(Part):
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
-    policy: KvPolicy | None = Field(
-        None, description="part of the keys and values that is kept and read; all unless given"
-    )
 
 
 class HostTimes(Part):
@@ -269,60 +204,14 @@ class FrontEndTimes(Part):
     token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="additional seconds for each token of its prompt")
 
 
-class Runtime(Part):
-    """Kernels that an engine other than vLLM launches: more and smaller ones than the operators of the cost model."""
-
-    kernels_per_layer: Count
-    kernel_floor_s: Seconds = Field(
-        description="GPU seconds of each kernel beyond the time of its operator, with or without graphs"
-    )
-    launch_s: Seconds = Field(description="host seconds to launch each kernel without CUDA graphs")
-
-
-class Offload(Part):
-    """Weights and keys and values in the memory of the host, and the part that the processor computes there."""
-
-    weights: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of the weights; in every step they are sent to the devices, but for those `computed`"
-    )
-    computed: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of these weights that the processor multiplies in host memory"
-    )
-    kv_cache: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of the keys and values; the processor attends to them beside the devices"
-    )
-    bytes_per_s: Positive | None = Field(
-        None, description="rate at which the processor reads the host's memory; needed if it computes or attends"
-    )
-    memory_gib: Positive | None = Field(None, description="host memory for keys and values; needed if some are there")
-
-    @model_validator(mode="after")
-    def _says_what_the_host_has(self) -> Self:
-        if (self.computed or self.kv_cache) and self.bytes_per_s is None:
-            raise ErrorAt("is required if the processor computes; state how fast it reads its memory", "bytes_per_s")
-        if self.kv_cache and self.memory_gib is None:
-            raise ErrorAt(
-                "is required if keys and values are in the host's memory; state how much it has for them", "memory_gib"
-            )
-        if self.computed and not self.weights:
-            raise ErrorAt("requires weights in the host's memory; give weights a share, or remove it", "computed")
-        if self.bytes_per_s is not None and not (self.computed or self.kv_cache):
-            raise ErrorAt(
-                "has no effect if the processor reads nothing; give computed or kv_cache a share, or remove it",
-                "bytes_per_s",
-            )
-        if self.memory_gib is not None and not self.kv_cache:
-            raise ErrorAt(
-                "has no effect without keys and values there; give kv_cache a share, or remove it", "memory_gib"
-            )
-        return self
-
-
 FusedKernel = Literal["norm", "rope", "attention"]
 Quantising = Literal["fused", "queries", "apart"]
 ExchangeKind = Literal["deepep", "all_gather"]
 
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
+
+
+_NO_RESEARCH = Research()
 
 
 class Pool(Part):
@@ -392,12 +281,6 @@ class Pool(Part):
         description="host seconds per layer of launching the kernels of a step with prompt tokens, of an engine whose "
         "graphs hold decode steps only; unless given graphs hold these too, or pieces of them",
     )
-    runtime: Runtime | None = Field(
-        None, description="kernels of an engine other than vLLM; vLLM's kernels unless given"
-    )
-    offload: Offload | None = Field(
-        None, description="parts of weights and KV cache in host memory; nothing unless given"
-    )
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: the exchange with experts of one half "
@@ -414,6 +297,20 @@ class Pool(Part):
         None,
         description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
     )
+    research: Research | None = Field(
+        None, description="settings of published systems that no engine has; a plan without this block is one to run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_research_in_one_block(cls, data: Any) -> Any:
+        for path, key in IN_RESEARCH.items():
+            block: Any = data
+            for part in path[:-1]:
+                block = block.get(part) if isinstance(block, dict) else None
+            if isinstance(block, dict) and path[-1] in block:
+                raise ErrorAt(f"is a setting of published systems; write it as research: {{{key}: ...}}", *path)
+        return data
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:
@@ -432,29 +329,50 @@ class Pool(Part):
 
     @model_validator(mode="after")
     def _goes_with_afd(self) -> Self:
-        if self.parallelism.afd is not None:
-            for key in ("overlap", "offload"):
-                if getattr(self, key) is not None:
-                    raise ErrorAt(
-                        "cannot be combined with afd, which overlaps its own parts and has both sides on GPUs; "
-                        "remove it",
-                        key,
-                    )
+        if self.studied.afd is None:
+            return self
+        shares = "cannot be combined with afd, whose devices have equal shares of the experts; remove it"
+        alone = "cannot be combined with afd, which overlaps its own parts and has both sides on GPUs; remove it"
+        for path, value, why in (
+            (("parallelism", "expert_replicas"), self.parallelism.expert_replicas, shares),
+            (("research", "expert_locality"), self.studied.expert_locality, shares),
+            (("overlap",), self.overlap, alone),
+            (("research", "offload"), self.studied.offload, alone),
+        ):
+            if value is not None:
+                raise ErrorAt(why, *path)
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_ring(self) -> Self:
+        if self.studied.cp_ring is not None and self.parallelism.context_ranks == 1:
+            raise ErrorAt(
+                "requires ranks that share sequences; set cp above 1, or remove cp_ring", "research", "cp_ring"
+            )
         return self
 
     @model_validator(mode="after")
     def _exchanges_what_is_spared(self) -> Self:
-        if self.parallelism.expert_locality is not None and self.expert_exchange == "all_gather":
+        if self.studied.expert_locality is None:
+            return self
+        if not (self.parallelism.expert_parallel and self.parallelism.attention_dp > 1):
+            raise ErrorAt(
+                "requires data-parallel attention and whole experts on other ranks; set expert_parallel and an "
+                "attention_dp above 1, or remove it",
+                "research",
+                "expert_locality",
+            )
+        if self.expert_exchange == "all_gather":
             raise ErrorAt(
                 "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
-                "parallelism",
+                "research",
                 "expert_locality",
             )
         return self
 
     @model_validator(mode="after")
     def _one_target_for_each_drafter(self) -> Self:
-        if self.devices > self.parallelism.devices:
+        if self.devices > self.model_devices:
             for key in ("pp", "attention_dp"):
                 if getattr(self.parallelism, key) > 1:
                     raise ErrorAt(
@@ -487,7 +405,17 @@ class Pool(Part):
     def devices(self) -> int:
         """GPUs of one instance, those that a drafter has for itself among them."""
         drafter = 0 if self.speculation is None else self.speculation.own_devices(self.parallelism.tp)
-        return self.parallelism.devices + drafter
+        return self.model_devices + drafter
+
+    @property
+    def model_devices(self) -> int:
+        """GPUs of one instance that hold the model: those of `parallelism`, and those of `research.afd`."""
+        return self.parallelism.devices + (0 if self.studied.afd is None else self.studied.afd.ffn_devices)
+
+    @property
+    def studied(self) -> Research:
+        """Settings of `research`; all absent without the block."""
+        return self.research or _NO_RESEARCH
 
     def stated(self, key: str) -> Any:
         """Return a setting by its key, such as `kv_cache.block_size`, if a plan, study or engine preset sets it; None

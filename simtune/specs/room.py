@@ -24,7 +24,8 @@ def system_value(name: str) -> int | None:
     """Return a value of `os.sysconf`, such as SC_LEVEL3_CACHE_SIZE; None if this system does not have it."""
     try:
         value = os.sysconf(name)
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, others lack some of its names
+    # Windows has no sysconf, others lack some of its names.
+    except (AttributeError, ValueError, OSError):
         return None
     return value if value > 0 else None
 

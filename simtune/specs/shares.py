@@ -26,13 +26,6 @@ class DeviceShare(Part):
     )
 
 
-class _OfGpus(Protocol):
-    """Devices of an instance."""
-
-    @property
-    def devices(self) -> int: ...
-
-
 class _OfMemory(Protocol):
     """The same of their memory."""
 
@@ -48,7 +41,7 @@ class _SharingPool(SizedPool, Protocol):
     @property
     def share(self) -> DeviceShare | None: ...
     @property
-    def parallelism(self) -> _OfGpus: ...
+    def model_devices(self) -> int: ...
     @property
     def kv_cache(self) -> _OfMemory: ...
 
@@ -74,8 +67,8 @@ def _check_beside(i: int, pool: _SharingPool, own: DeviceShare, other: _SharingP
     at = ("pools", i, "share")
     if other.share is None or other.share.beside is not None:
         raise ErrorAt(f"pool {other.name} has its GPUs to itself; give it a share without `beside`", *at, "beside")
-    kinds = [(p.hardware, p.instances, p.parallelism.devices, p.devices) for p in (pool, other)]
-    if kinds[0] != kinds[1] or pool.devices != pool.parallelism.devices:
+    kinds = [(p.hardware, p.instances, p.model_devices, p.devices) for p in (pool, other)]
+    if kinds[0] != kinds[1] or pool.devices != pool.model_devices:
         raise ErrorAt(
             f"pools {other.name} and {pool.name} share GPUs: give them the same hardware, instances and parallelism, "
             "and no drafter with GPUs of its own",

@@ -190,7 +190,8 @@ def parse(text: str, file: str) -> Document:
     """Parse YAML or JSON text. Raises SpecError for a syntax error, a repeated key, and aliases without end."""
     try:
         return _parsed(text, file)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: numbers of thousands of digits
+    # ValueError: numbers of thousands of digits.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         deep = _too_deep(text)
         if deep is not None:
             message = f"not valid YAML: nested deeper than {DEEPEST} levels"

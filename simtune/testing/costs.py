@@ -27,7 +27,8 @@ class CostSuite:
 
     def make(self) -> Costs:
         """Return the costs; to be overridden if they take work to make."""
-        costs = getattr_static(type(self), "costs")  # a function must not become a method
+        # A function must not become a method.
+        costs = getattr_static(type(self), "costs")
         model: Costs = costs.__func__ if isinstance(costs, staticmethod) else costs
         return model
 

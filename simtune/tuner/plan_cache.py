@@ -139,6 +139,7 @@ class PlanCache:
             if speculation is None:
                 return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
             choice = replace(choice, speculation=speculation)
+            # Once more with the drafter: its weights and states take memory of the KV cache.
             self._memories[choice] = check(self.pool(choice), q.model, hardware, draft.drafting)
             return choice
         except Infeasible as error:
@@ -199,6 +200,7 @@ class PlanCache:
             seats, tokens = self._widest[replace(choice.shape, role="mixed")]
             q, pool = self.question, self.pool(choice)
             wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
+            # Tables for the widest pool of the cut serve all narrower ones: they only read less of them.
             pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
             factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(

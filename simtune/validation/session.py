@@ -61,7 +61,8 @@ class ValidationFolder:
         claim(out, force or same)
         if same:
             clear_within(out)
-        else:  # write both together: with one of them alone the same command would be refused
+        # Write both together: with one of them alone the same command would be refused.
+        else:
             write(out, {MANIFEST: "{}\n", QUESTION: question_text})
 
     def keep(self, files: Files) -> None:

@@ -555,7 +555,8 @@ def _shared_by_turns(
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove sessions")
     number = np.arange(len(added))
     turns = number // sessions.concurrent
-    first = number - turns % sessions.turns * sessions.concurrent  # the request with which its conversation began
+    # The request with which its conversation began.
+    first = number - turns % sessions.turns * sessions.concurrent
     size, prefix = sessions.block_tokens, workload.shared_prefix
     groups, most = (1, 0) if prefix is None else (prefix.groups, prefix.tokens // size)
     group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]

@@ -596,9 +596,13 @@ def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message:
             "policy vllm-fcfs predicts no output lengths; leave prediction_sigma out, or choose "
             "shortest-predicted-first",
         ),
-        (("parallelism.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or remove it"),
+        (("research.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or remove it"),
         (
-            ("expert_exchange=all_gather", "parallelism={attention_dp: 2, expert_parallel: true, expert_locality: 1}"),
+            (
+                "expert_exchange=all_gather",
+                "parallelism={attention_dp: 2, expert_parallel: true}",
+                "research.expert_locality=1",
+            ),
             "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
         ),
         (("batching.policy=static", "max_model_len=4096"), "policy static never cuts prompts"),

@@ -64,7 +64,8 @@ class TestContextParallelism:
         """Two cards on PCIe with a short prompt: sending keys and values outlasts attending to them."""
         llama = load_model("llama-2-7b")
         one, both = (
-            step_model(pool("a10", parallelism={"cp": 4, "cp_ring": ring}), llama) for ring in ("one_way", "both_ways")
+            step_model(pool("a10", parallelism={"cp": 4}, research={"cp_ring": ring}), llama)
+            for ring in ("one_way", "both_ways")
         )
         tokens = np.array([512.0])
         sends = load_hardware("a10").links["intra_node"]
@@ -102,7 +103,7 @@ class TestContextParallelism:
 
     def test_without_ranks_that_share_there_is_no_ring(self) -> None:
         with pytest.raises(ValueError, match="set cp above 1, or remove cp_ring"):
-            pool(parallelism={"cp_ring": "both_ways"})
+            pool(research={"cp_ring": "both_ways"})
 
     def test_each_rank_has_its_part_of_the_cache(self) -> None:
         """And no activations but its own."""
@@ -124,7 +125,7 @@ class TestContextParallelism:
 
 
 def offloading(**offload: Any) -> Pool:
-    return pool("a10", offload=offload, kv_cache={"block_size": 16})
+    return pool("a10", research={"offload": offload}, kv_cache={"block_size": 16})
 
 
 class TestOffload:
@@ -177,7 +178,11 @@ class TestOffload:
         """Each group decodes as many sequences as the one that a step is asked of."""
         offload = {"kv_cache": 0.5, "bytes_per_s": 4e10, "memory_gib": 64}
         one, four = (
-            HostWork.of(EXPERTS, load_hardware("h100-sxm"), pool(offload=offload, parallelism={"attention_dp": groups}))
+            HostWork.of(
+                EXPERTS,
+                load_hardware("h100-sxm"),
+                pool(research={"offload": offload}, parallelism={"attention_dp": groups}),
+            )
             for groups in (1, 4)
         )
         assert one is not None
@@ -198,7 +203,7 @@ class TestOffload:
         ],
     )
     def test_what_the_host_must_have_is_asked_for(self, offload: dict[str, Any], message: str) -> None:
-        fields = {"schema": Plan.schema_id(), "name": "x", "pools": [_fields(offload=offload)]}
+        fields = {"schema": Plan.schema_id(), "name": "x", "pools": [_fields(research={"offload": offload})]}
         from simtune.specs.yamlfile import Document
 
         with pytest.raises(SpecError, match=message):
@@ -241,7 +246,9 @@ class TestAfd:
         assert env.now / rounds == pytest.approx(float(one.step_s(parts)[0]), rel=0.1)
 
     def test_with_one_part_the_sides_take_turns(self) -> None:
-        its = step_model(pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 8, "batches": 1}}), EXPERTS)
+        its = step_model(
+            pool(parallelism={"attention_dp": 8}, research={"afd": {"ffn_devices": 8, "batches": 1}}), EXPERTS
+        )
         step, apart = its.breakdown(DECODES), its._apart
         assert apart is not None
         attention = sum(step[kind] for kind in ("gemm", "elementwise", "decode_attention"))
@@ -251,32 +258,38 @@ class TestAfd:
 
     def test_feed_forward_blocks_leave_room_for_the_cache(self) -> None:
         together = pool(parallelism={"attention_dp": 8, "expert_parallel": True})
-        apart = pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 8}})
+        apart = pool(parallelism={"attention_dp": 8}, research={"afd": {"ffn_devices": 8}})
         assert capacity(apart, EXPERTS) > capacity(together, EXPERTS)
         assert apart.devices == 16
 
-    @pytest.mark.parametrize("more", [{"overlap": "ladder"}, {"offload": {"weights": 0.5}}])
+    @pytest.mark.parametrize("more", [{"overlap": "ladder"}, {"research": {"offload": {"weights": 0.5}}}])
     def test_it_goes_with_no_other_second_device(self, more: dict[str, Any]) -> None:
+        apart = {"afd": {"ffn_devices": 8}, **more.get("research", {})}
         with pytest.raises(ValueError, match="afd, which overlaps its own parts"):
-            pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 8}}, **more)
+            pool(parallelism={"attention_dp": 8}, **(more | {"research": apart}))
 
-    @pytest.mark.parametrize("key", ["expert_replicas", "expert_locality"])
-    def test_experts_are_not_placed_otherwise(self, key: str) -> None:
+    @pytest.mark.parametrize(("replicas", "locality"), [(1, None), (None, 1.0)])
+    def test_experts_are_not_placed_otherwise(self, replicas: int | None, locality: float | None) -> None:
         with pytest.raises(ValueError, match="whose devices have equal shares of the experts"):
-            pool(parallelism={"expert_parallel": True, "afd": {"ffn_devices": 8}, key: 1})
+            pool(
+                parallelism={"expert_parallel": True, "expert_replicas": replicas},
+                research={"afd": {"ffn_devices": 8}, "expert_locality": locality},
+            )
 
     def test_too_few_devices_are_told(self) -> None:
         with pytest.raises(Infeasible, match="ffn_devices need an expert each; set at most 128"):
-            step_model(pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 256}}), EXPERTS)
+            step_model(pool(parallelism={"attention_dp": 8}, research={"afd": {"ffn_devices": 256}}), EXPERTS)
         with pytest.raises(Infeasible, match=r"give afd\.ffn_devices more"):
-            step_model(pool(parallelism={"attention_dp": 8, "afd": {"ffn_devices": 1}}), load_model("deepseek-v3"))
+            step_model(
+                pool(parallelism={"attention_dp": 8}, research={"afd": {"ffn_devices": 1}}), load_model("deepseek-v3")
+            )
 
 
 SETTINGS = [
     ({"parallelism": {"cp": 2}}, DENSE, "h100-sxm"),
-    ({"offload": {"weights": 0.2}}, DENSE, "a10"),
-    ({"offload": {"kv_cache": 0.3, "bytes_per_s": 5e10, "memory_gib": 64}}, DENSE, "a10"),
-    ({"parallelism": {"attention_dp": 2, "afd": {"ffn_devices": 2}}}, EXPERTS, "h100-sxm"),
+    ({"research": {"offload": {"weights": 0.2}}}, DENSE, "a10"),
+    ({"research": {"offload": {"kv_cache": 0.3, "bytes_per_s": 5e10, "memory_gib": 64}}}, DENSE, "a10"),
+    ({"parallelism": {"attention_dp": 2}, "research": {"afd": {"ffn_devices": 2}}}, EXPERTS, "h100-sxm"),
 ]
 
 

@@ -12,6 +12,7 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.step_calls import COMMUNICATION
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.pool import Batching, Parallelism, Pool
+from simtune.specs.research import Research
 
 HARDWARE = {name: load_hardware(name) for name in ("h100-sxm", "a100-sxm-80g")}
 MODEL = load_model("qwen3-30b-a3b")
@@ -21,8 +22,9 @@ def breakdown(hardware: str, groups: int, decodes: int, locality: float | None) 
     pool = Pool(
         hardware=hardware,
         instances=1,
-        parallelism=Parallelism(attention_dp=groups, expert_parallel=True, expert_locality=locality),
+        parallelism=Parallelism(attention_dp=groups, expert_parallel=True),
         batching=Batching(max_num_seqs=512, max_num_batched_tokens=2048),
+        research=Research(expert_locality=locality),
     )
     return StepModel(MODEL, HARDWARE[hardware], pool).breakdown(StepWork(decodes, 100 * decodes, [], decodes))
 
@@ -47,4 +49,10 @@ def test_only_the_exchange_becomes_less_and_at_the_ends_all_or_nothing_of_it(
 @pytest.mark.parametrize("given", [{"attention_dp": 1, "expert_parallel": True}, {"attention_dp": 2}])
 def test_without_an_exchange_there_is_nothing_to_spare(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="set expert_parallel and an attention_dp above 1, or remove it"):
-        Parallelism(**given, expert_locality=0.5)
+        Pool(
+            hardware="h100-sxm",
+            instances=1,
+            parallelism=Parallelism(**given),
+            batching=Batching(max_num_seqs=512, max_num_batched_tokens=2048),
+            research=Research(expert_locality=0.5),
+        )

@@ -19,7 +19,8 @@ from simtune.emit.emitter import unsupported_settings
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import KvPolicy, Pool
+from simtune.specs.pool import Pool
+from simtune.specs.research import IN_RESEARCH, KvPolicy, Research
 from simtune.specs.workload import Workload
 
 DECODES = StepWork(32, 32 * 2000, (), 32)
@@ -41,7 +42,7 @@ def pool(**more: Any) -> Pool:
 
 def kept(**policy: Any) -> Pool:
     """A pool with a policy for its KV cache."""
-    return pool(kv_cache={"policy": policy})
+    return pool(research={"kv_policy": policy})
 
 
 def step_model(its: Pool, model: str = "llama-3.1-8b") -> StepModel:
@@ -181,12 +182,12 @@ class TestRuntime:
         """T = max(GPU + n floor, n launch), n kernels of 32 layers."""
         step, kernels = StepWork(1, 500, (), 1), 40 * 32
         plain = step_model(pool()).gpu_s(step)
-        graphs = step_model(pool(runtime=self.RUNTIME)).gpu_s(step)
-        eager = step_model(pool(runtime=self.RUNTIME, cuda_graphs=False)).gpu_s(step)
+        graphs = step_model(pool(research={"runtime": self.RUNTIME})).gpu_s(step)
+        eager = step_model(pool(research={"runtime": self.RUNTIME}, cuda_graphs=False)).gpu_s(step)
         assert graphs == pytest.approx(plain + kernels * 5e-6)
         assert eager == pytest.approx(max(plain + kernels * 5e-6, kernels * 1e-5))
         large = StepWork(0, 0, ((0, 8000),), 1)
-        assert step_model(pool(runtime=self.RUNTIME, cuda_graphs=False)).gpu_s(large) > kernels * 1e-5
+        assert step_model(pool(research={"runtime": self.RUNTIME}, cuda_graphs=False)).gpu_s(large) > kernels * 1e-5
 
     def test_what_is_fitted_on_one_card_predicts_another(self) -> None:
         """Published of batch 1 at 2,048 tokens (Qwen2.5-7B): CUDA graphs gain 1.259x on H100 and 1.028x on L4. The two
@@ -195,7 +196,9 @@ class TestRuntime:
         step, gains = StepWork(1, 2048, (), 1), {}
         for card in ("h100-sxm", "l4"):
             eager, graphs = (
-                step_model(pool(hardware=card, runtime=runtime, cuda_graphs=on), "qwen2.5-7b").seconds(step)
+                step_model(pool(hardware=card, research={"runtime": runtime}, cuda_graphs=on), "qwen2.5-7b").seconds(
+                    step
+                )
                 for on in (False, True)
             )
             gains[card] = eager / graphs
@@ -272,11 +275,26 @@ def test_no_engine_is_told_what_it_does_not_have() -> None:
     """A plan with any of these can be simulated, and its settings are not written as if they were not there."""
     for more, key in (
         ({"overlap": "ladder"}, "overlap"),
-        ({"runtime": TestRuntime.RUNTIME}, "runtime"),
-        ({"kv_cache": {"policy": {"kept": 0.5}}}, "kv_cache.policy"),
+        ({"research": {"runtime": TestRuntime.RUNTIME}}, "research.runtime"),
+        ({"research": {"kv_policy": {"kept": 0.5}}}, "research.kv_policy"),
     ):
         assert [line.split(":")[0] for line in unsupported_settings(pool(**more))] == [key]
         plan = Plan(name="p", model="llama-3.1-8b", pools=(pool(**more),))
         with pytest.raises(UsageError, match=f"{key}: is simulated only; remove it"):
             ENGINES["vllm"].files(plan, load_model("llama-3.1-8b"))
     assert list(unsupported_settings(pool())) == []
+
+
+@pytest.mark.parametrize(("path", "key"), IN_RESEARCH.items())
+def test_settings_of_published_systems_are_refused_outside_their_block(path: tuple[str, ...], key: str) -> None:
+    value: Any = {"kept": 0.5}
+    for part in reversed(path):
+        value = {part: value}
+    with pytest.raises(ValueError, match=rf"write it as research: \{{{key}: \.\.\.\}}"):
+        pool(**value)
+
+
+def test_pool_without_the_block_has_none_of_these_settings() -> None:
+    assert pool().research is None
+    assert pool().studied == Research()
+    assert pool().model_devices == pool().parallelism.devices

@@ -58,8 +58,8 @@ def test_the_settings_name_what_they_leave_out(changed: dict[str, Any], said: st
     [
         (
             "sglang",
-            {"offload": {"weights": 0.5}},
-            "offload: is simulated only; remove it to have engine settings written",
+            {"research": {"offload": {"weights": 0.5}}},
+            "research.offload: is simulated only; remove it to have engine settings written",
         ),
         (
             "llamacpp",

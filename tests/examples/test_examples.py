@@ -85,7 +85,7 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
             per_gpu = float(row["rate_rps"]) / int(row["num_gpus"])
             assert per_gpu <= summary["objective"]["value"] * (1 + study.search.rate_tolerance) * (1 + 1e-9)
 
-    if any(pool.overlap or pool.kv_cache.policy for pool in plan.pools):
+    if any(pool.overlap or pool.studied.kv_policy for pool in plan.pools):
         assert "To be built in an engine: " in (run / "engine" / "none.txt").read_text()
         return plan, rows, summary
     engine = yaml.safe_load((run / "engine" / "vllm-mixed.yaml").read_text())

@@ -62,7 +62,7 @@ def test_explanation_names_front_end_and_gpu_share() -> None:
     assert "links: KV caches go from a to b over a link of their own" in whole
     assert "front_end: requests pass it one by one, 2 ms each and 3 us for each prompt token" in front
     assert "share: 50.0 % of the processors and 40.0 % of the memory bandwidth of its GPUs" in front
-    pool = {**shared, "kv_cache": {}, "offload": {"weights": 0.5}, "parallelism": {"cp": 2}}
+    pool = {**shared, "kv_cache": {}, "research": {"offload": {"weights": 0.5}}, "parallelism": {"cp": 2}}
     (_, (_, sentences)) = explain(
         deploy_plan(Plan.model_validate({**plan, "links": None, "pools": [pool]}, strict=False))
     )
@@ -93,7 +93,7 @@ def test_explanation_names_front_end_and_gpu_share() -> None:
         ),
         (
             "qwen3-30b-a3b",
-            {"parallelism": {"attention_dp": 2, "afd": {"ffn_devices": 2}}},
+            {"parallelism": {"attention_dp": 2}, "research": {"afd": {"ffn_devices": 2}}},
             "afd: feed-forward blocks are on 2 GPUs of their own; ",
         ),
     ],

@@ -148,19 +148,22 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path: Path, old: str
 
 
 def test_a_setting_of_an_entry_is_found_wrong_where_it_stands(tmp_path: Path) -> None:
-    wrong = MINIMAL.replace("variant: {step", "variant: {pool: {kv_cache: {policy: {kept: 2}}}, step")
+    wrong = MINIMAL.replace("variant: {step", "variant: {pool: {research: {kv_policy: {kept: 2}}}, step")
     (tmp_path / "mine.yaml").write_text(wrong)
-    with pytest.raises(SpecError, match=r"mine.yaml:12:40: systems.0.variant.pool.kv_cache.policy.kept: must be less"):
+    with pytest.raises(
+        SpecError, match=r"mine.yaml:12:43: systems.0.variant.pool.research.kv_policy.kept: must be less"
+    ):
         read(tmp_path / "mine.yaml")
 
 
 def test_a_setting_of_what_could_be_otherwise_is_found_wrong_where_it_stands(tmp_path: Path) -> None:
     wrong = MINIMAL.replace(
         "  base:",
-        "  inputs: [{what: x, source: assumed, otherwise: [{base: {pool: {kv_cache: {policy: {kept: 2}}}}}]}]\n  base:",
+        "  inputs: [{what: x, source: assumed, otherwise: [{base: {pool: {research: {kv_policy: {kept: 2}}}}}]}]\n"
+        "  base:",
     )
     (tmp_path / "mine.yaml").write_text(wrong)
-    at = r"mine.yaml:11:86: systems.0.inputs.0.otherwise.0.base.pool.kv_cache.policy.kept: must be less"
+    at = r"mine.yaml:11:89: systems.0.inputs.0.otherwise.0.base.pool.research.kv_policy.kept: must be less"
     with pytest.raises(SpecError, match=at):
         read(tmp_path / "mine.yaml")
 

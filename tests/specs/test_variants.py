@@ -35,13 +35,13 @@ def labels(*fragments: str, combine: bool = False, more: str = "") -> list[str]:
         ("{}", ""),
         ("{overlap: ladder}", "overlap-ladder"),
         ("{batching: {policy: layered-prefill}}", "policy-layered-prefill"),
-        ("{kv_cache: {policy: {kept: 0.25}}}", "kept-0.25"),
-        ("{parallelism: {cp: 2, cp_ring: both_ways}}", "cp-2-cp-ring-both-ways"),
+        ("{research: {kv_policy: {kept: 0.25}}}", "kept-0.25"),
+        ("{parallelism: {cp: 2}, research: {cp_ring: both_ways}}", "cp-2-cp-ring-both-ways"),
         ("{router: {kind: prefix_aware}}", "router-prefix-aware"),
         ("{async_scheduling: false, cuda_graphs: true}", "no-async-scheduling-cuda-graphs"),
         ("{fused: [norm, rope]}", "fused-norm-rope"),
         ("{engine: sglang-0.5}", "sglang-0.5"),
-        ("{name: quarter, kv_cache: {policy: {kept: 0.25}}}", "quarter"),
+        ("{name: quarter, research: {kv_policy: {kept: 0.25}}}", "quarter"),
         (f"{{speculation: {EAGLE}}}", "eagle"),
     ],
 )
@@ -54,14 +54,14 @@ def test_a_study_without_variants_has_its_plans_as_they_are() -> None:
 
 
 def test_fragments_that_set_the_same_key_are_not_combined() -> None:
-    cache, ring = "{kv_cache: {policy: {kept: 0.25}}}", "{parallelism: {cp: 2}}"
-    bits = "{kv_cache: {policy: {bits: 4}}}"
+    cache, ring = "{research: {kv_policy: {kept: 0.25}}}", "{parallelism: {cp: 2}}"
+    bits = "{research: {kv_policy: {bits: 4}}}"
     assert labels("{}", cache, ring, combine=True) == ["", "kept-0.25", "cp-2", "kept-0.25-and-cp-2"]
-    assert labels(cache, "{kv_cache: {policy: {kept: 0.5}}}", combine=True) == ["kept-0.25", "kept-0.5"]
+    assert labels(cache, "{research: {kv_policy: {kept: 0.5}}}", combine=True) == ["kept-0.25", "kept-0.5"]
     assert labels(cache, bits, combine=True) == ["kept-0.25", "bits-4", "kept-0.25-and-bits-4"]
-    assert labels("{kv_cache: {policy: null}}", cache, combine=True) == ["no-policy", "kept-0.25"]
+    assert labels("{research: {kv_policy: null}}", cache, combine=True) == ["no-policy", "kept-0.25"]
     both = study(cache, ring, combine=True).variants[-1]
-    assert both.pool == {"kv_cache": {"policy": {"kept": 0.25}}, "parallelism": {"cp": 2}}
+    assert both.pool == {"research": {"kv_policy": {"kept": 0.25}}, "parallelism": {"cp": 2}}
 
 
 def test_each_of_several_engines_is_under_every_variant_that_names_none() -> None:
@@ -90,10 +90,13 @@ def test_a_study_with_variants_reads_back_as_it_was_written() -> None:
     [
         ("{overlp: ladder}", ":11:6: search.variants.0.overlp: unknown key, did you mean overlap?"),
         ("{overlap: laddr}", ":11:6: search.variants.0.overlap: must be one of two_batches, split_sequence, ladder"),
-        ("{kv_cache: {policy: {kept: 2}}}", ":11:26: search.variants.0.kv_cache.policy.kept: must be less than or"),
+        (
+            "{research: {kv_policy: {kept: 2}}}",
+            ":11:26: search.variants.0.research.kv_policy.kept: must be less than or",
+        ),
         ("{kv_cache: {polcy: {kept: 1}}}", ":11:17: search.variants.0.kv_cache.polcy: unknown key, did you mean"),
         ("{fused: [norm, rop]}", ":11:20: search.variants.0.fused.1: must be one of norm, rope, attention"),
-        ("{parallelism: {cp_ring: both_ways}}", "search.variants.0.parallelism.cp_ring: requires ranks that share"),
+        ("{research: {cp_ring: both_ways}}", "search.variants.0.research.cp_ring: requires ranks that share"),
         ("{parallelism: {expert_replicas: 3}}", "search.variants.0.parallelism.expert_replicas: requires whole"),
         ("{router: {kind: prefix_awar}}", ":11:6: search.variants.0.router: unknown kind 'prefix_awar'"),
         ("{link: {path: nvlink}}", ":11:6: search.variants.0.link: has no effect if all plans have only mixed pools"),
@@ -128,9 +131,9 @@ def test_a_role_has_keys_of_a_pool_alone() -> None:
 
 def test_a_setting_is_accepted_if_some_parallelism_of_the_study_allows_it() -> None:
     with pytest.raises(SpecError, match="expert_locality"):
-        study("{parallelism: {expert_locality: 0.5}}")
+        study("{research: {expert_locality: 0.5}}")
     more = "  expert_parallel: [false, true]\n  attention_dp: [1, 2]\n"
-    assert study("{parallelism: {expert_locality: 0.5}}", more=more).variants[0].label == "expert-locality-0.5"
+    assert study("{research: {expert_locality: 0.5}}", more=more).variants[0].label == "expert-locality-0.5"
 
 
 def test_a_key_that_cannot_be_searched_is_refused_with_the_reason() -> None:

@@ -64,14 +64,14 @@ def names(asked: Question) -> list[str]:
 
 
 def test_a_fragment_is_merged_over_every_pool() -> None:
-    asked = question({}, {"kv_cache": {"policy": {"kept": 0.25}}}, {"overlap": "ladder"}, combine=True)
-    assert {label: (pool.kv_cache.policy, pool.overlap) for label, pool in pools(asked).items()} == {
+    asked = question({}, {"research": {"kv_policy": {"kept": 0.25}}}, {"overlap": "ladder"}, combine=True)
+    assert {label: (pool.studied.kv_policy, pool.overlap) for label, pool in pools(asked).items()} == {
         "": (None, None),
-        "kept-0.25": (pools(asked)["kept-0.25"].kv_cache.policy, None),
+        "kept-0.25": (pools(asked)["kept-0.25"].studied.kv_policy, None),
         "overlap-ladder": (None, "ladder"),
-        "kept-0.25-and-overlap-ladder": (pools(asked)["kept-0.25"].kv_cache.policy, "ladder"),
+        "kept-0.25-and-overlap-ladder": (pools(asked)["kept-0.25"].studied.kv_policy, "ladder"),
     }
-    policy = pools(asked)["kept-0.25"].kv_cache.policy
+    policy = pools(asked)["kept-0.25"].studied.kv_policy
     assert policy is not None
     assert policy.kept == 0.25
 
@@ -178,7 +178,7 @@ def settled_plans(asked: Question) -> tuple[list[Candidate], PlanCache]:
 
 
 def test_less_kept_of_the_kv_cache_serves_no_less() -> None:
-    asked = question({}, {"kv_cache": {"policy": {"kept": 0.25}}}, {"host": {"step_s": 0.5, "per_sequence_s": 0.0}})
+    asked = question({}, {"research": {"kv_policy": {"kept": 0.25}}}, {"host": {"step_s": 0.5, "per_sequence_s": 0.0}})
     settled, cache = settled_plans(asked)
     deployments = {c.decoding.shape.variant: cache.deployment(c) for c in settled}
     rps = {label: slo_bound(d, asked.stream(settled[0]), asked.study.slo).rps for label, d in deployments.items()}
@@ -236,7 +236,11 @@ def written(*fragments: dict[str, Any]) -> dict[str, str]:
     ("fragment", "why", "part"),
     [
         ({"overlap": "ladder"}, "overlap: is simulated only", "overlap (the model runner and its kernels)"),
-        ({"kv_cache": {"policy": {"kept": 0.5}}}, "kv_cache.policy: is", "kv_cache.policy (the attention backend"),
+        (
+            {"research": {"kv_policy": {"kept": 0.5}}},
+            "research.kv_policy: is",
+            "research.kv_policy (the attention backend",
+        ),
         (
             {"batching": {"policy": "orca", "max_num_batched_tokens": 1024}},
             "no engine has policy orca",

@@ -155,7 +155,8 @@ class DraftPasses:
                 chunks, width = self._shape.chunks, self._shape.width
                 further = self._pass(sequences, width, sequences * width, mixed)
                 ticks = further * (depth if chunks is None else chunks.sizes[part])
-                if part == 0:  # the first pass is wider: it reads the accepted tokens
+                # The first pass is wider: it reads the accepted tokens.
+                if part == 0:
                     ticks = ticks - further + self._pass(sequences, self.first_width(depth), sequences, mixed)
             assert self._attention is not None
             line = self._lines[key] = self._attention.line(sequences, ticks)

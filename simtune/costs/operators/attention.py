@@ -178,7 +178,8 @@ class PrefillAttention(_GroupedHeads):
         """The context over the tokens, the keys a query sees at most, and on a GPU how many tiles there are to share
         out, what the last wave of them leaves empty, and the work itself."""
         logs = super().features(x, setting) | _head_features(x)
-        logs["context"] -= logs["tokens"]  # zero for whole prompts
+        # Zero for whole prompts.
+        logs["context"] -= logs["tokens"]
         logs["seen"] = np.log2(np.minimum(x["window"], x["context"]))
         # a chunk of one token runs the decode kernel
         logs["single token"] = np.where(x["tokens"] == 1, 1.0, 0.0)
@@ -206,7 +207,8 @@ def _tiles(x: Shape, setting: Setting) -> _Tiles:
     h, hk, s = x["heads"], x["kv_heads"], x["tokens"]
     if kernels is None or kernels.shares:
         heads = hk
-    else:  # a single token is decoded, and then heads do share
+    # A single token is decoded, and then heads do share.
+    else:
         heads = np.where((s == 1) & shares_keys(x, setting), hk, h)
     return _Tiles(heads, rows, ceil_div(s * (h / heads), rows))
 
@@ -304,7 +306,8 @@ class DecodeAttention(_GroupedHeads):
         logs = super().features(x, setting) | _head_features(x)
         logs["wide group"] = np.where(x["heads"] > _WIDEST_GROUP * x["kv_heads"], 1.0, 0.0)
         logs["no group"] = np.where(x["heads"] == x["kv_heads"], 1.0, 0.0)
-        if setting.processors > 1:  # a GPU splits them as they fill it
+        # A GPU splits them as they fill it.
+        if setting.processors > 1:
             pairs = x["batch"] * x["kv_heads"]
             keys = pairs * np.minimum(x["window"], x["context"])
             logs |= self._work(x, setting) | {

@@ -12,7 +12,8 @@ _TILE = (256, 128)
 """Outputs that two processors compute together."""
 
 _SPLIT = 3072  # of k; what a split over idle processors leaves, and the unit of a block
-_ROW = 1024  # values that take as long to quantise as what comes on top for a row
+# Values that take as long to quantise as what comes on top for a row.
+_ROW = 1024
 _ROW_TILES = (1, 16, 64, 128, 256)
 
 

@@ -45,7 +45,8 @@ _NCCL_DTYPES: dict[str, Dtype] = {**_DTYPES, "int8": "int8"}
 _SCALES = "scales"
 """Variant of quantising for the additional time to compute scales, between reading and adding the tables."""
 
-_MOSTLY = 0.5  # a table with more zeros than this tells nothing
+# A table with more zeros than this tells nothing.
+_MOSTLY = 0.5
 
 _NCCL: dict[str, tuple[OperatorKind, str | None]] = {
     "all_reduce": ("all_reduce", "nccl"),

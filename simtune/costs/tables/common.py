@@ -27,10 +27,13 @@ from simtune.specs.input_files import CELL_BYTES, csv_table, read_bytes, read_pa
 
 MS, US, NS = 1e-3, 1e-6, 1e-9
 
-_ROUNDED_ROWS = 20  # fewer rows may be whole microseconds by chance
+# Fewer rows may be whole microseconds by chance.
+_ROUNDED_ROWS = 20
 _ROUNDED_TO = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)  # s, from the coarsest
-_ROUNDED_SHARE = 0.75  # a median of an even number of rounded times may lie between two steps
-_CONFLICT = 1.1  # times of one shape that differ by more than this contradict each other
+# A median of an even number of rounded times may lie between two steps.
+_ROUNDED_SHARE = 0.75
+# Times of one shape that differ by more than this contradict each other.
+_CONFLICT = 1.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ from simtune.specs.model import DenseFeedForward, FullAttention, Model, MoeFeedF
 _PARENTS = 4  # model/dtype/tp1/dense.csv
 # relative difference to the experts that chance activates
 _AS_CHANCE = 0.1
-_LEAST_SHARE = 0.2  # a difference of two times that is smaller is mostly their noise
+# A difference of two times that is smaller is mostly their noise.
+_LEAST_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,14 @@ NEIGHBOURS = 8
 MANY = 0.05
 """Share of strange rows above which they are no accident but a table that was misread."""
 
-_SHEET_SHARE = 0.7  # what kernels reach of the data sheet; only differences between rows matter here
-_IMPOSSIBLE = 3.0  # kernels read some bytes from a cache that the operators count
-_CACHED, _IMPOSSIBLE_CACHED = 256e6, 8.0  # what fits into a cache passes the memory's rate, on GDDR cards by far
-_IMPOSSIBLE_LINK = 1.5  # sums inside a switch let an all-reduce pass its link's rate
+# What kernels reach of the data sheet; only differences between rows matter here.
+_SHEET_SHARE = 0.7
+# Kernels read some bytes from a cache that the operators count.
+_IMPOSSIBLE = 3.0
+# What fits into a cache passes the memory's rate, on GDDR cards by far.
+_CACHED, _IMPOSSIBLE_CACHED = 256e6, 8.0
+# Sums inside a switch let an all-reduce pass its link's rate.
+_IMPOSSIBLE_LINK = 1.5
 _LAUNCHED_SHARE = 0.1
 _NARROW, _LONG_S, _PAIRS, _HEEDED = 8, 50e-6, 15, 0.9
 """A window narrow enough, a time long enough, and pairs enough to show if the window was applied; with one, published
@@ -39,9 +43,12 @@ _DISORDERLY = 0.1
 _AT_ONCE = 4000
 """Rows that are compared with one another at a time."""
 
-_UNITS = 100.0  # rows this far from the bulk of a table are in another unit
-_LAUNCHES = 8.0  # usual overheads; tables of kernels start with 0.5 to 5 of them, those of launches with 14 to 73
-_SLOW = 0.002  # best share of the data sheet below which a table with no time under a millisecond is in another unit
+# Rows this far from the bulk of a table are in another unit.
+_UNITS = 100.0
+# Usual overheads; tables of kernels start with 0.5 to 5 of them, those of launches with 14 to 73.
+_LAUNCHES = 8.0
+# Best share of the data sheet below which a table with no time under a millisecond is in another unit.
+_SLOW = 0.002
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class AsyncRoundPlanner(RoundPlanner):
             head = self._before_the_limit(request, computed, end, number, drafts, behind)
             if rounds := len(head.before):
                 courses.append(head)
+                # The scheduler still counts all drafts of the last round as accepted.
                 behind = head.before.item(-1) + 1 + drafts - head.final
                 computed, number = head.final, number + rounds
         if computed < end:
@@ -81,6 +82,7 @@ class AsyncRoundPlanner(RoundPlanner):
             gained = 1 + self._accepted(request, number, width - 1) if width else 0
             behind = width - gained
             computed += gained
+            # A round without drafts is no verification, and draws nothing.
             number += width > 1
         before, widths = np.array(rounds).T
         return Course(before, widths, computed)
@@ -176,6 +178,7 @@ class AsyncDraftingBatch(DraftingBatch):
 
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
         """See `Batch.next_step`: some tokens of the first repetition may be discarded."""
+        # Policies decide one by one then, since a resting member takes no tokens of the budget.
         if self._resting and self.rests:
             return None
         discarded = self._discarded
@@ -187,6 +190,7 @@ class AsyncDraftingBatch(DraftingBatch):
         step = Step(self.count, context + tokens, (), (), only_decodes=True)
         step.draft_tokens, step.draft_depth = tokens - self.count, self.depth
         step.discarded, step.discarded_tokens = len(discarded), discarded.tokens
+        # The first repetition has the discarded tokens; how often it repeats is decided by the members alone.
         if self._members:
             going_on = super().next_step(free - discarded.blocks, budget - discarded.tokens)
             assert going_on is not None

@@ -106,7 +106,8 @@ class Calendar:
     def advance(self, steps: int) -> None:
         """End `steps` steps. To be called before `close` for the rounds that end with them."""
         self._soon = self._totals = None
-        if self._wide:  # else nothing is written anywhere
+        # Else nothing is written anywhere.
+        if self._wide:
             self._at += steps
 
     def _open(self, rounds: int) -> None:

@@ -31,7 +31,8 @@ class DraftNeeds:
             )
         padding = terms.max_drafts if terms.pads else 0
         if 1 + padding + terms.extra_slots > max_num_batched_tokens:
-            padding = 0  # with padding vLLM would wait forever
+            # With padding vLLM would wait forever.
+            padding = 0
         return cls(max_model_len, terms.extra_slots, terms.lookahead, padding)
 
     def padding_after(self, past: int) -> int:

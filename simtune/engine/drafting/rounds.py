@@ -95,7 +95,8 @@ class RoundPlanner:
         self._terms = terms
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._limit = max_model_len - 1  # an answer's last token is never computed
+        # An answer's last token is never computed.
+        self._limit = max_model_len - 1
         self._laid_out = terms.laid_out if terms.stops is None else None
 
     def planned(
@@ -124,6 +125,7 @@ class RoundPlanner:
         held_tokens = computed if computed > reserved else reserved
         if computed != request.prompt_tokens or held_tokens != computed + self._terms.lookahead or computed == end:
             return None
+        # Near the limit rounds are cut, request by request.
         if end + 2 * drafts >= self._max_model_len:
             return None
         laid_out = self._laid_out(request, self.lay_out)
@@ -143,6 +145,7 @@ class RoundPlanner:
         reach //= size
         rows[1, 1:] = np.diff(reach)
         rows[1, first] = reach[first] + -(prompts + lookahead) // size
+        # Requests of a group share the array: a write would change the rounds of all.
         rows.flags.writeable = False
         return rows
 
@@ -182,6 +185,7 @@ class RoundPlanner:
             skips = int(width == 1 and made_drafts > 0)
             before, computed = computed, computed + 1 + self._accepted(request, number, width - 1)
             courses.append(Course(np.array([before]), width, computed))
+            # A round whose drafts were cut draws nothing, so the next one has its draw.
             number += 1 - skips
         if computed < end and not drafts:
             courses.append(Course(np.arange(computed, end), 1, end))

@@ -82,7 +82,8 @@ class ListScheduler(Scheduler):
         """Return the step that `choose` makes, repeated as long as `choose` would return the same."""
         self._begin()
         if not (self.residents or self.waiting):
-            self._late.move_all(self._queue)  # no step was dispatched before they came
+            # No step was dispatched before they came.
+            self._late.move_all(self._queue)
         if not (self.residents or self.waiting):
             return None
         before = set(self.residents)
@@ -104,7 +105,8 @@ class ListScheduler(Scheduler):
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
-        if not step.chunks and not preempted and not self._late:  # late newcomers are admitted after this step
+        # Late newcomers are admitted after this step.
+        if not step.chunks and not preempted and not self._late:
             limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self.remaining, decoding))

@@ -63,7 +63,8 @@ class SglangScheduler(ListScheduler):
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
         self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk
         self._interval = self._unpolled = scheduler_recv_interval  # steps since the engine looked for newcomers
-        self._page = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a page counts as one
+        # A budget below a page counts as one.
+        self._page = min(self.kv.block_size, self.max_num_batched_tokens)
         self._begin_anew()
 
     @property
@@ -170,7 +171,8 @@ class SglangScheduler(ListScheduler):
                 break
             if tokens > budget:
                 tokens = budget // self._page * self._page if self.chunked_prefill else 0
-                budget = tokens  # no prompt follows it
+                # No prompt follows it.
+                budget = tokens
             if not tokens:
                 break
             self.waiting.popleft()
@@ -222,7 +224,8 @@ class SglangScheduler(ListScheduler):
             preempted.append(victim)
         delivered = sum(request.emitted + self.RETRACT_DECODE_STEPS for request in order)
         most = sum(map(self._most_output, order))
-        self._ratio, self._decoded = min(delivered / most, 1.0) if most else 1.0, -1  # this step does not count
+        # This step does not count.
+        self._ratio, self._decoded = min(delivered / most, 1.0) if most else 1.0, -1
         self._full = False
         return [request for request in decoding if request in self.residents]
 

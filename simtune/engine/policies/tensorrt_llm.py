@@ -65,7 +65,8 @@ class TensorRtLlmScheduler(StallFree):
             )
         self._evicts = capacity_scheduler_policy == "MAX_UTILIZATION"
         self._in_turn = context_chunking_policy == "EQUAL_PROGRESS"
-        self._unit = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a block counts as one
+        # A budget below a block counts as one.
+        self._unit = min(self.kv.block_size, self.max_num_batched_tokens)
         if max_new_tokens is not None:
             self.longest_answer = max_new_tokens
         self._wait_steps, self._wait_tokens = batch_wait_timeout_iters, batch_wait_max_tokens_ratio

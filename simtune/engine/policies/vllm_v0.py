@@ -119,7 +119,8 @@ class VllmV0(ListScheduler):
         step = super()._step(preempted)
         step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
         if self._swaps:
-            step.repeat = 1  # preemption and return are decided anew for every step
+            # Preemption and return are decided anew for every step.
+            step.repeat = 1
         return step
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:

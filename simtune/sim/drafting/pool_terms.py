@@ -57,6 +57,7 @@ def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> None:
         heads = f"{most_depth} {spec.drafter.label.capitalize()} heads"
         raise Infeasible(f"{heads} cannot draft {shape.depth} tokens deep; draft less deep")
     slots = spec.drafter.extra_slots(shape.drafts)
+    # A round verifies the certain token and all drafts, and the engine reserves slots for the drafter besides.
     needed_tokens = 1 + shape.drafts + slots
     if needed_tokens > budget:
         shape_name = "tree" if shape.tree else "chain"

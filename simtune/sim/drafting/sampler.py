@@ -83,6 +83,7 @@ class AcceptanceSampler:
         number, row = divmod(request.id, self._size)
         group = self._laid_out.get(number)
         if group is None:
+            # Requests come in order, so the oldest group is the one that is over.
             if len(self._laid_out) >= _LAID_OUT:
                 del self._laid_out[next(iter(self._laid_out))]
             group = self._laid_out[number] = self._lay_out(number, lay_out)
@@ -133,4 +134,5 @@ class AcceptanceSampler:
             return group, at, end
         start = 0 if self._drawer.from_the_first else first
         end = first - start + count
+        # Beyond what the group drew: for this request alone, with the same numbers as if the group had drawn more.
         return self._drawer.draw(np.array([request]), start, np.array([end])), first - start, end

@@ -113,8 +113,10 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         "notes": config.notes,
         **formats.of_model,
     }
+    # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
+    # Equal neighbours only: the order of layers decides what a pipeline stage holds.
     layers = [
         layer
         for layer in zip(attention, feed_forward, formats.of_attention, strict=True)

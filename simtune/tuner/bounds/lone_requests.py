@@ -35,6 +35,7 @@ class LoneRequests:
         for pool in deployment.pools:
             least = least_costs(pool.costs)
             if least is None:
+                # Costs from outside without lower bounds: any claim about them could be wrong.
                 self.known = False
             else:
                 (self.back if pool.spec.role == "decode" else self.front).append(PoolWork(pool, least, self.load))

@@ -121,6 +121,7 @@ class PlanBounds(LoneRequests):
             return
         tpot_s = np.where(self.load.decodes > 0, limits.tpot_s, 0.0) * np.maximum(self.load.decodes, 1)
         finish_s = np.minimum(limits.ttft_s + tpot_s, limits.e2el_s)
+        # A limit on the last token leaves the first one what decoding alone does not take.
         first = np.minimum(limits.ttft_s, finish_s - self.decode_s)
         nothing = np.zeros(len(self.stream))
         counted = kept & np.isfinite(first)
@@ -133,6 +134,7 @@ class PlanBounds(LoneRequests):
             tpot = limits.tpot_s[counted & (self.load.decodes > 0)]
             longest = float(tpot.max(initial=0.0)) or float("inf")
             pools = self.back or self.front
+            # A decode pool begins a request only once the prompt is computed and sent.
             lead = self.prompt_s + self.way_s if self.back else nothing
             totals = [pool.total_s(counted, longest) for pool in pools]
             shared = combined([pool.speed for pool in pools], totals, counted)
@@ -197,6 +199,7 @@ class PlanBounds(LoneRequests):
         """Return the bound by first come, first served, if it is lower. Waiting grows with the rate, so it is
         bisected."""
 
+        # Requests that are late for other reasons than their first token: the same at every rate.
         apart = [self.late_alone(replace(line, ttft_s=np.full(len(self.stream), np.inf))) for line in lines]
 
         def fails(rps: float) -> bool:

@@ -525,6 +525,7 @@ class Audit:
         last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
         stream = question.stream(bounded_candidate.candidate)
         if last is not None and last.requests is not None:
+            # The search may have lengthened the run until its verdict was certain.
             stream = question.draws.stream(last.requests)
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)

@@ -182,12 +182,14 @@ def confidence(
     """
     if not contenders:
         raise UsageError("no plan to judge; pass the chosen plan, and its rivals after it")
+    # As predicted first: the steps of these runs tell which errors matter, and how wide they are.
     runs = [_as_chosen(c, slo, seed) for c in contenders]
-    drawn = DrawnWorlds.of(worlds, seed)
+    drawn_worlds = DrawnWorlds.of(worlds, seed)
     tasks: list[_InWorld] = []
     ladder = RateLadder(contenders[0].rate_rps or 1.0, tolerance)
     for contender, run in zip(contenders, runs, strict=True):
-        tasks += _tasks(contender, drawn.worlds(spreads(contender.deployment, run)), slo, ladder, seed)
+        tasks += _tasks(contender, drawn_worlds.worlds(spreads(contender.deployment, run)), slo, ladder, seed)
+    # Contender by contender, so that the values of each are a row of the array below.
     with executor(jobs, len(tasks)) as pool:
         worth = []
         for value in ordered_map(pool, _InWorld.run, tasks):
@@ -196,11 +198,12 @@ def confidence(
                 progress(len(worth), len(tasks), in_words(contenders[(len(worth) - 1) // worlds].name))
     values = np.array(worth).reshape(len(contenders), worlds)
     calls_by_plan = [[*asked_calls(c.deployment, run)] for c, run in zip(contenders, runs, strict=True)]
+    # Errors of kinds that no contender uses would be noise to a line through the worlds.
     in_doubt = {call.kind for calls in calls_by_plan for _, call in calls}
     if any(c.deployment.drafting for c in contenders):
         in_doubt.add(ACCEPTANCE)
     verdict = judge(
-        [c.name for c in contenders], values, {name: z for name, z in drawn.errors.items() if name in in_doubt}
+        [c.name for c in contenders], values, {name: z for name, z in drawn_worlds.errors.items() if name in in_doubt}
     )
     return verdict.model_copy(update={"to_measure": _with_points(verdict, contenders, calls_by_plan)})
 

@@ -45,13 +45,14 @@ def margin(
     `num_blocks` are the KV blocks of an instance, if they are known: no more requests decode together than they hold.
     """
     basis = StepBasis(model, hardware, pool)
-    drawn = DrawnWorlds.of(WORLDS, seed)
+    drawn_worlds = DrawnWorlds.of(WORLDS, seed)
     longer = np.ones(WORLDS)
     for work in _typical_steps(pool, stream, num_blocks):
         kinds = basis.of([WeightedStep(1.0, work)])
         total = sum(float(kind.seconds.sum()) for kind in kinds.values())
+        # Host time has no error in a world, and no share here: the margin is on operators alone.
         shares = {name: float(kind.seconds.sum()) / total for name, kind in kinds.items()}
-        longer = np.maximum(longer, drawn.stretch(shares, {name: kind.log_sd for name, kind in kinds.items()}))
+        longer = np.maximum(longer, drawn_worlds.stretch(shares, {name: kind.log_sd for name, kind in kinds.items()}))
     return float(np.quantile(longer, confidence))
 
 
@@ -62,6 +63,7 @@ def _typical_steps(pool: Pool, stream: RequestStream, num_blocks: int | None) ->
     seats = pool.batching.max_num_seqs
     if num_blocks is not None:
         seats = min(seats, num_blocks * pool.kv_cache.block_size // max(context, 1))
+    # Half of the seats: at the highest rate within an SLO batches are seldom full.
     decodes = max(1, seats // 2)
     chunk = max(1, min(pool.batching.max_num_batched_tokens, round(prompt)))
     return [

@@ -174,7 +174,7 @@ def stretches(
     result: Result,
     bases: Mapping[str, Mapping[str, KindBasis]],
     metrics: Sequence[str],
-    drawn: DrawnWorlds,
+    drawn_worlds: DrawnWorlds,
 ) -> Array:
     """Return u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of
     kinds in them."""
@@ -183,7 +183,7 @@ def stretches(
     rows = []
     for metric in metrics:
         shares = _shares(steps, _MADE_OF[metric]) or _shares(steps, lambda step: 1.0)
-        rows.append(np.log(drawn.stretch(shares, log_sd, steady=1 - sum(shares.values()))))
+        rows.append(np.log(drawn_worlds.stretch(shares, log_sd, steady=1 - sum(shares.values()))))
     return np.array(rows)
 
 
@@ -258,8 +258,8 @@ def slo_probability(
     limits, seed = tuned.result.limits, tuned.question.study.seed
     if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
         return None
-    drawn = DrawnWorlds.of(WORLDS, seed)
-    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], drawn)
+    drawn_worlds = DrawnWorlds.of(WORLDS, seed)
+    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], drawn_worlds)
     rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     few = _FewWorlds(tuned, rate)
     simulated_curves = _curves(few, sweep, worlds, limits)
@@ -270,7 +270,7 @@ def slo_probability(
     of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
     of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
-    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, drawn), of_draws, fortune)
+    plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, drawn_worlds), of_draws, fortune)
     # If short runs do not show the miss that the search saw, the upper end uses the curves without that miss.
     most = replace(plan, curves=simulated_curves) if _unfelt(curves, simulated_curves, limits) else plan
     return SloProbability(
@@ -462,7 +462,7 @@ def _unfelt(curves: Sequence[StretchCurve], drawn: Sequence[StretchCurve], limit
     return bool(later) and _border(drawn, limits) >= min(later)
 
 
-def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], drawn: DrawnWorlds) -> Array:
+def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], drawn_worlds: DrawnWorlds) -> Array:
     """Return the amount to add to u of each world (columns), for each limit (rows), for drafts that are kept more or
     less often."""
     fewer = few.fewer_kept()
@@ -472,4 +472,4 @@ def _of_acceptance(few: _FewWorlds, curves: Sequence[StretchCurve], drawn: Drawn
         float(np.clip(curve.reached(np.array(math.log(seconds))), 0.0, curve.stretch[-1]))
         for curve, seconds in zip(curves, fewer, strict=True)
     ]
-    return np.outer(longer, -drawn.acceptance)
+    return np.outer(longer, -drawn_worlds.acceptance)

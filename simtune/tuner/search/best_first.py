@@ -141,6 +141,7 @@ class BestFirst:
                 self._decide_all()
             if self.confirmed is not None:
                 self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
+            # The table should tell of every drafter how good it is, even if bounds ruled all its plans out.
             for label in self.question.labels:
                 self._show(label)
         except KeyboardInterrupt:
@@ -284,6 +285,7 @@ class BestFirst:
 
     def answer(self, interrupted: bool) -> Tuned:
         """Return the best plan, confirmed on all its cores. Raise Infeasible if no plan meets the SLO."""
+        # An interrupt may have come before the best plan was confirmed.
         while self.confirmed is None and not self._confirm():
             pass
         if (confirmed := self.confirmed) is None:

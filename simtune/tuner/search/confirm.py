@@ -177,6 +177,7 @@ def judged_together(
 def num_draws(question: Question) -> int:
     """Return the number of fresh draws of a study: one if all draws are alike, for example of a trace with arrival
     times and lengths."""
+    # A hundred requests tell: draws of a load that varies differ in the first few.
     first, second = (question.draws.stream(100, draw) for draw in (1, 2))
     columns = [(first.prompt_tokens, second.prompt_tokens), (first.output_tokens, second.output_tokens)]
     alike = all(np.array_equal(column, redrawn) for column, redrawn in columns)

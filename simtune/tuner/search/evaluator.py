@@ -23,6 +23,7 @@ class Evaluator:
 
     def finding(self, key: SimulationKey, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
         """Return the finding of one simulation, while workers start those expected after it."""
+        # From an earlier run of the same search: a journal must give the answer that simulating gave.
         finding = self._known(task)
         if finding is None:
             finding = task.run() if self._ahead is None else self._ahead.result(key, task, self._unknown(expected))

@@ -123,6 +123,7 @@ def _holds_all(pool: DeployedPool, result: Result, until: int) -> bool:
     arrival = result.outcome.arrival
     came = np.flatnonzero((arrival >= 0) & (arrival <= until))
     core, allowed = came % pool.num_cores, Allowed.of(pool)
+    # A block more than the prompt fills: a bound must not depend on how an engine rounds.
     blocks = -(-result.stream.prompt_tokens[came] // pool.spec.kv_cache.block_size) + 1
     return bool(
         np.bincount(core).max(initial=0) <= allowed.seats
@@ -143,6 +144,7 @@ def _lost_by(result: Result) -> int | None:
         for metric, statistic, limit_s in objective.limits():
             if metric != "ttft":
                 continue
+            # A miss that is only rounding must not rule out other plans.
             widest = limit_s * (1 + ROUNDING)
             if statistic == "mean":
                 over = np.cumsum(np.where(counted, ttft_s, 0)) > n * widest
@@ -203,6 +205,7 @@ def _most_at_once(core: Ints, begin: Ints, end: Ints, weight: Ints) -> int:
     """Return the largest sum of weights that overlap on one core."""
     at, change = np.concatenate([begin, end]), np.concatenate([weight, -weight])
     cores = np.concatenate([core, core])
+    # At one instant those that come are counted before those that go: an upper bound.
     order = np.lexsort((-change, at, cores))
     # The sum is back at zero after each core.
     return int(change[order].cumsum().max(initial=0))

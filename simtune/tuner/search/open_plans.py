@@ -46,6 +46,7 @@ class OpenPlans:
         """Open a kind of plans, or a plan, with the bound of its best member."""
         first = min(plans, key=BoundedCandidate.order)
         self._pushed += 1
+        # The running number keeps equal bounds in the order in which they came, whatever their plans are.
         heapq.heappush(self._heap, OpenKind(first.order(), self._pushed, plans, first.best, known))
 
     def pop(self) -> OpenKind:

@@ -385,6 +385,7 @@ def _answer(asked: _AllocationQuestion, rates: Sequence[InstanceRate]) -> Alloca
         raise Infeasible("no kind of instance fits any node of the fleet; allow smaller ones, or whole nodes of it")
     most = _Programme(asked, columns, None)
     if asked.demand_rps is None:
+        # Solvers are exact to a tolerance, and the bound must hold for the exact optimum.
         bound = most.relaxed() * (1 + TOLERANCE)
         used_columns, proven = most.solved()
         # The programme maximises the rate alone: of the allocations with this rate take the cheapest.
@@ -396,6 +397,7 @@ def _answer(asked: _AllocationQuestion, rates: Sequence[InstanceRate]) -> Alloca
             bound = cheapest.relaxed() * (1 - TOLERANCE)
             used_columns, proven = cheapest.solved()
         except Unsolvable:
+            # How far the fleet does reach is what the user needs to know next.
             reach = _served(asked, most.solved()[0])[0]
             raise Infeasible(
                 f"{asked.demand_rps:g} requests/s are asked for; the fleet serves {reach:.4g} at most within its "

@@ -84,6 +84,7 @@ class CachedDecoder:
         self._positions(max_model_len)
         self._longest = max_model_len
         dtype = DTYPES[model.kv_dtype or model.dtype]
+        # Kernels for sequences of unequal lengths exist on GPUs and in 16 bits only.
         self._varlen = self._device.type == "cuda" and dtype.itemsize == 2
         self._cache = [self._layer_cache(seats, dtype) for _ in self._layers]
         if graphs and not self._varlen:
@@ -92,6 +93,7 @@ class CachedDecoder:
             )
         self._graphs = DecodeGraphs(self._decode_logits, seats, self._device) if graphs else None
         self._rows: dict[Request, int] = {}
+        # Reversed, so that pop hands out the lowest row first.
         self._free = list(range(seats))[::-1]
         self._texts: dict[Request, list[int]] = {}
 

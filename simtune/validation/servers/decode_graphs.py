@@ -57,7 +57,8 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._logits(inputs)  # a first call may allocate and choose kernels, which no capture allows
+            # A first call may allocate and choose kernels, which no capture allows.
+            self._logits(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):

@@ -126,7 +126,8 @@ class EngineLoop:
             recorder.core[number] = 0
             if not scheduler.add(request):
                 recorder.refused += 1
-                self._source.answered(at)  # without a step
+                # Without a step.
+                self._source.answered(at)
 
     def _step(self, now: int) -> bool:
         """Run one step. Return False if there is nothing to run."""
