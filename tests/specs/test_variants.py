@@ -59,7 +59,7 @@ def test_fragments_that_set_the_same_key_are_not_combined() -> None:
     assert labels("{}", cache, ring, combine=True) == ["", "kept-0.25", "cp-2", "kept-0.25-and-cp-2"]
     assert labels(cache, "{research: {kv_policy: {kept: 0.5}}}", combine=True) == ["kept-0.25", "kept-0.5"]
     assert labels(cache, bits, combine=True) == ["kept-0.25", "bits-4", "kept-0.25-and-bits-4"]
-    assert labels("{research: {kv_policy: null}}", cache, combine=True) == ["no-policy", "kept-0.25"]
+    assert labels("{research: {kv_policy: null}}", cache, combine=True) == ["no-kv-policy", "kept-0.25"]
     both = study(cache, ring, combine=True).variants[-1]
     assert both.pool == {"research": {"kv_policy": {"kept": 0.25}}, "parallelism": {"cp": 2}}
 
@@ -92,9 +92,9 @@ def test_a_study_with_variants_reads_back_as_it_was_written() -> None:
         ("{overlap: laddr}", ":11:6: search.variants.0.overlap: must be one of two_batches, split_sequence, ladder"),
         (
             "{research: {kv_policy: {kept: 2}}}",
-            ":11:26: search.variants.0.research.kv_policy.kept: must be less than or",
+            ":11:29: search.variants.0.research.kv_policy.kept: must be less than or",
         ),
-        ("{kv_cache: {polcy: {kept: 1}}}", ":11:17: search.variants.0.kv_cache.polcy: unknown key, did you mean"),
+        ("{kv_cache: {bock_size: 16}}", ":11:17: search.variants.0.kv_cache.bock_size: unknown key, did you mean"),
         ("{fused: [norm, rop]}", ":11:20: search.variants.0.fused.1: must be one of norm, rope, attention"),
         ("{research: {cp_ring: both_ways}}", "search.variants.0.research.cp_ring: requires ranks that share"),
         ("{parallelism: {expert_replicas: 3}}", "search.variants.0.parallelism.expert_replicas: requires whole"),
