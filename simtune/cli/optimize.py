@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.numbers import JOBS, WORLDS, RealRange, WholeRange
+from simtune.cli.numbers import JOBS, WORLDS, Duration, RealRange, WholeRange
 from simtune.cli.output import (
     force_option,
     json_option,
@@ -29,18 +31,20 @@ from simtune.cli.output import (
     set_option,
     write_run,
 )
-from simtune.cli.pace import seconds_of
+from simtune.cli.pace import Deadline, seconds_of
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
     from simtune.runs.schema import Summary
     from simtune.sim.parallel import Jobs
     from simtune.tuner.doubt.confidence import Confidence
+    from simtune.tuner.plan_cache import PlanCache
     from simtune.tuner.question import Question
     from simtune.tuner.search.best_first import SearchCourse
     from simtune.tuner.search.climb import SimulationFinding
     from simtune.tuner.search.front_points import Ladder
     from simtune.tuner.search.search_journal import SearchJournal
+    from simtune.tuner.space.candidates import Candidate
     from simtune.tuner.trial import Trial, Tuned
 
 
@@ -75,6 +79,13 @@ if TYPE_CHECKING:
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
 )
 @click.option("--resume", is_flag=True, help="Continue a search that was killed or interrupted.")
+@click.option(
+    "--budget",
+    type=Duration(1),
+    default=None,
+    metavar="TIME",
+    help="Time of the search, e.g. 60s or 10m; the best plan by then is confirmed and certified, its gap stated.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print the number of candidates.")
 @seed_option
 @set_option
@@ -90,6 +101,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     worlds: int | None,
     robust: float | None,
     resume: bool,
+    budget: float | None,
     dry_run: bool,
     seed: int | None,
     settings: tuple[str, ...],
@@ -124,6 +136,7 @@ def optimize(  # noqa: PLR0913 - one for each option
         claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
         journal = _journal(question, out / JOURNAL, resume, quiet)
+        deadline = None if budget is None else Deadline(budget)
         try:
             with progress("plans", quiet) as update:
                 tuned = search(
@@ -131,6 +144,8 @@ def optimize(  # noqa: PLR0913 - one for each option
                     jobs=workers,
                     progress=lambda now: update(now.done, now.total, _course(now)),
                     ledger=journal,
+                    time_is_up=deadline,
+                    begins=None if quiet else partial(_print_outlook, question, workers),
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
             chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
@@ -155,10 +170,22 @@ def optimize(  # noqa: PLR0913 - one for each option
         for line in () if contents.run.summary.day is None else contents.run.summary.day.lines():
             click.echo(line)
         print_basis(contents.run.summary.cost_basis)
+    if deadline is not None and deadline.passed and tuned.interrupted:
+        click.echo(f"the budget of {budget:g} s was up: this is the best plan by then; --resume goes on", err=True)
+        return 0
     if tuned.interrupted:
         click.echo("interrupted: this is the best of what was searched", err=True)
         return 130
     return 0
+
+
+def _print_outlook(question: Question, workers: Jobs, candidates: Sequence[Candidate], plan_cache: PlanCache) -> None:
+    """Print on stderr how many plans there are, roughly how long they take, and what would shorten it."""
+    from simtune.tuner.search.outlook import Outlook
+
+    processes = workers if isinstance(workers, int) else os.cpu_count() or 1
+    for line in Outlook.of(question, candidates, plan_cache, seconds_of).lines(question, processes):
+        click.echo(f"plans: {line}", err=True)
 
 
 @contextmanager
@@ -341,6 +368,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
     _print_left_out(tuned)
+    _print_variants(summary)
     _print_confirmed(tuned)
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
@@ -373,6 +401,22 @@ def _print_confirmed(tuned: Tuned) -> None:
     click.echo(
         f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}{between}"
     )
+
+
+def _print_variants(summary: Summary) -> None:
+    """Print what each variant reached, and what none of its plans exceeds."""
+    if not summary.variants or summary.objective is None:
+        return
+    first = summary.variants[0].reached
+    rows = []
+    for variant in summary.variants:
+        gain = None if not first or variant.reached is None else variant.reached / first
+        ratio = "" if gain is None else f"{gain:.2f} x"
+        name = variant.variant.replace("-and-", " and ") or "as it is"
+        rows.append((name, number(variant.reached), ratio, number(variant.at_most)))
+    columns = ("variant", f"reached, {summary.objective.unit}", "of the first", "at most")
+    print_table("best plan of each variant", columns, rows)
+    click.echo("values are those of the search's own draw, but for the chosen plan")
 
 
 def _print_left_out(tuned: Tuned) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simtune.cli.names import MODEL
-from simtune.cli.numbers import LONGEST_S, WholeRange
+from simtune.cli.numbers import Duration, WholeRange
 from simtune.cli.output import json_option, print_json, print_table, quiet_option, write_profile
 from simtune.errors import UsageError
 from simtune.runs.files import hold, write_file
@@ -29,15 +29,6 @@ COMMENT = """Fitted by `simtune profile` to what it measured on one machine; mea
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
 
 INSTALL = "simtune profile needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
-
-
-def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """90s, 3m, 1.5h or plain seconds, as seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
-    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if not 20 <= seconds <= LONGEST_S:
-        raise click.BadParameter(f"{value[:20]!r}: write it as 90s, 3m or 1h, from 20 seconds to 48 days")
-    return seconds
 
 
 def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -69,7 +60,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     help="Model whose shapes to measure; may be repeated.",
 )
 @click.option(
-    "--budget", callback=_duration, default="3m", show_default=True, help="Time for everything, fits included."
+    "--budget", type=Duration(20), default="3m", show_default=True, help="Time for everything, fits included."
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for measurements and profile.")
 @click.option(

@@ -17,6 +17,7 @@ from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import (
     MAX_NODES,
+    NO_ENGINE,
     engine_files,
     launch_like,
     launch_of,
@@ -45,6 +46,7 @@ from simtune.runs.schema import (
     Status,
     Summary,
     SweepPoint,
+    VariantResult,
 )
 from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
@@ -66,6 +68,7 @@ from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import DraftContexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
+from simtune.tuner.search.variant_gains import variant_gains
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
@@ -156,7 +159,9 @@ def of_study(
     bases = pool_bases(tuned.deployment, tuned.result)
     probability = None if uncertainty else slo_probability(tuned, chosen, bases)
     day = day_of(tuned, jobs=jobs, progress=progress)
-    extras = _asked_for(tuned, {"confidence": confidence, "slo_probability": probability, "day": day}, drafts)
+    answers: dict[str, Any] = {"confidence": confidence, "slo_probability": probability, "day": day}
+    answers |= {"no_engine": files.get(NO_ENGINE) if of_variant else None, "variants": _variants(tuned)}
+    extras = _asked_for(tuned, answers, drafts)
     if "day" in extras:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(
@@ -197,6 +202,10 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
     # The draw that is reported is one of them, so the interval contains its value.
     low, high = min(tuned.value, between[0]), max(tuned.value, between[1])
     return value.model_copy(update={"draws": tuned.confirmed.values, "low": low, "high": high})
+
+
+def _variants(tuned: Tuned) -> tuple[VariantResult, ...] | None:
+    return tuple(VariantResult(**gain._asdict()) for gain in variant_gains(tuned)) or None
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from simtune.errors import Infeasible
+from simtune.errors import Infeasible, UsageError
 from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import Miss, RateObjective
 from simtune.tuner.plan_cache import PlanCache
@@ -31,10 +32,11 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFil
 from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import LOWEST, Climb, Simulation, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
-from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.reasons import no_allocation, no_better, praise, ranked, why_none
+from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
+from simtune.tuner.search.reasons import no_allocation, no_better, out_of_time, praise, ranked, why_none
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.simulated_plans import SeenPlans
+from simtune.tuner.search.variant_gains import MOST_SHOWN
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
@@ -64,6 +66,7 @@ Known = Literal["as it came", "as one of its kind", "all there is"]
 """Precision of the bound of a plan: by capacity, by the SLO at the most favourable limits of its kind, or by the SLO at
 its own limits."""
 SearchProgress = Callable[[SearchCourse], None]
+Begins = Callable[[Sequence[Candidate], PlanCache], None]
 
 
 def optimize(
@@ -72,25 +75,42 @@ def optimize(
     jobs: Jobs = None,
     progress: SearchProgress | None = None,
     ledger: Ledger[SimulationFinding] | None = None,
+    time_is_up: Callable[[], bool] | None = None,
+    begins: Begins | None = None,
 ) -> Tuned:
     """Search the study's space. Raise Infeasible, with the reasons, if no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`
     is called after every plan. Simulations that the `ledger` contains are not repeated, and new ones are added to it.
     An interrupt (Ctrl-C) ends the search with its best plan so far, marked `interrupted`; if no plan has met the SLO
-    yet, it is raised.
+    yet, it is raised. So does `time_is_up` as soon as it returns True; it raises UsageError if no plan has met the SLO
+    yet. `begins` is called with the space before the search starts.
     """
     question.check()
     space = space_for(question)
     course = CourseLog(progress)
     with executor(jobs, AHEAD) as pool:
-        search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
-        interrupted = search.run()
+        search = BestFirst(question, space.candidates, Evaluator(pool, ledger, time_is_up), course)
+        if begins is not None:
+            begins(space.candidates, search.plan_cache)
+        interrupted = ended(search.run)
+    if interrupted is None:
+        raise UsageError(out_of_time(question, sum(row.simulations for row in search.rows)))
     tuned = search.answer(interrupted)
     # The final bound includes the allowance for plans that missed the SLO on one draw; the course does not.
     ends = [point._replace(value=tuned.value, bound=tuned.bound) for point in course.points[-1:]]
     tuned.course, tuned.left_out = (*course.points[:-1], *ends), space.reasons
     return tuned
+
+
+def ended(run: Callable[[], bool]) -> bool | None:
+    """Return the answer of a search's `run`; None if its time was up before there was a plan.
+
+    An error that is raised while TimeIsUp is handled would count as an interrupt (`simtune.errors.is_interrupt`).
+    """
+    with suppress(TimeIsUp):
+        return run()
+    return None
 
 
 class CourseLog:
@@ -163,11 +183,14 @@ class BestFirst:
             if self.confirmed is not None:
                 self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
             for label in self.question.labels:
-                self._show(label)
-        except KeyboardInterrupt:
+                self._show([plan for plan in self.plans if plan.candidate.drafter == label])
+            for variant in self._shown_variants():
+                self._show([plan for plan in self.plans if plan.candidate.decoding.shape.variant == variant])
+        except KeyboardInterrupt as stop:
             if self.best is None:
                 raise
-            self._close("left open by an interrupt: ")
+            why = "when the time was up" if isinstance(stop, TimeIsUp) else "by an interrupt"
+            self._close(f"left open {why}: ")
             return True
         self._close("")
         return False
@@ -175,6 +198,7 @@ class BestFirst:
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
         while (best := self._most_promising()) is not None and self._could_be_better(best):
+            self.evaluator.check_time()
             if self._open and self._open[0].best == best:
                 self._decide(heapq.heappop(self._open))
             else:
@@ -325,12 +349,17 @@ class BestFirst:
             return None
         return objective.rate_for(plan.facts, self.value(self.best)) * self.step
 
-    def _show(self, label: str) -> None:
-        """Simulate the most promising plan of a drafter, unless one of its plans is known to meet the SLO."""
-        of_drafter = [plan for plan in self.plans if plan.candidate.drafter == label]
-        if not of_drafter or any(plan.row.status == "feasible" for plan in of_drafter):
+    def _shown_variants(self) -> list[str]:
+        """Return the variants of which a plan is simulated whatever its bound; none if there is one, or too many."""
+        labels = [variant.label for variant in self.question.study.variants]
+        return labels if 1 < len(labels) <= MOST_SHOWN else []
+
+    def _show(self, plans: Sequence[BoundedCandidate]) -> None:
+        """Simulate the most promising plan of a drafter or variant, unless one of its plans meets the SLO."""
+        promising = [plan for plan in plans if plan.bound_rps > 0]
+        if not promising or any(plan.row.status == "feasible" for plan in promising):
             return
-        best, plan = self.best, min(of_drafter, key=BoundedCandidate.order)
+        best, plan = self.best, min(promising, key=BoundedCandidate.order)
         self._judge(plan, None)
         self.best = best or self.best
 
