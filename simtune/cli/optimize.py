@@ -121,11 +121,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     question = load_question(study_file, settings)
     # Drafts that no engine setting can express are refused now: writing the plan would refuse them after the search.
     _check_drafts(question)
-    if question.study.objective == "pareto" and (worlds is not None or robust is not None):
-        raise UsageError(
-            f"{question.study.name}: --worlds and --robust judge one plan against others, and objective pareto asks "
-            "for many; name another objective, or leave them out"
-        )
+    _check_worlds(question, worlds, robust)
     if dry_run:
         _print_size(question, as_json)
         return 0
@@ -170,13 +166,19 @@ def optimize(  # noqa: PLR0913 - one for each option
         for line in () if contents.run.summary.day is None else contents.run.summary.day.lines():
             click.echo(line)
         print_basis(contents.run.summary.cost_basis)
-    if deadline is not None and deadline.passed and tuned.interrupted:
-        click.echo(f"the budget of {budget:g} s was up: this is the best plan by then; --resume goes on", err=True)
+    return _ended(tuned, deadline)
+
+
+def _ended(tuned: Tuned, deadline: Deadline | None) -> int:
+    """Return the exit code of a search, and print why it ended early, if it did."""
+    if not tuned.interrupted:
         return 0
-    if tuned.interrupted:
-        click.echo("interrupted: this is the best of what was searched", err=True)
-        return 130
-    return 0
+    if deadline is not None and deadline.passed:
+        budget = f"the budget of {deadline.seconds:g} s was up"
+        click.echo(f"{budget}: this is the best plan by then; --resume goes on", err=True)
+        return 0
+    click.echo("interrupted: this is the best of what was searched", err=True)
+    return 130
 
 
 def _print_outlook(question: Question, workers: Jobs, candidates: Sequence[Candidate], plan_cache: PlanCache) -> None:
@@ -273,6 +275,14 @@ def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out:
     elif len(journal):
         count = plural(len(journal), "simulation")
         click.echo(f"{count} are kept: --resume goes on with them, in {out}", err=True)
+
+
+def _check_worlds(question: Question, worlds: int | None, robust: float | None) -> None:
+    if question.study.objective == "pareto" and (worlds is not None or robust is not None):
+        raise UsageError(
+            f"{question.study.name}: --worlds and --robust judge one plan against others, and objective pareto asks "
+            "for many; name another objective, or leave them out"
+        )
 
 
 def _check_drafts(question: Question) -> None:

@@ -28,7 +28,7 @@ class Deadline:
     """True, when it is called, once a number of seconds have passed since it was made."""
 
     def __init__(self, seconds: float) -> None:
-        self._ends = time.monotonic() + seconds
+        self.seconds, self._ends = seconds, time.monotonic() + seconds
         self.passed = False
 
     def __call__(self) -> bool:

@@ -146,8 +146,7 @@ def of_study(
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
     `progress` is called for the windows of a day.
     """
-    study = tuned.question.study
-    of_variant = any(pool.shape.variant for pool in tuned.chosen.candidate.pools)
+    study, of_variant = tuned.question.study, bool(tuned.chosen.candidate.decoding.shape.variant)
     files = _files(tuned.deployment, tuned.result, simulated_only=of_variant)
     files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
@@ -159,9 +158,8 @@ def of_study(
     bases = pool_bases(tuned.deployment, tuned.result)
     probability = None if uncertainty else slo_probability(tuned, chosen, bases)
     day = day_of(tuned, jobs=jobs, progress=progress)
-    answers: dict[str, Any] = {"confidence": confidence, "slo_probability": probability, "day": day}
-    answers |= {"no_engine": files.get(NO_ENGINE) if of_variant else None, "variants": _variants(tuned)}
-    extras = _asked_for(tuned, answers, drafts)
+    answers = {"confidence": confidence, "slo_probability": probability, "day": day}
+    extras = _asked_for(tuned, answers, drafts) | _of_variants(tuned, files)
     if "day" in extras:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(
@@ -204,8 +202,11 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
     return value.model_copy(update={"draws": tuned.confirmed.values, "low": low, "high": high})
 
 
-def _variants(tuned: Tuned) -> tuple[VariantResult, ...] | None:
-    return tuple(VariantResult(**gain._asdict()) for gain in variant_gains(tuned)) or None
+def _of_variants(tuned: Tuned, files: Files) -> dict[str, Any]:
+    """Return the fields of the summary that a study with variants has, by name."""
+    variants = tuple(VariantResult(**gain._asdict()) for gain in variant_gains(tuned))
+    no_engine = files.get(NO_ENGINE) if tuned.chosen.candidate.decoding.shape.variant else None
+    return ({"variants": variants} if variants else {}) | ({"no_engine": no_engine} if no_engine else {})
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

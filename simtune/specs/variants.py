@@ -174,10 +174,14 @@ def combined(fragments: Sequence[Fragment] | None, combine: bool) -> list[tuple[
     """
     if not fragments:
         return [()]
-    alone: list[tuple[Fragment, ...]] = [(fragment,) if fragment else () for fragment in fragments]
     if not combine:
-        return alone
+        return [(fragment,) if fragment else () for fragment in fragments]
     parts = [fragment for fragment in fragments if fragment]
+    return [tuple(parts[i] for i in chosen) for chosen in _compatible(parts) if chosen or {} in fragments]
+
+
+def _compatible(parts: Sequence[Fragment]) -> list[tuple[int, ...]]:
+    """Return all sets of fragments that do not set the same key, by their numbers, or a few more than MOST_VARIANTS."""
     conflicts = {(i, j) for i, j in combinations(range(len(parts)), 2) if _conflict(parts[i], parts[j])}
     sets: list[tuple[int, ...]] = [()]
     # Sets grow while the list is gone through, so that conflicting fragments are never combined further.
@@ -186,7 +190,7 @@ def combined(fragments: Sequence[Fragment] | None, combine: bool) -> list[tuple[
             break
         first = chosen[-1] + 1 if chosen else 0
         sets += [(*chosen, j) for j in range(first, len(parts)) if not any((i, j) in conflicts for i in chosen)]
-    return [tuple(parts[i] for i in chosen) for chosen in sets if chosen or {} in fragments]
+    return sets
 
 
 def _conflict(first: Fragment, second: Fragment) -> bool:

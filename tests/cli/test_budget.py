@@ -13,7 +13,7 @@ class Clock:
     """A deadline that passes once it was asked so often."""
 
     def __init__(self, questions: int) -> None:
-        self.questions, self.passed = questions, False
+        self.questions, self.passed, self.seconds = questions, False, 60.0
 
     def __call__(self) -> bool:
         self.questions -= 1

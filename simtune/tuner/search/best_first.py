@@ -36,7 +36,7 @@ from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.reasons import no_allocation, no_better, out_of_time, praise, ranked, why_none
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.simulated_plans import SeenPlans
-from simtune.tuner.search.variant_gains import MOST_SHOWN
+from simtune.tuner.search.variant_gains import to_show
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
@@ -182,10 +182,8 @@ class BestFirst:
                 self._decide_all()
             if self.confirmed is not None:
                 self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
-            for label in self.question.labels:
-                self._show([plan for plan in self.plans if plan.candidate.drafter == label])
-            for variant in self._shown_variants():
-                self._show([plan for plan in self.plans if plan.candidate.decoding.shape.variant == variant])
+            for plans in to_show(self.question, self.plans):
+                self._show(plans)
         except KeyboardInterrupt as stop:
             if self.best is None:
                 raise
@@ -348,11 +346,6 @@ class BestFirst:
         if self.best is None or not isinstance(objective, RateObjective):
             return None
         return objective.rate_for(plan.facts, self.value(self.best)) * self.step
-
-    def _shown_variants(self) -> list[str]:
-        """Return the variants of which a plan is simulated whatever its bound; none if there is one, or too many."""
-        labels = [variant.label for variant in self.question.study.variants]
-        return labels if 1 < len(labels) <= MOST_SHOWN else []
 
     def _show(self, plans: Sequence[BoundedCandidate]) -> None:
         """Simulate the most promising plan of a drafter or variant, unless one of its plans meets the SLO."""

@@ -100,10 +100,10 @@ def _timed(question: Question, plan_cache: PlanCache, candidate: Candidate, time
     requests = min(SAMPLE, question.requests) if not question.workload.batch else question.requests
     seconds = timer(lambda: results.append(question.watch(candidate, deployment, rate, requests)))
     (result,) = results
-    each_s, needed = seconds / requests, question.requests
+    request_s, length = seconds / requests, question.requests
     if not question.workload.batch:
-        needed = max(needed, longer(result, requests) or 0)
-    return each_s * needed, each_s * max(needed, question.study.search.confirm.requests)
+        length = max(length, longer(result, requests) or 0)
+    return request_s * length, request_s * max(length, question.study.search.confirm.requests)
 
 
 def _duration(seconds: float) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from simtune.tuner.question import Question
+from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Trial, Tuned
 
 MOST_SHOWN = 12
@@ -23,6 +24,28 @@ class VariantGain(NamedTuple):
     """Objective of that plan: on all fresh draws if it was chosen, else on the draw of the search."""
     at_most: float | None
     """Value that no plan of the variant exceeds; None if none of them can meet the objective."""
+
+
+class HasCandidate(Protocol):
+    """A plan of a search."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """Candidate of the plan."""
+
+
+P = TypeVar("P", bound=HasCandidate)
+
+
+def to_show(question: Question, plans: Sequence[P]) -> Iterator[list[P]]:
+    """Yield the plans of each drafter, then of each variant if there are several and not too many: one plan of each is
+    simulated whatever its bound.
+    """
+    for label in question.labels:
+        yield [plan for plan in plans if plan.candidate.drafter == label]
+    variants = [variant.label for variant in question.study.variants]
+    for variant in variants if 1 < len(variants) <= MOST_SHOWN else ():
+        yield [plan for plan in plans if plan.candidate.decoding.shape.variant == variant]
 
 
 def variant_gains(tuned: Tuned) -> list[VariantGain]:
