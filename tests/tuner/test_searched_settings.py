@@ -111,8 +111,11 @@ def test_exchange_with_experts() -> None:
 
 
 def test_policy_longest_request_and_graphs() -> None:
-    fragments: dict[str, dict[str, Any]] = {"policy-sarathi": {"batching": {"policy": "sarathi"}}, "max-model-len-512": {"max_model_len": 512},
-                 "no-cuda-graphs": {"cuda_graphs": False}}  # fmt: skip
+    fragments: dict[str, dict[str, Any]] = {
+        "policy-sarathi": {"batching": {"policy": "sarathi"}},
+        "max-model-len-512": {"max_model_len": 512},
+        "no-cuda-graphs": {"cuda_graphs": False},
+    }
     asked = question({}, *fragments.values())
     plans, cache = settled(asked)
     pools = {name: cache.pool(plan.decoding) for name, plan in plans.items()}
