@@ -62,7 +62,7 @@ ROLES = ("prefill", "decode")
 _OF_PAIRS = (*ROLES, "link", "decode_router")
 """Keys that change nothing in a plan of mixed pools."""
 _JOINED = "-and-"
-_UNNAMED = ("acceptance", "checkpoint")
+_UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size")
 _NAMED_BY_VALUE = ("engine", "drafter", "method", "scheme")
 
 
