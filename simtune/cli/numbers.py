@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import click
@@ -37,6 +38,24 @@ class RealRange(click.FloatRange):
         if math.isnan(number) or 0 < number < SMALLEST:
             self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
         return number
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A duration as 90s, 3m, 1.5h or plain seconds, read as seconds."""
+
+    name = "duration"
+
+    def __init__(self, least_s: float) -> None:
+        self.least_s = least_s
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read a duration, or pass on seconds."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(value))
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+        if not self.least_s <= seconds <= LONGEST_S:
+            least = f"{self.least_s:g} second{'s' * (self.least_s != 1)}"
+            self.fail(f"{str(value)[:20]!r}: write it as 90s, 3m or 1h, from {least} to 48 days", param, ctx)
+        return seconds
 
 
 SMALLEST = 1e-18

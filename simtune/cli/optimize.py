@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import WORLDS, RealRange, WholeRange
+from simtune.cli.numbers import WORLDS, Duration, RealRange, WholeRange
 from simtune.cli.options import (
     force_option,
     jobs_option,
@@ -34,7 +35,7 @@ from simtune.cli.output import (
     progress,
     write_run,
 )
-from simtune.cli.pace import seconds_of
+from simtune.cli.pace import Deadline, seconds_of
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
@@ -42,11 +43,13 @@ if TYPE_CHECKING:
     from simtune.runs.schema import Summary
     from simtune.sim.parallel import Jobs
     from simtune.tuner.doubt.confidence import Confidence
+    from simtune.tuner.plan_cache import PlanCache
     from simtune.tuner.question import Question
     from simtune.tuner.search.best_first import SearchCourse
     from simtune.tuner.search.climb import SimulationFinding
     from simtune.tuner.search.front_points import Ladder
     from simtune.tuner.search.search_journal import SearchJournal
+    from simtune.tuner.space.candidates import Candidate
     from simtune.tuner.trial import Trial, Tuned
 
 
@@ -113,6 +116,13 @@ def _nearest(error: Infeasible) -> dict[str, Any] | None:
     help="Choose the plan that is best at this quantile of the worlds, e.g. 0.1; as predicted by default.",
 )
 @click.option("--resume", is_flag=True, help="Continue a search that was killed or interrupted.")
+@click.option(
+    "--budget",
+    type=Duration(1),
+    default=None,
+    metavar="TIME",
+    help="Time of the search, e.g. 60s or 10m; the best plan by then is confirmed and certified, its gap stated.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print the number of candidates.")
 @seed_option
 @set_option
@@ -129,6 +139,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     worlds: int | None,
     robust: float | None,
     resume: bool,
+    budget: float | None,
     dry_run: bool,
     seed: int | None,
     settings: tuple[str, ...],
@@ -148,11 +159,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     question = load_question(study_file, settings)
     # Drafts that no engine setting can express are refused now: writing the plan would refuse them after the search.
     _check_drafts(question)
-    if question.study.objective == "pareto" and (worlds is not None or robust is not None):
-        raise UsageError(
-            f"{question.study.name}: --worlds and --robust judge one plan against others, and objective pareto asks "
-            "for many; name another objective, or leave them out"
-        )
+    _check_worlds(question, worlds, robust)
     if dry_run:
         _print_size(question, as_json)
         return 0
@@ -163,6 +170,7 @@ def optimize(  # noqa: PLR0913 - one for each option
         claim(out, force, resume)
         note_cut(question.workload, question.trace, question.requests)
         journal = _journal(question, out / JOURNAL, resume, quiet)
+        deadline = None if budget is None else Deadline(budget)
         try:
             with progress("plans", quiet) as update:
                 tuned = search(
@@ -170,6 +178,8 @@ def optimize(  # noqa: PLR0913 - one for each option
                     jobs=workers,
                     progress=lambda now: update(now.done, now.total, _course(now)),
                     ledger=journal,
+                    time_is_up=deadline,
+                    begins=None if quiet else partial(_print_outlook, question, workers),
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
             chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
@@ -194,10 +204,28 @@ def optimize(  # noqa: PLR0913 - one for each option
         for line in () if contents.run.summary.day is None else contents.run.summary.day.lines():
             click.echo(line)
         print_basis(contents.run.summary.cost_basis)
-    if tuned.interrupted:
-        click.echo("interrupted: this is the best of what was searched", err=True)
-        return 130
-    return 0
+    return _ended(tuned, deadline)
+
+
+def _ended(tuned: Tuned, deadline: Deadline | None) -> int:
+    """Return the exit code of a search, and print why it ended early, if it did."""
+    if not tuned.interrupted:
+        return 0
+    if deadline is not None and deadline.passed:
+        budget = f"the budget of {deadline.seconds:g} s was up"
+        click.echo(f"{budget}: this is the best plan by then; --resume goes on", err=True)
+        return 0
+    click.echo("interrupted: this is the best of what was searched", err=True)
+    return 130
+
+
+def _print_outlook(question: Question, workers: Jobs, candidates: Sequence[Candidate], plan_cache: PlanCache) -> None:
+    """Print on stderr how many plans there are, roughly how long they take, and what would shorten it."""
+    from simtune.tuner.search.outlook import Outlook
+
+    processes = workers if isinstance(workers, int) else os.cpu_count() or 1
+    for line in Outlook.of(question, candidates, plan_cache, seconds_of).lines(question, processes):
+        click.echo(f"plans: {line}", err=True)
 
 
 @contextmanager
@@ -285,6 +313,14 @@ def _leave(journal: SearchJournal[SimulationFinding], error: BaseException, out:
     elif len(journal):
         count = plural(len(journal), "simulation")
         click.echo(f"{count} are kept: --resume goes on with them, in {out}", err=True)
+
+
+def _check_worlds(question: Question, worlds: int | None, robust: float | None) -> None:
+    if question.study.objective == "pareto" and (worlds is not None or robust is not None):
+        raise UsageError(
+            f"{question.study.name}: --worlds and --robust judge one plan against others, and objective pareto asks "
+            "for many; name another objective, or leave them out"
+        )
 
 
 def _check_drafts(question: Question) -> None:
@@ -380,6 +416,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
         f"{sum(row.simulations for row in tuned.rows)} simulations"
     )
     _print_left_out(tuned)
+    _print_variants(summary)
     _print_confirmed(tuned)
     if tuned.ladder is None:
         click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
@@ -412,6 +449,22 @@ def _print_confirmed(tuned: Tuned) -> None:
     click.echo(
         f"confirmed on {draws} fresh draw{'s' * (draws > 1)} of {requests:,} requests{repeated}{lasting}{between}"
     )
+
+
+def _print_variants(summary: Summary) -> None:
+    """Print what each variant reached, and what none of its plans exceeds."""
+    if not summary.variants or summary.objective is None:
+        return
+    first = summary.variants[0].reached
+    rows = []
+    for variant in summary.variants:
+        gain = None if not first or variant.reached is None else variant.reached / first
+        ratio = "" if gain is None else f"{gain:.2f} x"
+        name = variant.variant.replace("-and-", " and ") or "as it is"
+        rows.append((name, number(variant.reached), ratio, number(variant.at_most)))
+    columns = ("variant", f"reached, {summary.objective.unit}", "of the first", "at most")
+    print_table("best plan of each variant", columns, rows)
+    click.echo("values are those of the search's own draw, but for the chosen plan")
 
 
 def _print_left_out(tuned: Tuned) -> None:

@@ -40,8 +40,8 @@ def write_run(out: Path, contents: Contents, inputs: Sequence[Spec], trace: Trac
 
     write(out, contents.complete(render(contents.run), manifest(command_line(), inputs, trace, seed)))
     why = contents.files.get(NO_ENGINE)
-    if isinstance(why, str):
-        click.echo(f"note: {why.strip()}", err=True)
+    for line in why.splitlines() if isinstance(why, str) else ():
+        click.echo(f"note: {line}", err=True)
 
 
 def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:

@@ -24,6 +24,19 @@ def seconds_of(work: Callable[[], None]) -> float:
     return time.monotonic() - began
 
 
+class Deadline:
+    """True, when it is called, once a number of seconds have passed since it was made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._ends = seconds, time.monotonic() + seconds
+        self.passed = False
+
+    def __call__(self) -> bool:
+        """Return True if the time is up."""
+        self.passed = time.monotonic() >= self._ends
+        return self.passed
+
+
 class Pace:
     """Prints from time to time a line with the progress of work: number done, total, rate, remaining time."""
 

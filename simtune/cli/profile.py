@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simtune.cli.numbers import LONGEST_S, WholeRange
+from simtune.cli.numbers import Duration, WholeRange
 from simtune.cli.options import json_option, model_option, out_option, quiet_option, vllm_python_option
 from simtune.cli.output import print_json, print_table, write_profile
 from simtune.errors import UsageError
@@ -29,15 +29,6 @@ COMMENT = """Fitted by `simtune profile` to what it measured on one machine; mea
 `simtune fit` makes the same operators of the run's measurements.jsonl."""
 
 INSTALL = "simtune profile needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
-
-
-def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """90s, 3m, 1.5h or plain seconds, as seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", value)
-    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if not 20 <= seconds <= LONGEST_S:
-        raise click.BadParameter(f"{value[:20]!r}: write it as 90s, 3m or 1h, from 20 seconds to 48 days")
-    return seconds
 
 
 def _share(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -62,7 +53,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 @click.option("--device", default=None, metavar="cuda[:i]|cpu", help="A GPU if torch finds one, else the processor.")
 @model_option.but("references", multiple=True, required=True, help="Model whose shapes to measure; may be repeated.")
 @click.option(
-    "--budget", callback=_duration, default="3m", show_default=True, help="Time for everything, fits included."
+    "--budget", type=Duration(20), default="3m", show_default=True, help="Time for everything, fits included."
 )
 @out_option.but(required=True, help="Folder for measurements and profile.")
 @click.option(

@@ -128,9 +128,7 @@ def why_none(plan: Plan) -> str:
 
 def to_build(plan: Plan) -> list[str]:
     """Return what engines lack for a plan, each with the part of an engine that would have to be changed for it."""
-    missing = [
-        f"{key} ({part})" for pool in plan.pools for key, part, value in simulated_only(pool) if value is not None
-    ]
+    lacks = [f"{key} ({part})" for pool in plan.pools for key, part, value in simulated_only(pool) if value is not None]
     policies = {pool.batching.policy for pool in plan.pools if engine_for(pool.batching.policy) is None}
-    missing += [f"batching.policy {policy} (the scheduler)" for policy in sorted(policies)]
-    return list(dict.fromkeys(missing))
+    lacks += [f"batching.policy {policy} (the scheduler)" for policy in sorted(policies)]
+    return list(dict.fromkeys(lacks))

@@ -84,6 +84,8 @@ def _of_simulation(run: Run) -> list[Warned]:
     if s.unserved:
         text = f"{plural(s.unserved, 'request')} {of_all} were left when no instance was up any more."
         warned.append(Warned("Not served", text, loud=True))
+    if s.no_engine is not None:
+        warned.append(Warned("No engine", " ".join(s.no_engine.split())))
     if s.interrupted:
         text = "The search was stopped before it was done; this is the best plan it had found."
         warned.append(Warned("Interrupted", text))

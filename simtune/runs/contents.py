@@ -17,6 +17,7 @@ from simtune.results.summary import SimulationSummary, Uncertainty
 from simtune.runs.breakdown import step_times
 from simtune.runs.engine_files import (
     MAX_NODES,
+    NO_ENGINE,
     engine_files,
     launch_like,
     launch_of,
@@ -45,6 +46,7 @@ from simtune.runs.schema import (
     Status,
     Summary,
     SweepPoint,
+    VariantResult,
 )
 from simtune.runs.swimlanes import SWIMLANES, swimlanes_of
 from simtune.runs.tables import columns, to_csv
@@ -66,6 +68,7 @@ from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import DraftContexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
+from simtune.tuner.search.variant_gains import variant_gains
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
@@ -143,8 +146,7 @@ def of_study(
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
     `progress` is called for the windows of a day.
     """
-    study = tuned.question.study
-    of_variant = any(pool.shape.variant for pool in tuned.chosen.candidate.pools)
+    study, of_variant = tuned.question.study, bool(tuned.chosen.candidate.decoding.shape.variant)
     files = _files(tuned.deployment, tuned.result, simulated_only=of_variant)
     files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
@@ -156,7 +158,8 @@ def of_study(
     bases = pool_bases(tuned.deployment, tuned.result)
     probability = None if uncertainty else slo_probability(tuned, chosen, bases)
     day = day_of(tuned, jobs=jobs, progress=progress)
-    extras = _asked_for(tuned, {"confidence": confidence, "slo_probability": probability, "day": day}, drafts)
+    answers = {"confidence": confidence, "slo_probability": probability, "day": day}
+    extras = _asked_for(tuned, answers, drafts) | _of_variants(tuned, files)
     if "day" in extras:
         files["day.csv"] = to_csv(columns(DayHour), ([*hour.model_dump().values()] for hour in extras["day"].hours))
     summary = Summary(
@@ -197,6 +200,13 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
     # The draw that is reported is one of them, so the interval contains its value.
     low, high = min(tuned.value, between[0]), max(tuned.value, between[1])
     return value.model_copy(update={"draws": tuned.confirmed.values, "low": low, "high": high})
+
+
+def _of_variants(tuned: Tuned, files: Files) -> dict[str, Any]:
+    """Return the fields of the summary that a study with variants has, by name."""
+    variants = tuple(VariantResult(**gain._asdict()) for gain in variant_gains(tuned))
+    no_engine = files.get(NO_ENGINE) if tuned.chosen.candidate.decoding.shape.variant else None
+    return ({"variants": variants} if variants else {}) | ({"no_engine": no_engine} if no_engine else {})
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

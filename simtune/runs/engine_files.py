@@ -81,8 +81,8 @@ def engine_files(deployment: Deployment, *, simulated_only: bool = False) -> Fil
         why = "" if files else emit.why_none(plan)
     if files:
         return files
-    missing = emit.to_build(plan)
-    to_build = f"To be built in an engine: {', '.join(missing)}.\n" if missing else ""
+    parts = emit.to_build(plan) if simulated_only else []
+    to_build = f"To be built in an engine: {', '.join(parts)}.\n" if parts else ""
     return {NO_ENGINE: f"No engine settings: {why}.\n{to_build}"}
 
 

@@ -241,6 +241,15 @@ class DraftSchedule(Record):
 # --- summary.json -----------------------------------------------------------------------------------------
 
 
+class VariantResult(Record):
+    """The best that a search knows of the plans of a variant."""
+
+    variant: str = Field(description="name of the variant; empty for the plans as they are")
+    plan: str = Field(description="the plan that reached the most; empty where none met the SLO")
+    reached: float | None = Field(description="objective of that plan; on the search's draw unless it was chosen")
+    at_most: float | None = Field(description="no plan of the variant exceeds it; null where none can meet the SLO")
+
+
 class Summary(SimulationSummary):
     """`summary.json`: the question, the choice, and the results of its simulation."""
 
@@ -274,6 +283,10 @@ class Summary(SimulationSummary):
     load: LoadFacts | None = Field(None, description="the requests that were simulated")
     load_source: str | None = Field(None, description="workload, and where its numbers come from")
     launch: str | None = Field(None, description="starts the plan; left out where no engine has its policy")
+    no_engine: str | None = Field(
+        None, description="why no engine can be given the plan, and what it lacks; left out unless a variant is why"
+    )
+    variants: Seq[VariantResult] = Field((), description="best of each variant; left out where there is one")
 
     @field_validator("plan", "study", mode="before")
     @classmethod

@@ -166,16 +166,6 @@ def of_name(name: str) -> PlanWords | None:
 def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
     tp, pp, dp, cp = (int(fields[f"{key}{n}"] or 1) for key in ("tp", "pp", "dp", "cp"))
     feed_forward = int(fields[f"ffn{n}"] or 0)
-    caching, weights, kv, drafter = (fields[f"{key}{n}"] for key in ("caching", "weights", "kv", "drafter"))
-    length, variant = fields[f"length{n}"], fields[f"variant{n}"]
-    more_settings = {
-        "caching": {None: "", "-cached": "prefix cache on", "-uncached": "prefix cache off"}[caching],
-        "weights": f"{weights} weights" if weights else "",
-        "kv": f"{kv} KV cache" if kv else "",
-        "length": f"requests of up to {int(length):,} tokens" if length else "",
-        "drafter": f"drafts of {drafter}" if drafter else "",
-        "variant": f"variant {variant.replace('-and-', ' and ')}" if variant else "",
-    }
     return _pool_words(
         role=_ROLES.get(fields[f"role{n}"] or "", MIXED),
         gpu=fields[f"gpu{n}"] or "",
@@ -186,8 +176,23 @@ def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
         expert_parallel=bool(fields[f"ep{n}"]),
         seats=int(fields[f"seats{n}"] or 1),
         budget=int(fields[f"budget{n}"] or 1),
-        more_settings={key: words for key, words in more_settings.items() if words},
+        more_settings=_more_settings(fields, n),
     )
+
+
+def _more_settings(fields: Mapping[str, str | None], n: int) -> dict[str, str]:
+    """Return the words of the settings that a code name has only if they are searched."""
+    caching, weights, kv, drafter = (fields[f"{key}{n}"] for key in ("caching", "weights", "kv", "drafter"))
+    length, variant = fields[f"length{n}"], fields[f"variant{n}"]
+    more_settings = {
+        "caching": {None: "", "-cached": "prefix cache on", "-uncached": "prefix cache off"}[caching],
+        "weights": f"{weights} weights" if weights else "",
+        "kv": f"{kv} KV cache" if kv else "",
+        "length": f"requests of up to {int(length):,} tokens" if length else "",
+        "drafter": f"drafts of {drafter}" if drafter else "",
+        "variant": f"variant {variant.replace('-and-', ' and ')}" if variant else "",
+    }
+    return {key: words for key, words in more_settings.items() if words}
 
 
 def of_plan(plan: Plan) -> PlanWords:

@@ -374,9 +374,9 @@ class Study(Spec):
             keys = ("tp", "pp", "attention_dp", "expert_parallel")
             values = [(choices and getattr(choices, key)) or getattr(search, key) for key in keys]
             cuts += [dict(zip(keys, cut, strict=True)) for cut in product(*values)]
-        pairs, taken = "prefill-decode" in search.layouts, [choice.label for choice in self.speculation]
+        pairs, drafters = "prefill-decode" in search.layouts, [choice.label for choice in self.speculation]
         try:
-            check_fragments(search.variants, combine=bool(search.combine), pairs=pairs, cuts=cuts, taken=taken)
+            check_fragments(search.variants, combine=bool(search.combine), pairs=pairs, cuts=cuts, taken=drafters)
         except ErrorAt as error:
             raise ErrorAt(str(error), "search", "variants", *error.at) from None
         return self

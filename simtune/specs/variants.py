@@ -54,7 +54,7 @@ UNSEARCHED: Mapping[str, str] = {
     "model": "a study has one model; search another one with another study",
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
-    "stages": "no bound covers plans with stages; add them to the chosen plan and simulate it",
+    "stages": "GPUs of stages are not among the devices of a study; add stages to the chosen plan and simulate it",
     "control": "no bound covers instances that change roles; add it to the chosen plan and simulate it",
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""
@@ -62,7 +62,7 @@ ROLES = ("prefill", "decode")
 _OF_PAIRS = (*ROLES, "link", "decode_router")
 """Keys that change nothing in a plan of mixed pools."""
 _JOINED = "-and-"
-_UNNAMED = ("acceptance", "checkpoint")
+_UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size")
 _NAMED_BY_VALUE = ("engine", "drafter", "method", "scheme")
 
 
@@ -174,10 +174,14 @@ def combined(fragments: Sequence[Fragment] | None, combine: bool) -> list[tuple[
     """
     if not fragments:
         return [()]
-    alone: list[tuple[Fragment, ...]] = [(fragment,) if fragment else () for fragment in fragments]
     if not combine:
-        return alone
+        return [(fragment,) if fragment else () for fragment in fragments]
     parts = [fragment for fragment in fragments if fragment]
+    return [tuple(parts[i] for i in chosen) for chosen in _compatible(parts) if chosen or {} in fragments]
+
+
+def _compatible(parts: Sequence[Fragment]) -> list[tuple[int, ...]]:
+    """Return all sets of fragments that do not set the same key, by their numbers, or a few more than MOST_VARIANTS."""
     conflicts = {(i, j) for i, j in combinations(range(len(parts)), 2) if _conflict(parts[i], parts[j])}
     sets: list[tuple[int, ...]] = [()]
     # Sets grow while the list is gone through, so that conflicting fragments are never combined further.
@@ -186,7 +190,7 @@ def combined(fragments: Sequence[Fragment] | None, combine: bool) -> list[tuple[
             break
         first = chosen[-1] + 1 if chosen else 0
         sets += [(*chosen, j) for j in range(first, len(parts)) if not any((i, j) in conflicts for i in chosen)]
-    return [tuple(parts[i] for i in chosen) for chosen in sets if chosen or {} in fragments]
+    return sets
 
 
 def _conflict(first: Fragment, second: Fragment) -> bool:

@@ -122,6 +122,8 @@ class PlanCache:
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         q, hardware, draft = self.question, self.question.hardware_of(choice), self.question.draft(choice.drafter)
+        # A plan that was settled before, such as the chosen plan of a day, has its drafts already.
+        choice = choice if choice.speculation is None else replace(choice, speculation=None)
         try:
             pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.

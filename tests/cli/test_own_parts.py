@@ -150,7 +150,7 @@ search:"""
 def test_a_study_with_parts_of_ones_own(mine: Any) -> None:
     """In other processes too, and with the same answer."""
     mine.study("search:", STUDY)
-    alone = mine.optimize("--json")
+    alone = mine.optimize("--json", "--quiet")
     assert alone.code == 0, alone.err
     plan = alone.json["plan"]
     assert plan["pools"][0]["batching"]["policy"] == "own_parts:Mine"

@@ -320,7 +320,7 @@ def test_interrupted_search_keeps_and_reports_the_best_plan(desk: Any, monkeypat
         return whole(*args, progress=stop, **named)
 
     monkeypatch.setattr("simtune.tuner.search.front.answer", interrupted)
-    said = desk.optimize("--json")
+    said = desk.optimize("--json", "--quiet")
     assert said.code == 130
     assert said.err == "interrupted: this is the best of what was searched\n"
     assert said.json["interrupted"] is True

@@ -45,6 +45,7 @@ from simtune.tuner.drafting import (
 )
 from simtune.tuner.drafting.choose import NONE, DraftSetting
 from simtune.tuner.drafting.study_drafters import batches_up_to
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.space.candidates import Candidate, space_of
@@ -325,3 +326,15 @@ def test_a_batch_that_hovers_at_a_threshold_drafts_now_this_now_that() -> None:
     drafted = [q.watch(candidate, deployment, rate).drafted for rate in (2.0, 8.0, 20.0)]
     per_round = [tally.tokens / tally.rounds for tally in drafted]
     assert per_round[0] > 2.8 > per_round[1] > 1.1 > per_round[2] > 1
+
+
+def test_a_plan_whose_drafts_are_settled_is_settled_again() -> None:
+    """As the chosen plan is, hour by hour of a day: with the same drafts, in memory that is found anew."""
+    asked = question(draft())
+    every = [candidate for candidate in space_of(asked.study).candidates if candidate.drafter]
+    first = PlanCache(asked, every).settled(every[0])
+    assert isinstance(first, Candidate)
+    assert first.speculation is not None
+    again = PlanCache(asked, [first]).settled(first)
+    assert isinstance(again, Candidate)
+    assert again.speculation == first.speculation

@@ -24,6 +24,7 @@ from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.variant_gains import variant_gains
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.expressible import space_for
 from tests.docs.reading import ROOT
@@ -354,3 +355,20 @@ def test_a_study_file_with_engines_and_variants_is_loaded_with_their_kernels(tmp
     assert load_model("llama-3.1-8b") == asked.model
     plans = {pool.engine: pool.hardware for pool in pools(asked).values()}
     assert plans == {"vllm-0.24": "h100-sxm", "sglang-0.5": "h100-sxm-sglang", "none": "h100-sxm"}
+
+
+def test_each_variant_has_a_plan_that_was_simulated_and_a_bound() -> None:
+    slow = {"host": {"step_s": 0.05, "per_sequence_s": 0.0}}
+    tuned = optimize(question({}, {"overlap": "ladder"}, slow), jobs=1)
+    gains = {gain.variant: gain for gain in variant_gains(tuned)}
+    assert list(gains) == ["", "overlap-ladder", "step-s-0.05-per-sequence-s-0.0"]
+    for label, gain in gains.items():
+        rows = [row for row in tuned.rows if row.candidate.decoding.shape.variant == label]
+        assert any(row.simulations or row.same_as for row in rows), label
+        assert gain.reached is not None
+        assert gain.at_most is not None
+        assert gain.reached <= gain.at_most * (1 + 1e-9)
+    chosen = gains[tuned.chosen.candidate.decoding.shape.variant]
+    assert (chosen.plan, chosen.reached) == (tuned.chosen.candidate.name, tuned.value)
+    assert (gains["step-s-0.05-per-sequence-s-0.0"].reached or 0.0) < 0.5 * tuned.value
+    assert variant_gains(optimize(question(), jobs=1)) == []

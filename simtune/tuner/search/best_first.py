@@ -18,8 +18,10 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
+from simtune.errors import UsageError
 from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.plan_cache import PlanCache
@@ -28,11 +30,12 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFil
 from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import LOWEST, Climb, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
-from simtune.tuner.search.evaluator import Evaluator, Keyed
+from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
 from simtune.tuner.search.plan_judge import PlanJudge
-from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, praise, ranked
+from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, out_of_time, praise, ranked
 from simtune.tuner.search.search_journal import Ledger
+from simtune.tuner.search.variant_gains import to_show
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
@@ -59,6 +62,7 @@ class SearchCourse(NamedTuple):
 
 
 SearchProgress = Callable[[SearchCourse], None]
+Begins = Callable[[Sequence[Candidate], PlanCache], None]
 
 
 def optimize(
@@ -67,25 +71,42 @@ def optimize(
     jobs: Jobs = None,
     progress: SearchProgress | None = None,
     ledger: Ledger[SimulationFinding] | None = None,
+    time_is_up: Callable[[], bool] | None = None,
+    begins: Begins | None = None,
 ) -> Tuned:
     """Search the study's space. Raise Infeasible, with the reasons, if no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`
     is called after every plan. Simulations that the `ledger` contains are not repeated, and new ones are added to it.
     An interrupt (Ctrl-C) ends the search with its best plan so far, marked `interrupted`; if no plan has met the SLO
-    yet, it is raised.
+    yet, it is raised. So does `time_is_up` as soon as it returns True; it raises UsageError if no plan has met the SLO
+    yet. `begins` is called with the space before the search starts.
     """
     question.check()
     space = space_for(question)
     course = CourseLog(progress)
     with executor(jobs, AHEAD) as pool:
-        search = BestFirst(question, space.candidates, Evaluator(pool, ledger), course)
-        interrupted = search.run()
+        search = BestFirst(question, space.candidates, Evaluator(pool, ledger, time_is_up), course)
+        if begins is not None:
+            begins(space.candidates, search.plan_cache)
+        interrupted = ended(search.run)
+    if interrupted is None:
+        raise UsageError(out_of_time(question, sum(row.simulations for row in search.rows)))
     tuned = search.answer(interrupted)
     # The final bound includes the allowance for plans that missed the SLO on one draw; the course does not.
     ends = [point._replace(value=tuned.value, bound=tuned.bound) for point in course.points[-1:]]
     tuned.course, tuned.left_out = (*course.points[:-1], *ends), space.reasons
     return tuned
+
+
+def ended(run: Callable[[], bool]) -> bool | None:
+    """Return the answer of a search's `run`; None if its time was up before there was a plan.
+
+    An error that is raised while TimeIsUp is handled would count as an interrupt (`simtune.errors.is_interrupt`).
+    """
+    with suppress(TimeIsUp):
+        return run()
+    return None
 
 
 class CourseLog:
@@ -141,13 +162,14 @@ class BestFirst:
                 self._decide_all()
             if self.confirmed is not None:
                 self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
-            # The table should tell of every drafter how good it is, even if bounds ruled all its plans out.
-            for label in self.question.labels:
-                self._show(label)
-        except KeyboardInterrupt:
+            # The table should tell of every drafter and variant how good it is, even if bounds ruled all its plans out.
+            for plans in to_show(self.question, self.plans):
+                self._show(plans)
+        except KeyboardInterrupt as stop:
             if self.best is None:
                 raise
-            self._close("left open by an interrupt: ")
+            why = "when the time was up" if isinstance(stop, TimeIsUp) else "by an interrupt"
+            self._close(f"left open {why}: ")
             return True
         self._close("")
         return False
@@ -155,6 +177,7 @@ class BestFirst:
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
         while (best := self._most_promising()) is not None and self._could_be_better(best):
+            self.evaluator.check_time()
             if self._open.best == best:
                 self._decide(self._open.pop())
             else:
@@ -237,12 +260,12 @@ class BestFirst:
             return None
         return objective.rate_for(plan.facts, self.value(self.best)) * self.step
 
-    def _show(self, label: str) -> None:
-        """Simulate the most promising plan of a drafter, unless one of its plans is known to meet the SLO."""
-        of_drafter = [plan for plan in self.plans if plan.candidate.drafter == label]
-        if not of_drafter or any(plan.row.status == "feasible" for plan in of_drafter):
+    def _show(self, plans: Sequence[BoundedCandidate]) -> None:
+        """Simulate the most promising plan of a drafter or variant, unless one of its plans meets the SLO."""
+        promising = [plan for plan in plans if plan.bound_rps > 0]
+        if not promising or any(plan.row.status == "feasible" for plan in promising):
             return
-        best, plan = self.best, min(of_drafter, key=BoundedCandidate.order)
+        best, plan = self.best, min(promising, key=BoundedCandidate.order)
         self._judge.judge(plan, None)
         self.best = best or self.best
 

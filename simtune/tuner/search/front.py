@@ -11,9 +11,10 @@ interpolated between the loads of the ladder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs, executor
@@ -21,14 +22,14 @@ from simtune.specs.workload import Slo
 from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import SAMPLED_CORES, Question
-from simtune.tuner.search.best_first import AHEAD, SearchCourse, SearchProgress, optimize
+from simtune.tuner.search.best_first import AHEAD, Begins, SearchCourse, SearchProgress, ended, optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import DrawsVerdict, FreshDraws
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.front_points import FrontPoint, Ladder
 from simtune.tuner.search.implied_results import tell_apart
-from simtune.tuner.search.reasons import no_plan
+from simtune.tuner.search.reasons import no_plan, out_of_time
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
@@ -46,16 +47,22 @@ def answer(
     jobs: Jobs = None,
     progress: SearchProgress | None = None,
     ledger: Ledger[SimulationFinding] | None = None,
+    time_is_up: Callable[[], bool] | None = None,
+    begins: Begins | None = None,
 ) -> Tuned:
     """Return the answer of a study: for objective `pareto` the front, with its point of the greatest power chosen, or
     else the best plan. See `simtune.tuner.search.best_first.optimize`."""
     if question.study.objective != "pareto":
-        return optimize(question, jobs=jobs, progress=progress, ledger=ledger)
+        return optimize(question, jobs=jobs, progress=progress, ledger=ledger, time_is_up=time_is_up, begins=begins)
     question.check()
     space = space_for(question)
     with executor(jobs, AHEAD) as pool:
-        search = FrontSearch(question, space.candidates, Evaluator(pool, ledger), progress)
-        interrupted = search.run()
+        search = FrontSearch(question, space.candidates, Evaluator(pool, ledger, time_is_up), progress)
+        if begins is not None:
+            begins(space.candidates, search.plan_cache)
+        interrupted = ended(search.run)
+    if interrupted is None:
+        raise UsageError(out_of_time(question, search.simulations))
     tuned = search.answer(interrupted)
     tuned.left_out = space.reasons
     return tuned
@@ -97,7 +104,7 @@ class FrontSearch:
         self.settled = self.ruled_out = 0
         """Loads that were decided, and plans at a load that needed no simulation."""
         self._candidates = candidates
-        self._plan_cache = PlanCache(question, candidates)
+        self.plan_cache = PlanCache(question, candidates)
         self._fresh = FreshDraws(question, evaluator)
         self._runners: list[_Climber] = []
         self._decided = 0
@@ -127,14 +134,14 @@ class FrontSearch:
         return False
 
     def _enter(self) -> None:
-        candidate_filter = CandidateFilter(self.question, self._plan_cache)
+        candidate_filter = CandidateFilter(self.question, self.plan_cache)
         for candidate in self._candidates:
             bounded_candidate = candidate_filter.check(candidate)
             if isinstance(bounded_candidate, Trial):
                 self.rows.append(bounded_candidate)
                 continue
             self.rows.append(bounded_candidate.row)
-            stream = self._plan_cache.stream(candidate)
+            stream = self.plan_cache.stream(candidate)
             self._runners.append(
                 _Climber(bounded_candidate, least_tpot_s(bounded_candidate.deployment, stream, SAMPLED_CORES))
             )
@@ -186,7 +193,7 @@ class FrontSearch:
         plan, mean_s = runner.plan, wanted.tpot_s.get("mean", float("inf"))
         if rate > plan.bound_rps or runner.least_tpot_s > mean_s:
             return True
-        stream = self._plan_cache.stream(plan.candidate)
+        stream = self.plan_cache.stream(plan.candidate)
         return slo_bound(plan.deployment, stream, wanted, SAMPLED_CORES, below_rps=rate).rps < rate
 
     def _simulated(self, runner: _Climber, rate: float, wanted: Slo, expected: Iterator[Keyed]) -> SimulationFinding:
@@ -198,7 +205,7 @@ class FrontSearch:
 
     def _keyed(self, runner: _Climber, rate: float, wanted: Slo) -> Keyed:
         plan = runner.plan
-        stream = self._plan_cache.stream(plan.candidate)
+        stream = self.plan_cache.stream(plan.candidate)
         task = Simulation(plan.deployment, stream, wanted, rate, draws=self.question.draws)
         return (f"{plan.candidate.name} {wanted.tpot_s.get('mean')}", rate, 0), task
 
@@ -288,7 +295,7 @@ class FrontSearch:
         for point in self.points:
             on_front.setdefault(point.candidate, []).append(point)
         leader = next(runner for runner in self._runners if runner.plan.candidate.name == chosen.candidate)
-        deployment = self.question.deploy(leader.plan.candidate, self._plan_cache.max_model_len)
+        deployment = self.question.deploy(leader.plan.candidate, self.plan_cache.max_model_len)
         assert chosen.requests is not None
         result = self._on_all_cores(deployment, chosen.rate_rps, chosen.requests, record=True)
         for runner in self._runners:

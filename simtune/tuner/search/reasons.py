@@ -111,6 +111,14 @@ def no_plan(question: Question, rows: list[Trial]) -> NoPlan:
     )
 
 
+def out_of_time(question: Question, simulations: int) -> str:
+    """Return why a search whose time is up has no plan."""
+    return (
+        f"{question.study.name}: no plan met the SLO before the time was up, after "
+        f"{plural(simulations, 'simulation')}; allow more time, search fewer plans, or relax the SLO"
+    )
+
+
 def _named(row: Trial) -> str:
     name = row.candidate.name
     return f"{in_words(name)} ({name})"

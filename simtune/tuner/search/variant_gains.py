@@ -1,0 +1,77 @@
+"""Gains of the variants of a study: the best plan of each, what it reached and what no plan of it exceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from simtune.tuner.question import Question
+from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.trial import Trial, Tuned
+
+MOST_SHOWN = 12
+"""Most variants of each of which a plan is simulated even if a bound rules all of them out."""
+
+
+class VariantGain(NamedTuple):
+    """The best that a search knows of the plans of a variant."""
+
+    variant: str
+    """Name of the variant; empty for the plans as they are."""
+    plan: str
+    """Plan that reached the most; empty if none was found to meet the SLO."""
+    reached: float | None
+    """Objective of that plan: on all fresh draws if it was chosen, else on the draw of the search."""
+    at_most: float | None
+    """Value that no plan of the variant exceeds; None if none of them can meet the objective."""
+
+
+class HasCandidate(Protocol):
+    """A plan of a search."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """Candidate of the plan."""
+
+
+P = TypeVar("P", bound=HasCandidate)
+
+
+def to_show(question: Question, plans: Sequence[P]) -> Iterator[list[P]]:
+    """Yield the plans of each drafter, then of each variant if there are several and not too many: one plan of each is
+    simulated whatever its bound.
+    """
+    for label in question.labels:
+        yield [plan for plan in plans if plan.candidate.drafter == label]
+    variants = [variant.label for variant in question.study.variants]
+    for variant in variants if 1 < len(variants) <= MOST_SHOWN else ():
+        yield [plan for plan in plans if plan.candidate.decoding.shape.variant == variant]
+
+
+def variant_gains(tuned: Tuned) -> list[VariantGain]:
+    """Return the best of each variant, in the order of the study; empty if there is only one variant, or a front."""
+    question = tuned.question
+    labels = [variant.label for variant in question.study.variants]
+    if len(labels) < 2 or tuned.ladder is not None:
+        return []
+    rows: dict[str, list[Trial]] = {label: [] for label in labels}
+    for row in tuned.rows:
+        rows[row.candidate.decoding.shape.variant].append(row)
+    return [_gain(question, label, rows[label], {id(tuned.chosen): tuned.value}) for label in labels]
+
+
+def _gain(question: Question, label: str, rows: list[Trial], values: Mapping[int, float]) -> VariantGain:
+    sign = question.objective.sign
+    feasible = [(_value(question, row, values), row) for row in rows if row.status in ("chosen", "feasible")]
+    reached, plan = max(feasible, key=lambda entry: sign * entry[0], default=(None, None))
+    bounds = [row.best for row in rows if row.best is not None]
+    bounds += [] if reached is None else [reached]
+    at_most = max(bounds, key=lambda best: sign * best, default=None)
+    return VariantGain(label, "" if plan is None else plan.candidate.name, reached, at_most)
+
+
+def _value(question: Question, row: Trial, values: Mapping[int, float]) -> float:
+    if id(row) in values:
+        return values[id(row)]
+    facts = question.facts(row.candidate, question.stream(row.candidate))
+    return question.objective.value(facts, row.judged)
