@@ -20,6 +20,7 @@ from simtune.specs.hf.architectures import (
     FLAT_WRAPPERS,
     LANGUAGE_MODELS,
     NOT_MODELLED,
+    REFUSED,
     WRAPPERS,
 )
 from simtune.specs.hf.config_reader import ALIASES, Config, language_parts
@@ -28,6 +29,10 @@ from simtune.specs.yamlfile import Document
 
 MODELOPT = "hf_quant_config.json"
 """File in which modelopt writes number formats, beside a config.json that may name none."""
+
+
+REMEDY = "write a model spec (`simtune schema model` lists its keys)"
+"""Remedy for an architecture that is not modelled."""
 
 
 def from_config(
@@ -92,7 +97,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     attention = architecture.attention(config, architecture)
     feed_forward = architecture.feed_forward(config, architecture)
     dtype = config.dtype()
-    formats = quantization.formats(config, dtype, attention, feed_forward)
+    formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
     positions = config.count("max_position_embeddings")
     language_part = "" if config.nested is None else ", language part only"
     if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
@@ -109,10 +114,13 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         "norms_per_sublayer": architecture.norms_per_sublayer,
         "norm_bias": architecture.norm_bias,
         "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
+        "residual": architecture.residual(config),
         "dtype": dtype,
-        "notes": config.notes,
+        "notes": [*config.notes, *_by_shape(architecture)],
         **formats.of_model,
     }
+    if architecture.kv_dtype is not None:
+        spec["kv_dtype"] = architecture.kv_dtype
     if raising:
         config.raise_if_any()
     layers = [
@@ -128,6 +136,13 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     return spec, config.asked
 
 
+def _by_shape(architecture: Architecture) -> list[str]:
+    if not architecture.by_shape:
+        return []
+    parts = ", ".join(architecture.by_shape)
+    return [f"times of {parts} rest on bytes and flops at data-sheet rates: no table of them was fitted"]
+
+
 def _architecture(config: Config) -> tuple[str, Architecture]:
     """Raise SpecError at once: without a known architecture no other key has a meaning."""
     listed: Any = config.data.get("architectures")
@@ -141,7 +156,8 @@ def _architecture(config: Config) -> tuple[str, Architecture]:
         name = _wrapped(config, name)
     if name not in ARCHITECTURES:
         # No other name is suggested: what is spelt alike may be another architecture altogether.
-        config.problem("architectures", f"{name} is not modelled; modelled: {', '.join(ARCHITECTURES)}")
+        why = f": {REFUSED[name]}" if name in REFUSED else ""
+        config.problem("architectures", f"{name} is not modelled{why}; {REMEDY}; modelled: {', '.join(ARCHITECTURES)}")
     config.raise_if_any()
     return name, ARCHITECTURES[name]
 
@@ -167,7 +183,11 @@ def _refuse_not_modelled(config: Config, architecture: Architecture) -> None:
             config.problem(key, f"{meaning}: not modelled")
     config.asked.difference_update(NOT_MODELLED)
     for key in ("indexer_types", "index_topk_pattern"):
-        if config.get(key) and "shared" in str(config.get(key)).replace("S", "shared"):
+        if (
+            key not in architecture.knows
+            and config.get(key)
+            and "shared" in str(config.get(key)).replace("S", "shared")
+        ):
             config.problem(key, "indexers shared between layers: not modelled")
     if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
         config.problem("word_embed_proj_dim", "embeddings narrower than the hidden size: not modelled")
