@@ -9,7 +9,7 @@ import click
 
 from simtune.cli.names import MODEL
 from simtune.cli.numbers import GPUS
-from simtune.cli.output import json_option, print_json, print_table, write_profile
+from simtune.cli.output import as_option, json_option, print_json, print_table, write_profile
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ operator."""
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the corrected profile.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace a profile that exists; without --out the one in DIR.")
+@as_option()
 def calibrate(
     profile: str,
     measured: Path,

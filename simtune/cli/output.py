@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -40,6 +41,29 @@ force_option = click.option("--force", is_flag=True, help="Replace an earlier ru
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 seed_option = click.option("--seed", type=SEED, default=None, help="Seed of all random streams.")
 out_option = click.option("--out", type=click.Path(path_type=Path), default=None, help="Run directory to write.")
+
+
+def as_option(parameter: str = "model") -> Callable[[F], F]:
+    """Add --as: the architecture that the model of a parameter is read as, whatever its config.json states."""
+
+    def decorate(verb: F) -> F:
+        @click.option(
+            "--as",
+            "architecture",
+            metavar="ARCHITECTURE",
+            help="Read config.json as this architecture, on your own word, e.g. LlamaForCausalLM.",
+        )
+        @functools.wraps(verb)
+        def stated(*args: Any, architecture: str | None, **parameters: Any) -> Any:
+            if architecture is not None:
+                if parameters[parameter] is None:
+                    raise click.BadParameter("give the model whose config.json it is: --model", param_hint="--as")
+                parameters[parameter] = f"{parameters[parameter]} as {architecture}"
+            return verb(*args, **parameters)
+
+        return cast(F, stated)
+
+    return decorate
 
 
 def command_line() -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ANY
-from simtune.cli.output import json_option, print_json, print_table, set_option, settings_of
+from simtune.cli.output import as_option, json_option, print_json, print_table, set_option, settings_of
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     help="For a hardware profile: write one page with plots of its fits.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
+@as_option("reference")
 def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
     far off its operators are."""

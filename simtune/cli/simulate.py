@@ -13,6 +13,7 @@ import click
 from simtune.cli.names import ENGINE, HARDWARE, MODEL, WORKLOAD
 from simtune.cli.numbers import JOBS, RATE, REQUESTS, WORLDS, WholeRange
 from simtune.cli.output import (
+    as_option,
     force_option,
     json_option,
     milliseconds,
@@ -132,6 +133,7 @@ if TYPE_CHECKING:
 @force_option
 @quiet_option
 @json_option
+@as_option()
 def simulate(  # noqa: PLR0913 - one for each option
     model: str | None,
     hardware: str | None,

@@ -10,7 +10,7 @@ import click
 
 from simtune.cli.names import ACCEPTANCE, HARDWARE, MODEL
 from simtune.cli.numbers import GPUS
-from simtune.cli.output import json_option, number, print_json, print_table
+from simtune.cli.output import as_option, json_option, number, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -37,6 +37,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with maps and the tree.")
 @json_option
 @click.option("--force", is_flag=True, help="Replace FILE.")
+@as_option()
 def speculate(
     model: str,
     hardware: str,

@@ -8,7 +8,7 @@ import click
 
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
 from simtune.cli.numbers import JOBS
-from simtune.cli.output import json_option, print_json, print_table, progress, quiet_option, set_option
+from simtune.cli.output import as_option, json_option, print_json, print_table, progress, quiet_option, set_option
 from simtune.errors import UsageError
 
 
@@ -39,6 +39,7 @@ from simtune.errors import UsageError
 @click.option("--parquet", is_flag=True, help="Also write sweep.parquet.")
 @quiet_option
 @json_option
+@as_option()
 def sweep(  # noqa: PLR0913 - one for each option
     texts: tuple[str, ...],
     zipped: bool,

@@ -12,6 +12,7 @@ import click
 from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
 from simtune.cli.numbers import LARGEST_RATE, REQUESTS, SMALLEST, TRIALS, WORLDS, RealRange, WholeRange
 from simtune.cli.output import (
+    as_option,
     command_line,
     force_option,
     json_option,
@@ -223,6 +224,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @force_option
 @quiet_option
 @json_option
+@as_option()
 def validate(  # noqa: PLR0913 - one for each option
     plan_file: str,
     workload: str | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from simtune.cli.numbers import RealRange
-from simtune.cli.output import force_option, seed_option, set_option, split_settings
+from simtune.cli.output import as_option, force_option, seed_option, set_option, split_settings
 from simtune.errors import UsageError
 
 
@@ -21,6 +21,7 @@ from simtune.errors import UsageError
 @seed_option
 @set_option
 @force_option
+@as_option()
 def weights(
     model: str,
     out: Path,

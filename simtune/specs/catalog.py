@@ -7,6 +7,7 @@ NAME.yaml or NAME/profile.yaml in the folders of SIMTUNE_PATH (separated as in P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -56,8 +57,10 @@ def names(kind: str) -> list[str]:
 
 def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     """Load a model by name, from a spec, from a Hugging Face config.json (or the folder that contains it), or by its
-    Hugging Face id if it is in the cache of huggingface_hub.
+    Hugging Face id if it is in the cache of huggingface_hub. A reference `./config.json as LlamaForCausalLM` is read as
+    that architecture, whatever the config states.
     """
+    given, (reference, architecture) = reference, on_word(reference)
     path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         path, name = _cached(reference), path.name
@@ -74,9 +77,25 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
         modelopt, notes = _formats_beside(path, document.data)
         notes = [] if any(setting.startswith("weight_dtype=") for setting in settings) else notes
         return hf.from_config(
-            document, spec_name(name or default_name, "model"), settings, modelopt=modelopt, notes=notes
+            document,
+            spec_name(name or default_name, "model"),
+            settings,
+            modelopt=modelopt,
+            notes=notes,
+            architecture=architecture,
         )
+    if architecture is not None:
+        raise UsageError(f"model {given}: an architecture is stated of a Hugging Face config.json only, not of a spec")
     return Model.from_document(override(document, settings))
+
+
+_AS = re.compile(r"(.+) as (\w+)")
+
+
+def on_word(reference: str) -> tuple[str, str | None]:
+    """Return a model's reference, and the architecture that it is to be read as if one is stated behind it."""
+    match = _AS.fullmatch(reference)
+    return (reference, None) if match is None else (match[1], match[2])
 
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -308,6 +327,7 @@ def _load_other(kind: str, reference: str, check: SpecCheck | None, settings: Se
 
 def kind_of(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError if it is none."""
+    reference = on_word(reference)[0]
     path = Path(reference)
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         return "model"
@@ -369,8 +389,11 @@ def beside(folder: Path, reference: str) -> str:
     """A reference found in a file of `folder`: names stay, models in Hugging Face's cache by their ids too, relative
     paths are taken from there.
     """
-    path = folder / reference
-    return str(path) if is_path(reference) and (path.exists() or not hub.cached_config(reference)) else reference
+    plain, architecture = on_word(reference)
+    path = folder / plain
+    if not is_path(plain) or not (path.exists() or not hub.cached_config(plain)):
+        return reference
+    return str(path) if architecture is None else f"{path} as {architecture}"
 
 
 def _locate(kind: str, reference: str) -> Path:

@@ -8,6 +8,7 @@ error that names the key, never a silent approximation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,7 @@ from simtune.specs.hf.architectures import (
     REFUSED,
     WRAPPERS,
 )
-from simtune.specs.hf.config_reader import ALIASES, Config, language_parts
+from simtune.specs.hf.config_reader import ALIASES, LANGUAGE_PARTS, Config, language_parts
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
@@ -31,8 +32,11 @@ MODELOPT = "hf_quant_config.json"
 """File in which modelopt writes number formats, beside a config.json that may name none."""
 
 
-REMEDY = "write a model spec (`simtune schema model` lists its keys)"
-"""Remedy for an architecture that is not modelled."""
+REMEDY = (
+    "write a model spec (`simtune schema model` lists its keys), or if its layers are those of one that is, "
+    "name it on your own word (--as LlamaForCausalLM)"
+)
+"""Remedies for an architecture that is not modelled."""
 
 
 def from_config(
@@ -42,17 +46,22 @@ def from_config(
     *,
     modelopt: Document | None = None,
     notes: Sequence[str] = (),
+    architecture: str | None = None,
 ) -> Model:
     """Return the Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
 
     A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
     of the config if it has the key or its architecture reads the key, else of the model spec that was read; any other
     key is a problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the
-    config names none. `notes` are kept in the model before those on what is assumed here.
+    config names none. `notes` are kept in the model before those on what is assumed here. `architecture` is read in
+    place of the one that the config states, on the word of the caller: a note says so.
     """
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
+    if architecture is not None:
+        document, note = _on_word(document, architecture)
+        notes = [note, *notes]
     standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
     config_keys = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
     ours: list[str] = []
@@ -64,6 +73,25 @@ def from_config(
     if all_notes:
         spec["notes"] = all_notes
     return Model.from_document(override(Document(document.file, spec, None), ours))
+
+
+def _on_word(document: Document, architecture: str) -> tuple[Document, str]:
+    """Return the config as one of another architecture, and the note that says so."""
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise SpecError(Problem("--as", f"{architecture} is not modelled; modelled: {known}", "architectures"))
+    listed = document.data.get("architectures")
+    stated = ", ".join(map(str, listed)) if isinstance(listed, list) and listed else "none"
+    parts = {
+        key: {k: v for k, v in part.items() if k != "architectures"}
+        for key, part in document.data.items()
+        if isinstance(part, dict) and key in LANGUAGE_PARTS
+    }
+    note = (
+        f"read as {architecture} on the user's word (--as): config.json states {stated}, whose own keys are ignored; "
+        "sizes, memory and times hold only if its layers are the same"
+    )
+    return replace(document, data={**document.data, **parts, "architectures": [architecture]}), note
 
 
 def _head(setting: str) -> str:
