@@ -25,6 +25,7 @@ from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
+    engine_name,
     load,
     load_acceptance,
     load_engine,
@@ -361,10 +362,11 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
-    engine = None if study.engine is None else beside(folder, study.engine)
+    asked = None if study.engine is None else beside(folder, study.engine)
+    engine = None if asked is None else engine_name(asked)
     # By its path from the present folder: plans name it, and are read from there.
     fixed_pools = [
-        pool if pool.engine is None else pool.model_copy(update={"engine": beside(folder, pool.engine)})
+        pool if pool.engine is None else pool.model_copy(update={"engine": engine_name(beside(folder, pool.engine))})
         for pool in study.fixed
     ]
     study = study.model_copy(update={"engine": engine, "fixed": tuple(fixed_pools)})
@@ -373,7 +375,7 @@ def load_question(
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.speculation)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
-    preset = None if engine is None else load_engine(engine)
+    preset = None if asked is None else load_engine(asked)
     own_kernels = _fixed_hardware(study, hardware, folder)
     return Question(study, target, profiles, requests, trace, drafts, fixed, preset, own_kernels)
 

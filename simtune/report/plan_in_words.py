@@ -42,7 +42,8 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
     yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
     if pool.engine is not None:
-        yield f"engine {pool.engine}: {_kernels(deployed.hardware)}"
+        chosen = f", chosen for {pool.engine_asked}" if pool.engine_asked else ""
+        yield f"engine {pool.engine}{chosen}: {_kernels(deployed.hardware)}"
     yield from _beside_engine(pool)
     yield from _parallelism(deployed)
     yield from _memory(deployed)

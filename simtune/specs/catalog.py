@@ -228,8 +228,38 @@ def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
 
 
 def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
-    """An engine preset by name or path."""
-    return _read(EnginePreset, _locate("engine", reference), settings)
+    """Load an engine preset by name or path; by a family the newest of its releases, by a family and a release
+    (`vllm@0.21`) the nearest at or below. Raises UsageError if there is none.
+    """
+    name = engine_name(reference)
+    preset = _read(EnginePreset, _locate("engine", name), settings)
+    return preset if name == reference else preset.model_copy(update={"asked": reference})
+
+
+_FAMILY = re.compile(r"([a-z]+)(?:@(\d+(?:\.\d+)*))?")
+_OF_RELEASE = re.compile(r"([a-z]+)-(\d+(?:\.\d+)*)")
+
+
+def engine_name(reference: str) -> str:
+    """Return the name of the preset that a family, or a family and a release, mean; any other reference unchanged."""
+    asked = _FAMILY.fullmatch(reference)
+    presets = names("engine")
+    if asked is None or reference in presets:
+        return reference
+    releases = {
+        tuple(map(int, match[2].split("."))): match[0]
+        for match in map(_OF_RELEASE.fullmatch, presets)
+        if match is not None and match[1] == asked[1]
+    }
+    if not releases:
+        return reference
+    if asked[2] is None:
+        return releases[max(releases)]
+    most = tuple(map(int, asked[2].split(".")))
+    if not (below := [release for release in releases if release <= most]):
+        oldest = releases[min(releases)]
+        raise UsageError(f"engine {reference}: no preset of that release or an earlier one; the oldest is {oldest}")
+    return releases[max(below)]
 
 
 def load_plan(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Plan:
@@ -273,7 +303,9 @@ def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
     # Another value is refused when the plan is read.
     stages = pp if isinstance(pp, int) else 1
-    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served, stages))
+    preset = load_engine(engine)
+    filled: dict[str, Any] = merged(pool, preset.settings(load_hardware(hardware).device, served, stages))
+    return filled if preset.asked is None else {**filled, "engine": preset.name}
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:
