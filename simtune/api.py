@@ -26,6 +26,7 @@ from simtune.specs.base import override
 from simtune.specs.catalog import (
     beside,
     engine_family,
+    engine_name,
     is_path,
     load,
     load_acceptance,
@@ -369,11 +370,12 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
+    asked = None if study.single_engine is None else _engine_here(study.single_engine, folder)
     study = _engines_from_here(study, folder)
     engine = study.single_engine
     # By its path from the present folder: plans name it, and are read from there.
     fixed_pools = [
-        pool if pool.engine is None else pool.model_copy(update={"engine": beside(folder, pool.engine)})
+        pool if pool.engine is None else pool.model_copy(update={"engine": engine_name(beside(folder, pool.engine))})
         for pool in study.fixed
     ]
     study = study.model_copy(update={"fixed": tuple(fixed_pools)})
@@ -383,19 +385,29 @@ def load_question(
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.drafters)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
-    preset, own_kernels = _preset(engine), _fixed_hardware(study, hardware, folder)
+    preset, own_kernels = _preset(asked), _fixed_hardware(study, hardware, folder)
     engines = _variant_engines(study, hardware, folder)
     return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, own_kernels)
 
 
+def _engine_here(engine: str, folder: Path) -> str:
+    """Return an engine as it was asked for, a path from the present folder."""
+    return engine if engine == NO_ENGINE else beside(folder, engine)
+
+
 def _engines_from_here(study: Study, folder: Path) -> Study:
-    """Return the study with its engines by name, or by their paths from the present folder."""
+    """Return the study with its engines by the names of their presets, or by their paths from the present folder."""
+
+    def placed(engine: str) -> str:
+        return engine_name(_engine_here(engine, folder))
+
     engine = study.engine
-    placed = beside(folder, engine) if isinstance(engine, str) else engine and tuple(beside(folder, e) for e in engine)
-    update: dict[str, Any] = {"engine": placed}
+    update: dict[str, Any] = {
+        "engine": placed(engine) if isinstance(engine, str) else engine and tuple(map(placed, engine))
+    }
     if study.search.variants is not None:
         variants = tuple(
-            fragment if "engine" not in fragment else {**fragment, "engine": beside(folder, fragment["engine"])}
+            fragment if "engine" not in fragment else {**fragment, "engine": placed(fragment["engine"])}
             for fragment in study.search.variants
         )
         update["search"] = study.search.model_copy(update={"variants": variants})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.numbers import GPUS
-from simtune.cli.options import force_option, json_option, model_option, out_option, plan_option
+from simtune.cli.options import as_option, force_option, json_option, model_option, out_option, plan_option
 from simtune.cli.output import print_json, print_table, write_profile
 from simtune.errors import UsageError
 
@@ -36,6 +36,7 @@ operator."""
 @out_option.but(help="Folder for the corrected profile.")
 @json_option
 @force_option.but(help="Replace a profile that exists; without --out the one in DIR.")
+@as_option()
 def calibrate(
     profile: str,
     measured: Path,

@@ -12,7 +12,7 @@ import click
 
 from simtune.cli.names import ENGINE
 from simtune.cli.numbers import GPUS, LONGEST_S, RealRange
-from simtune.cli.options import force_option, hardware_option, model_option, workload_option
+from simtune.cli.options import as_option, force_option, hardware_option, model_option, workload_option
 from simtune.errors import SimtuneError, UsageError
 
 POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
@@ -36,6 +36,7 @@ POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
     help="Share of worlds, in which the profile is off, that must keep the limits; as predicted if not given.",
 )
 @force_option.but(help="Replace a study that exists.")
+@as_option()
 def new(  # noqa: PLR0913 - one for each option
     file: Path,
     model: str | None,

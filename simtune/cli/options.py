@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -63,3 +64,26 @@ quiet_option = SharedOption("--quiet", "-q", is_flag=True, help="No progress on 
 json_option = SharedOption(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout instead of a table."
 )
+
+
+def as_option(parameter: str = "model") -> Callable[[F], F]:
+    """Add --as: the architecture that the model of a parameter is read as, whatever its config.json states."""
+
+    def decorate(verb: F) -> F:
+        @click.option(
+            "--as",
+            "architecture",
+            metavar="ARCHITECTURE",
+            help="Read config.json as this architecture, on your own word, e.g. LlamaForCausalLM.",
+        )
+        @functools.wraps(verb)
+        def stated(*args: Any, architecture: str | None, **parameters: Any) -> Any:
+            if architecture is not None:
+                if parameters[parameter] is None:
+                    raise click.BadParameter("give the model whose config.json it is: --model", param_hint="--as")
+                parameters[parameter] = f"{parameters[parameter]} as {architecture}"
+            return verb(*args, **parameters)
+
+        return cast(F, stated)
+
+    return decorate

@@ -163,7 +163,9 @@ def note_estimates(deployment: Deployment) -> None:
     Sampling has none on any device, norms that an engine compiles have none either, and both are small: the report says
     so, here it would only be noise.
     """
-    for note in deployment.model.notes:
+    from simtune.specs.plan_words import chosen_releases
+
+    for note in (*deployment.model.notes, *chosen_releases(deployment.plan)):
         click.echo(f"note: {note}", err=True)
     estimated = [key for key in deployment.estimated if not key.startswith(("sampling", "elementwise.norm"))]
     if estimated:

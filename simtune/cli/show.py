@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import ANY
-from simtune.cli.options import force_option, html_option, json_option, set_option
+from simtune.cli.options import as_option, force_option, html_option, json_option, set_option
 from simtune.cli.output import print_json, print_table, settings_of
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @json_option
 @html_option.but(help="For a hardware profile: write one page with plots of its fits.")
 @force_option.but(help="Replace FILE.")
+@as_option("reference")
 def show(reference: str, settings: tuple[str, ...], as_json: bool, html: Path | None, force: bool) -> None:
     """Print a spec by built-in name or file; of a model, also its parameters and KV bytes; of a hardware profile, how
     far off its operators are."""

@@ -13,6 +13,7 @@ import click
 from simtune.cli.names import ENGINE
 from simtune.cli.numbers import RATE, WORLDS, WholeRange
 from simtune.cli.options import (
+    as_option,
     force_option,
     hardware_option,
     jobs_option,
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
 @force_option
 @quiet_option
 @json_option
+@as_option()
 def simulate(  # noqa: PLR0913 - one for each option
     model: str | None,
     hardware: str | None,

@@ -10,7 +10,7 @@ import click
 
 from simtune.cli.names import ACCEPTANCE
 from simtune.cli.numbers import GPUS
-from simtune.cli.options import force_option, hardware_option, html_option, json_option, model_option
+from simtune.cli.options import as_option, force_option, hardware_option, html_option, json_option, model_option
 from simtune.cli.output import number, print_json, print_table
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
@@ -36,6 +36,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 @html_option.but(help="Write one page with maps and the tree.")
 @json_option
 @force_option.but(help="Replace FILE.")
+@as_option()
 def speculate(
     model: str,
     hardware: str,

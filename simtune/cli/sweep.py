@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from simtune.cli.options import (
+    as_option,
     hardware_option,
     jobs_option,
     json_option,
@@ -46,6 +47,7 @@ from simtune.errors import UsageError
 @click.option("--parquet", is_flag=True, help="Also write sweep.parquet.")
 @quiet_option
 @json_option
+@as_option()
 def sweep(  # noqa: PLR0913 - one for each option
     texts: tuple[str, ...],
     zipped: bool,

@@ -11,6 +11,7 @@ import click
 
 from simtune.cli.numbers import LARGEST_RATE, SMALLEST, TRIALS, WORLDS, RealRange, WholeRange
 from simtune.cli.options import (
+    as_option,
     force_option,
     hardware_option,
     json_option,
@@ -250,6 +251,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @force_option
 @quiet_option
 @json_option
+@as_option()
 def validate(  # noqa: PLR0913 - one for each option
     plan_file: str,
     workload: str | None,

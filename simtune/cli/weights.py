@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from simtune.cli.numbers import RealRange
-from simtune.cli.options import force_option, out_option, seed_option, set_option
+from simtune.cli.options import as_option, force_option, out_option, seed_option, set_option
 from simtune.cli.output import split_settings
 from simtune.errors import UsageError
 
@@ -22,6 +22,7 @@ from simtune.errors import UsageError
 @seed_option
 @set_option
 @force_option.but(help="Replace weights that the folder contains.")
+@as_option()
 def weights(
     model: str,
     out: Path,

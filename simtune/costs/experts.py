@@ -82,7 +82,7 @@ class Experts:
 
     def __init__(self, model: Model, feed_forward: MoeFeedForward, profile: Profile, pool: Pool) -> None:
         parallelism = pool.parallelism
-        self._hidden, self._spec, self._profile = model.hidden_size, feed_forward, profile
+        self._hidden, self._spec, self._profile = feed_forward.latent_size or model.hidden_size, feed_forward, profile
         self._dtype, self._weights = model.dtype, model.dtype_of("experts")
         self._kernel, self._most_flops_per_s = profile.predictor("moe", self._weights), pool.expert_flops_per_s
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp

@@ -21,7 +21,10 @@ from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import (
     Attention,
+    BlockSparseAttention,
+    CompressedAttention,
     FullAttention,
+    KdaAttention,
     LinearAttention,
     MlaAttention,
     Model,
@@ -100,12 +103,12 @@ class AttentionLayer(ABC):
         return 0
 
     @property
-    def values_per_token(self) -> int:
+    def values_per_token(self) -> float:
         """Values each token leaves in the KV cache."""
         return 0
 
     @property
-    def index_bytes(self) -> int:
+    def index_bytes(self) -> float:
         """Bytes each token stores besides, whatever the dtype of the cache."""
         return 0
 
@@ -216,6 +219,140 @@ class _Softmax(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 
 
+class _Selection(NamedTuple):
+    """Selection of the tokens that sparse attention sees, and how it reads them, on one rank."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    """Values that a query head computes with for each entry: scores and sums."""
+    cached: int
+    """Values of an entry that are read for each KV head."""
+    topk: int
+    window: int = 0
+    ratio: int = 1
+    index_heads: int = 0
+    index_dim: int = 0
+    index_bytes: float = 0.0
+    pool: int = 1
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        """Return the times by bytes and flops, unless the profile has tables of the two operators."""
+        prefill = profile.predictor("sparse_prefill", dtype, kv_dtype=kv_dtype)
+        decode = profile.predictor("sparse_decode", dtype, kv_dtype=kv_dtype)
+        shape: dict[str, Any] = self._asdict()
+
+        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
+            # All query tokens of a sequence are taken to read the same entries: they are as many more heads.
+            queries = {"heads": self.heads * width, "index_heads": self.index_heads * width}
+            return decode.seconds(batch=batch, context=context, **(shape | queries))
+
+        def prefill_s(tokens: Array) -> Array:
+            return prefill.seconds(batch=1, tokens=tokens, **shape) - prefill.overhead_s
+
+        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
+
+
+class _BlockSparse(_Softmax):
+    def __init__(self, model: Model, attention: BlockSparseAttention, tp: int) -> None:
+        super().__init__(model, attention, tp)
+        self._index = attention
+        self._index_heads = max(1, attention.index_heads // tp)
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        indexer = ((self._index_heads + 1) * self._index.index_dim, self._hidden)
+        return [indexer, *super().products]
+
+    @property
+    def index_bytes(self) -> float:
+        return 2 * self._index.index_dim
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        selection = _Selection(
+            self._heads,
+            self._kv_heads,
+            width=self._head_dim + self._v_dim,
+            cached=self._head_dim + self._v_dim,
+            topk=self._index.block * self._index.topk_blocks,
+            index_heads=self._index_heads,
+            index_dim=self._index.index_dim,
+            index_bytes=self.index_bytes,
+        )
+        return selection.costs(profile, dtype, kv_dtype)
+
+
+class _Compressed(AttentionLayer):
+    """Not divided between ranks: the products into latents and entries, the indexer, and the cache."""
+
+    def __init__(self, model: Model, attention: CompressedAttention, tp: int) -> None:
+        self._hidden, self._attention = model.hidden_size, attention
+        self._heads, self._groups = attention.heads // tp, max(1, attention.o_groups // tp)
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        a, queries = self._attention, self._heads * self._attention.head_dim
+        into = [(a.in_width, self._hidden), (queries + a.index_width, a.q_lora_rank)]
+        return [*into, (a.o_lora_rank * self._groups, queries // self._groups), (self._hidden, self.output_width)]
+
+    @property
+    def small(self) -> list[tuple[str, int]]:
+        a = self._attention
+        normed = 2 * (a.q_lora_rank + (self._heads + 1) * a.head_dim)
+        return [("norm", normed), ("rope", 4 * (self._heads + 1) * a.rope_dim), ("compress", 2 * a.compressor)]
+
+    @property
+    def output_width(self) -> int:
+        return self._groups * self._attention.o_lora_rank
+
+    @property
+    def _entry_bytes(self) -> int:
+        return 2 * self._attention.rope_dim + _ENTRY_SCALE_BYTES
+
+    @property
+    def values_per_token(self) -> float:
+        a = self._attention
+        return 0 if a.ratio is None else (a.head_dim - a.rope_dim) / a.ratio
+
+    @property
+    def index_bytes(self) -> float:
+        a = self._attention
+        return 0 if a.ratio is None else (self._entry_bytes + _key_bytes(a)) / a.ratio
+
+    def state_bytes(self, dtype: str) -> float:
+        """Bytes of the window in 8 bits, and of the tokens that the next entry is made of, in 32."""
+        a = self._attention
+        window = a.window * (a.head_dim - a.rope_dim + self._entry_bytes)
+        return window + (a.ratio or 0) * (1 + a.overlapping) * 4 * a.compressor
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        a = self._attention
+        selection = _Selection(
+            self._heads,
+            kv_heads=1,
+            width=2 * a.head_dim,
+            cached=a.head_dim,
+            topk=0 if a.ratio is None else a.index_topk or _ALL,
+            window=a.window,
+            ratio=a.ratio or 1,
+            index_heads=a.index_heads or 0,
+            index_dim=a.index_head_dim or 0,
+            index_bytes=_key_bytes(a),
+            pool=a.ratio or 1,
+        )
+        return selection.costs(profile, dtype, kv_dtype)
+
+
+_ENTRY_SCALE_BYTES = 8
+"""Bytes of the scales of one vector in 8 bits (vLLM 0.33, models/deepseek_v4/attention.py: 448 + 128 + 8 bytes)."""
+_ALL = 2**30
+"""More entries than any context has."""
+
+
+def _key_bytes(attention: CompressedAttention) -> int:
+    return 0 if attention.index_head_dim is None else attention.index_head_dim + 4
+
+
 _BLOCK = frozenset({PRODUCTS, "norm", "rope"})
 """Parts that measured whole blocks of latent attention include."""
 
@@ -240,6 +377,8 @@ class _Mla(AttentionLayer):
         else:
             into = [(a.q_lora_rank + a.cached_values, hidden), (q, a.q_lora_rank)]
         into += [(n, k or hidden) for n, k in a.indexer]
+        if a.output_gate:
+            into.append((self.output_width, hidden))
         return [*into, self._spell_out, (hidden, self.output_width)]
 
     @property
@@ -250,10 +389,12 @@ class _Mla(AttentionLayer):
     @property
     def small(self) -> list[tuple[str, int]]:
         a = self._attention
-        return [
-            ("norm", 2 * ((a.q_lora_rank or 0) + a.kv_lora_rank)),
-            ("rope", 2 * (self._heads + 1) * a.qk_rope_head_dim),
-        ]
+        small = [("norm", 2 * ((a.q_lora_rank or 0) + a.kv_lora_rank))]
+        if a.qk_rope_head_dim:
+            small.append(("rope", 2 * (self._heads + 1) * a.qk_rope_head_dim))
+        if a.output_gate:
+            small.append(("activation", 3 * self.output_width))
+        return small
 
     @property
     def output_width(self) -> int:
@@ -264,13 +405,17 @@ class _Mla(AttentionLayer):
         return self._attention.cached_values
 
     @property
-    def index_bytes(self) -> int:
+    def index_bytes(self) -> float:
         return self._attention.index_bytes
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         """Return costs of whole blocks if the profile has measured them, or attention is sparse; else of their
         kernels."""
         kinds = _SPARSE if self._attention.index_topk is not None else _DENSE
+        if self._attention.index_pool > 1:
+            return self._pooled().costs(profile, dtype, kv_dtype)
+        if self._attention.output_gate and kinds is _DENSE:  # measured blocks have none
+            return self._costs_of_kernels(profile, dtype, kv_dtype)
         measured = all(profile.measured(kind, self._weight_dtype, kv_dtype) for kind in kinds)
         if self._attention.q_lora_rank is not None and (measured or kinds is _SPARSE):
             context, decode = (profile.predictor(kind, self._weight_dtype, kv_dtype=kv_dtype) for kind in kinds)
@@ -278,6 +423,22 @@ class _Mla(AttentionLayer):
             past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
             return self._costs_of_blocks(context, decode, past)
         return self._costs_of_kernels(profile, dtype, kv_dtype)
+
+    def _pooled(self) -> _Selection:
+        """Return the selection by pooled keys, of latents that all heads read."""
+        a = self._attention
+        assert a.index_topk is not None
+        return _Selection(
+            self._heads,
+            kv_heads=1,
+            width=a.cached_values + a.kv_lora_rank,
+            cached=a.cached_values,
+            topk=a.index_topk,
+            index_heads=a.index_heads or 0,
+            index_dim=a.index_head_dim or 0,
+            index_bytes=(a.index_head_dim or 0) + 4,
+            pool=a.index_pool,
+        )
 
     def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:
         """Return a function: seconds of expanding the keys and values of a number of cached tokens."""
@@ -299,7 +460,8 @@ class _Mla(AttentionLayer):
             "v_dim": a.v_head_dim,
         }
         if a.index_topk is not None:
-            shape |= {"index_heads": a.index_heads, "index_dim": a.index_head_dim, "topk": a.index_topk}
+            # a layer that reuses another's choice has no index heads; the width of none is that of the usual ones
+            shape |= {"index_heads": a.index_heads or 0, "index_dim": a.index_head_dim or 128, "topk": a.index_topk}
 
         def decode_s(batch: int | Array, context: Array, width: int) -> Array:
             alone = decode_block.seconds(batch=batch, context=context, **shape)
@@ -372,13 +534,18 @@ class _Linear(AttentionLayer):
         states = DTYPE_BYTES[a.state_dtype] * a.heads * a.key_dim * a.value_dim
         return states + DTYPE_BYTES[dtype] * a.conv_channels * (a.conv_width - 1)
 
-    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        """Return costs of a gated delta net and of the convolution before it if measured; else of linear attention."""
+    def kinds(self, profile: Profile, dtype: str) -> tuple[tuple[OperatorKind, OperatorKind], dict[str, Any]]:
+        """Return the operators of a gated delta net if they were measured, else of linear attention, and their
+        shapes."""
         a = self._rank
         shape: dict[str, Any] = {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
-        kinds: tuple[OperatorKind, OperatorKind] = ("linear_prefill", "linear_decode")
         if a.gates == 2 and all(profile.measured(kind, dtype, a.state_dtype) for kind in _DELTA):
-            kinds, shape = _DELTA, shape | {"key_heads": a.key_heads}
+            return _DELTA, shape | {"key_heads": a.key_heads}
+        return ("linear_prefill", "linear_decode"), shape
+
+    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
+        """Return costs of a gated delta net and of the convolution before it if measured; else of linear attention."""
+        a, (kinds, shape) = self._rank, self.kinds(profile, dtype)
         prefill, decode = (profile.predictor(kind, dtype, kv_dtype=a.state_dtype) for kind in kinds)
         convolved = all(profile.measured(kind, dtype, dtype) for kind in _CONVOLUTION)
         before, before_one = (profile.predictor(k, dtype) for k in _CONVOLUTION) if convolved else (None, None)
@@ -404,6 +571,22 @@ class _Linear(AttentionLayer):
 
         includes = frozenset({"conv"}) if convolved else frozenset[str]()
         return AttentionCosts(decode_s, prefill_s, shortest_s, np.zeros_like, includes=includes)
+
+
+class _Kda(_Linear):
+    def __init__(self, model: Model, attention: KdaAttention, tp: int) -> None:
+        super().__init__(model, attention, tp)
+        self._spec = attention.model_copy(update={"heads": attention.heads // tp, "key_heads": attention.heads // tp})
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        into, out = super().products
+        return [into, *self._spec.widened, out]
+
+    def kinds(self, profile: Profile, dtype: str) -> tuple[tuple[OperatorKind, OperatorKind], dict[str, Any]]:
+        """Return the operators of the delta rule by channel, and their shapes."""
+        a = self._spec
+        return ("kda_prefill", "kda_decode"), {"heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
 
 
 _DELTA: tuple[OperatorKind, OperatorKind] = ("delta_prefill", "delta_decode")
@@ -433,8 +616,11 @@ class _None(AttentionLayer):
 ATTENTION_LAYERS: dict[type[Any], Callable[[Model, Any, int], AttentionLayer]] = {
     FullAttention: _Softmax,
     SlidingAttention: _Softmax,
+    BlockSparseAttention: _BlockSparse,
     MlaAttention: _Mla,
+    CompressedAttention: _Compressed,
     LinearAttention: _Linear,
+    KdaAttention: _Kda,
     NoAttention: _None,
 }
 

@@ -22,7 +22,7 @@ from simtune.costs.sharding import check_parallelism
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import DenseFeedForward, LayerGroup, Model, MoeFeedForward
+from simtune.specs.model import DenseFeedForward, HyperConnections, LayerGroup, Model, MoeFeedForward
 from simtune.specs.pool import Parallelism, Pool
 
 GIB = 1 << 30
@@ -136,7 +136,7 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
         projections = _Weights.of(model.of_group(group).dtype_of("attention"))
         total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
         feed_forward = group.feed_forward
-        norms = model.norms_per_sublayer * group.sublayers * model.norm_parameters
+        norms = group.sublayers * (model.norms_per_sublayer * model.norm_parameters + model.residual_parameters)
         total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
         if isinstance(feed_forward, MoeFeedForward):
             # Experts are spread over all groups with data-parallel attention; each group holds everything else.
@@ -145,11 +145,16 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
             experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
             width = experts * feed_forward.intermediate_size
             # Each slice of an expert has all of the last outputs.
-            last = hidden * (experts if parallelism.expert_parallel else feed_forward.experts)
-            inputs = 1 + feed_forward.gated
-            total += routed.values * (inputs + 1) * hidden * width + routed.scale * (inputs * width + last)
+            last = (feed_forward.latent_size or hidden) * (
+                experts if parallelism.expert_parallel else feed_forward.experts
+            )
+            inputs, read = 1 + feed_forward.gated, feed_forward.latent_size or hidden
+            total += routed.values * (inputs + 1) * read * width + routed.scale * (inputs * width + last)
+            if feed_forward.latent_size:
+                total += dense.of_product(read, hidden) + dense.of_product(hidden, read)
             shared = feed_forward.shared_intermediate_size
-            total += dense.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
+            shared_weights = _Weights.of(model.dtype_of("shared"))
+            total += shared_weights.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
             # The router is not divided: every rank routes its own tokens.
             total += plain * hidden * feed_forward.experts
         elif isinstance(feed_forward, DenseFeedForward):
@@ -211,7 +216,8 @@ def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
     tokens, tp = pool.batching.max_num_batched_tokens / pool.parallelism.context_ranks, pool.parallelism.tp
     per_value, hidden = DTYPE_BYTES[model.dtype], model.hidden_size
     widths = [_widths(group, hidden, pool) for group in model.layers]
-    inside = per_value * tokens * (max(width for width, _ in widths) / tp + 2 * hidden)
+    streams = model.residual.streams if isinstance(model.residual, HyperConnections) else 1
+    inside = per_value * tokens * (max(width for width, _ in widths) / tp + (1 + streams) * hidden)
     samples = min(pool.batching.max_num_seqs, tokens)
     behind = sampler_bytes * samples * model.vocab_size + per_value * tokens * hidden
     workspace = per_value * tokens * max(workspace for _, workspace in widths)
@@ -232,7 +238,7 @@ def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
         1 / tp if expert_parallel else groups
         # Slices see the tokens of all groups.
     )
-    workspace = visits * (max(inputs * width, hidden) + width)
+    workspace = visits * (max(inputs * width, feed_forward.latent_size or hidden) + width)
     return (1 + inputs) * feed_forward.shared_intermediate_size, workspace
 
 

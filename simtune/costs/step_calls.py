@@ -15,7 +15,15 @@ from simtune.costs.operators import operator_key
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import DenseFeedForward, FeedForward, LayerGroup, Model, MoeFeedForward, NoFeedForward
+from simtune.specs.model import (
+    DenseFeedForward,
+    FeedForward,
+    HyperConnections,
+    LayerGroup,
+    Model,
+    MoeFeedForward,
+    NoFeedForward,
+)
 from simtune.specs.pool import Overlap, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
@@ -152,6 +160,7 @@ class StepCalls:
             parts.append(self._elementwise("norm", separate, 4 * model.hidden_size))
             if self._fused_tokens:
                 parts.append(self._unless_fused(self._elementwise("norm", sublayers, 4 * model.hidden_size)))
+            parts += self._residual_parts(sublayers)
             if tp > 1:
                 parts.append(self._all_reduce(sublayers))
         # the embedding reads one row and writes one
@@ -186,14 +195,28 @@ class StepCalls:
     def _quantised_apart(self, quantise: Predictor, times: int, width: int) -> StepCall:
         return StepCall("elementwise", times, lambda m: quantise.seconds(m=m, k=width))
 
+    def _residual_parts(self, sublayers: int) -> list[StepCall]:
+        """Return the calls by which sublayers are joined, if not by the sum that their norms add."""
+        residual, hidden = self._model.residual, self._model.hidden_size
+        if residual is None:
+            return []
+        streams = residual.streams if isinstance(residual, HyperConnections) else 1
+        weighing = self._gemm(sublayers, residual.weights, streams * hidden, self._model.dtype)
+        return [weighing, self._elementwise("residual", sublayers, residual.values(hidden))]
+
     def _feed_forward_parts(self, feed_forward: FeedForward, layers: int) -> list[StepCall]:
         if isinstance(feed_forward, DenseFeedForward):
             return self._dense_parts(layers, feed_forward.intermediate_size, feed_forward.gated)
         if isinstance(feed_forward, NoFeedForward):
             return []
-        parts = [self._gemm(layers, feed_forward.experts, self._model.hidden_size, self._model.dtype)]
+        hidden, latent = self._model.hidden_size, feed_forward.latent_size
+        parts = [self._gemm(layers, feed_forward.experts, hidden, self._model.dtype)]
+        if latent:
+            # every rank has both products whole
+            parts += [self._gemm(layers, latent, hidden), self._gemm(layers, hidden, latent)]
         if feed_forward.shared_intermediate_size:
-            parts += self._dense_parts(layers, feed_forward.shared_intermediate_size, feed_forward.gated)
+            shared, dtype = feed_forward.shared_intermediate_size, self._model.dtype_of("shared")
+            parts += self._dense_parts(layers, shared, feed_forward.gated, dtype)
         return parts
 
     def routed(self) -> list[StepCall]:
@@ -215,12 +238,12 @@ class StepCalls:
         ]
         return SharingLayers(layers) if layers and self._pool.overlap is None else None
 
-    def _dense_parts(self, layers: int, intermediate: int, gated: bool) -> list[StepCall]:
+    def _dense_parts(self, layers: int, intermediate: int, gated: bool, dtype: Dtype | None = None) -> list[StepCall]:
         hidden, width, factor = self._model.hidden_size, intermediate // self._tp, 2 if gated else 1
         return [
-            self._gemm(layers, factor * width, hidden),
+            self._gemm(layers, factor * width, hidden, dtype),
             self._elementwise("activation", layers, (factor + 1) * width),
-            self._gemm(layers, hidden, width, behind="activation"),
+            self._gemm(layers, hidden, width, dtype, behind="activation"),
         ]
 
     def _send_parts(self) -> list[StepCall]:

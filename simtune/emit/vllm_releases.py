@@ -1,6 +1,6 @@
 """Releases of vLLM in which the settings that are written first appeared.
 
-Facts of each release from 0.10 to 0.32, by file: options in vllm/engine/arg_utils.py, drafts in
+Facts of each release from 0.10 to 0.33, by file: options in vllm/engine/arg_utils.py, drafts in
 vllm/config/speculative.py, what goes together in vllm/config/vllm.py (before 0.12 in arg_utils.py), words for dtypes in
 vllm/config/cache.py. The parsers and checks of six of them read what is written: tests/emit/test_vllm_parser.py.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from simtune.emit.releases import ReleaseNumber
 
-NEWEST: ReleaseNumber = (0, 32)
+NEWEST: ReleaseNumber = (0, 33)
 _FIRST: ReleaseNumber = (0, 10)
 """First release that is covered; an option that this release has is not listed."""
 

@@ -95,6 +95,8 @@ def _of_simulation(run: Run) -> list[Warned]:
 def _of_costs(run: Run) -> list[Warned]:
     """Return warnings of what step times rest on."""
     hardware, warned = run.summary.hardware, []
+    if run.summary.model_notes:
+        warned.append(Warned("Assumed of the model", "; ".join(run.summary.model_notes) + "."))
     estimated = [key for key in hardware.estimated if key != SAMPLING]
     if estimated:
         them = "it" if len(estimated) == 1 else "them"

@@ -74,7 +74,12 @@ def _kv_cache(model: Model) -> str:
 
 
 def _formats(model: Model) -> str:
-    modules = {"attention": model.attention_dtype, "experts": model.expert_dtype, "head": model.head_dtype}
+    modules = {
+        "attention": model.attention_dtype,
+        "experts": model.expert_dtype,
+        "shared": model.shared_dtype,
+        "head": model.head_dtype,
+    }
     if model.weight_dtype != model.dtype:
         modules["activations"] = model.dtype
     words = [f"{module} {dtype}" for module, dtype in modules.items() if dtype]

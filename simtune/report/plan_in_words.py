@@ -42,10 +42,11 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
     yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
+    chosen = f", chosen for {pool.engine_asked}" if pool.engine_asked else ""
     if pool.engine == NO_ENGINE:
         yield f"engine none: no engine can run it; {_kernels(deployed.hardware)}"
     elif pool.engine is not None:
-        yield f"engine {pool.engine}: {_kernels(deployed.hardware)}"
+        yield f"engine {pool.engine}{chosen}: {_kernels(deployed.hardware)}"
     yield from _beside_engine(pool)
     yield from _parallelism(deployed)
     yield from _memory(deployed)

@@ -285,12 +285,14 @@ def _common(
 
 
 def _hardware_facts(deployment: Deployment) -> dict[str, Any]:
-    """Return the facts of the hardware of the first pool, and of every other profile among the pools if there is one.
-    Under several engines one profile has other kernels in each, and counts as several.
+    """Return what was assumed of the model, and the facts of the hardware of the first pool, and of every other profile
+    among the pools if there is one. Under several engines one profile has other kernels in each, and counts as several.
     """
     labels = deployment.profile_labels
     first, *more = {labels[pool.spec.name]: pool for pool in deployment.pools}.values()
     facts: dict[str, Any] = {"hardware": _hardware(deployment, first)}
+    if deployment.model.notes:
+        facts["model_notes"] = deployment.model.notes
     if more:
         facts["other_hardware"] = tuple(_hardware(deployment, pool) for pool in more)
     return facts

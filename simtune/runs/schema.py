@@ -271,6 +271,7 @@ class Summary(SimulationSummary):
     )
     plan: Plan
     model: str
+    model_notes: Seq[str] = Field((), description="assumptions on the model; left out where there are none")
     hardware: HardwareFacts = Field(description="of the first pool")
     other_hardware: Seq[HardwareFacts] = Field((), description="of other pools; left out where all pools have the same")
     memory: MemoryUse | None

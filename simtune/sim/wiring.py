@@ -201,9 +201,9 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
 
 
 def _vectors(model: Model) -> int:
-    """Return the pieces of memory that a KV block lies in: keys and values of every layer, or the one vector of latent
-    attention; a linear layer has no blocks."""
-    pieces = {"mla": 1, "linear": 0, "none": 0}
+    """Return the pieces of memory that a KV block lies in: keys and values of every layer, and keys of an indexer, or
+    the one vector of latent attention; a linear layer has no blocks."""
+    pieces = {"mla": 1, "compressed": 1, "block_sparse": 3, "linear": 0, "kda": 0, "none": 0}
     return sum(group.count * pieces.get(group.attention.kind, 2) for group in model.layers)
 
 

@@ -85,28 +85,34 @@ LONGEST_S = 2.0**22
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 """A moment or a duration of a simulation, in seconds."""
 Share = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo", "int4"]
+Dtype = Literal[
+    "fp32", "bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4", "nvfp4_wo", "mxfp4", "mxfp4_mxfp8", "int8", "int8_wo",
+    "int4",
+]  # fmt: skip
 """Format in which values are stored, and which kernels multiply them: `fp8` has a scale per tensor or channel,
-`fp8_block` one per 128 x 128 weights, `nvfp4` one per 16, both operands quantised; `mxfp4` is weight-only (w4a16),
-`mxfp4_mxfp8` has 8-bit activations; `int8_wo` and `int4` are weight-only.
+`fp8_block` one per 128 x 128 weights, `mxfp8` one per 32, `nvfp4` one per 16, both operands quantised; `mxfp4` is
+weight-only (w4a16), `mxfp4_mxfp8` has 8-bit activations; `nvfp4_wo`, `int8_wo` and `int4` are weight-only.
 """
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 
 DTYPE_BYTES: dict[str, float] = {
     "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_block": 1, "int8": 1, "int8_wo": 1,
-    "nvfp4": 0.5625, "mxfp4": 0.53125, "mxfp4_mxfp8": 0.53125, "int4": 0.53,
+    "mxfp8": 1.03125, "nvfp4": 0.5625, "nvfp4_wo": 0.5625, "mxfp4": 0.53125, "mxfp4_mxfp8": 0.53125, "int4": 0.53,
 }  # fmt: skip
 """Bytes per value. 4-bit values come in groups that share a scale: of 8 bits for 16 values (nvfp4) or 32 (mxfp4), of 16
 bits and a zero point for 128 (int4)."""
 
 COMPUTES_IN: dict[str, Dtype] = {
-    "int4": "bf16", "int8_wo": "bf16", "mxfp4": "bf16", "fp8_block": "fp8", "mxfp4_mxfp8": "fp8",
+    "int4": "bf16", "int8_wo": "bf16", "mxfp4": "bf16", "nvfp4_wo": "bf16", "fp8_block": "fp8", "mxfp8": "fp8",
+    "mxfp4_mxfp8": "fp8",
 }  # fmt: skip
 """Data-sheet rate at which a format's kernels run, if the format has no rate of its own: weight-only formats are
 unpacked and multiplied in 16 bits.
 """
 
-ACTIVATION_BYTES: dict[str, float] = {"fp8": 1, "fp8_block": 1, "int8": 1, "nvfp4": 0.5625, "mxfp4_mxfp8": 1.03125}
+ACTIVATION_BYTES: dict[str, float] = {
+    "fp8": 1, "fp8_block": 1, "mxfp8": 1.03125, "int8": 1, "nvfp4": 0.5625, "mxfp4_mxfp8": 1.03125,
+}  # fmt: skip
 """Bytes per activation that a product of the format reads, if activations are quantised; 16 bits for other formats."""
 
 

@@ -7,6 +7,7 @@ NAME.yaml or NAME/profile.yaml in the folders of SIMTUNE_PATH (separated as in P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -56,8 +57,10 @@ def names(kind: str) -> list[str]:
 
 def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     """Load a model by name, from a spec, from a Hugging Face config.json (or the folder that contains it), or by its
-    Hugging Face id if it is in the cache of huggingface_hub.
+    Hugging Face id if it is in the cache of huggingface_hub. A reference `./config.json as LlamaForCausalLM` is read as
+    that architecture, whatever the config states.
     """
+    given, (reference, architecture) = reference, on_word(reference)
     path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         path, name = _cached(reference), path.name
@@ -74,9 +77,25 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
         modelopt, notes = _formats_beside(path, document.data)
         notes = [] if any(setting.startswith("weight_dtype=") for setting in settings) else notes
         return hf.from_config(
-            document, spec_name(name or default_name, "model"), settings, modelopt=modelopt, notes=notes
+            document,
+            spec_name(name or default_name, "model"),
+            settings,
+            modelopt=modelopt,
+            notes=notes,
+            architecture=architecture,
         )
+    if architecture is not None:
+        raise UsageError(f"model {given}: an architecture is stated of a Hugging Face config.json only, not of a spec")
     return Model.from_document(override(document, settings))
+
+
+_AS = re.compile(r"(.+) as (\w+)")
+
+
+def on_word(reference: str) -> tuple[str, str | None]:
+    """Return a model's reference, and the architecture that it is to be read as if one is stated behind it."""
+    match = _AS.fullmatch(reference)
+    return (reference, None) if match is None else (match[1], match[2])
 
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -214,8 +233,38 @@ def engine_family(engine: str | None) -> EngineFamily | None:
 
 
 def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
-    """An engine preset by name or path."""
-    return _read(EnginePreset, _locate("engine", reference), settings)
+    """Load an engine preset by name or path; by a family the newest of its releases, by a family and a release
+    (`vllm@0.21`) the nearest at or below. Raises UsageError if there is none.
+    """
+    name = engine_name(reference)
+    preset = _read(EnginePreset, _locate("engine", name), settings)
+    return preset if name == reference else preset.model_copy(update={"asked": reference})
+
+
+_FAMILY = re.compile(r"([a-z]+)(?:@(\d+(?:\.\d+)*))?")
+_OF_RELEASE = re.compile(r"([a-z]+)-(\d+(?:\.\d+)*)")
+
+
+def engine_name(reference: str) -> str:
+    """Return the name of the preset that a family, or a family and a release, mean; any other reference unchanged."""
+    asked = _FAMILY.fullmatch(reference)
+    presets = names("engine")
+    if asked is None or reference in presets:
+        return reference
+    releases = {
+        tuple(map(int, match[2].split("."))): match[0]
+        for match in map(_OF_RELEASE.fullmatch, presets)
+        if match is not None and match[1] == asked[1]
+    }
+    if not releases:
+        return reference
+    if asked[2] is None:
+        return releases[max(releases)]
+    most = tuple(map(int, asked[2].split(".")))
+    if not (below := [release for release in releases if release <= most]):
+        oldest = releases[min(releases)]
+        raise UsageError(f"engine {reference}: no preset of that release or an earlier one; the oldest is {oldest}")
+    return releases[max(below)]
 
 
 def load_plan(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Plan:
@@ -259,7 +308,9 @@ def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
     # Another value is refused when the plan is read.
     stages = pp if isinstance(pp, int) else 1
-    return merged(pool, load_engine(engine).settings(load_hardware(hardware).device, served, stages))
+    preset = load_engine(engine)
+    filled: dict[str, Any] = merged(pool, preset.settings(load_hardware(hardware).device, served, stages))
+    return filled if preset.asked is None else {**filled, "engine": preset.name}
 
 
 def kernels_of(hardware: str, engine: str | None) -> str:
@@ -313,6 +364,7 @@ def _load_other(kind: str, reference: str, check: SpecCheck | None, settings: Se
 
 def kind_of(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError if it is none."""
+    reference = on_word(reference)[0]
     path = Path(reference)
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         return "model"
@@ -374,8 +426,11 @@ def beside(folder: Path, reference: str) -> str:
     """A reference found in a file of `folder`: names stay, models in Hugging Face's cache by their ids too, relative
     paths are taken from there.
     """
-    path = folder / reference
-    return str(path) if is_path(reference) and (path.exists() or not hub.cached_config(reference)) else reference
+    plain, architecture = on_word(reference)
+    path = folder / plain
+    if not is_path(plain) or not (path.exists() or not hub.cached_config(plain)):
+        return reference
+    return str(path) if architecture is None else f"{path} as {architecture}"
 
 
 def _locate(kind: str, reference: str) -> Path:

@@ -82,12 +82,35 @@ class SlidingAttention(FullAttention):
     chunked: bool = Field(False, description="chunks begin at multiples of `window`, as in Llama 4")
 
 
+class BlockSparseAttention(FullAttention):
+    """Softmax attention to the best blocks of earlier tokens (MSA, MiniMax M3).
+
+    index_heads score one cached key of index_dim values a token, kept in 16 bits; the best `topk_blocks` blocks of
+    `block` tokens are attended to, the last one always among them.
+    """
+
+    kind: Literal["block_sparse"] = "block_sparse"  # type: ignore[assignment]
+    index_heads: Width
+    index_dim: Width
+    block: Context
+    topk_blocks: Seats
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size, the indexer's among them."""
+        return super().matrices(hidden) + hidden * (self.index_heads + 1) * self.index_dim
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of its biases and norms, those of the indexer's queries and keys among them."""
+        return super().vectors(hidden) + 2 * self.index_dim
+
+
 class MlaAttention(Part):
     """Latent attention (MLA): heads share one cached vector of kv_lora_rank + qk_rope_head_dim values a token.
 
     Named as in the configs of DeepSeek V2 and V3. Queries pass through q_lora_rank values unless it is left out.
     With index_topk an indexer chooses the tokens that are attended to (DeepSeek V3.2, GLM 5): index_heads score one
-    cached key of index_head_dim values a token, kept in 8 bits with a scale of 4 bytes.
+    cached key of index_head_dim values a token, kept in 8 bits with a scale of 4 bytes. Layers that attend to the
+    tokens chosen in an earlier layer have index_topk and no indexer.
     """
 
     kind: Literal["mla"] = "mla"
@@ -95,11 +118,14 @@ class MlaAttention(Part):
     q_lora_rank: Width | None = None
     kv_lora_rank: Width
     qk_nope_head_dim: Width
-    qk_rope_head_dim: Width
+    qk_rope_head_dim: Annotated[int, Field(ge=0, le=10**8)]
     v_head_dim: Width
     index_topk: Context | None = Field(None, description="tokens that each token attends to at most; all unless given")
     index_heads: Width | None = None
     index_head_dim: Width | None = None
+    index_reused: bool = Field(False, description="attends to the tokens that an earlier layer's indexer chose")
+    index_pool: Width = Field(1, description="tokens whose keys are pooled into one that the indexer scores")
+    output_gate: bool = Field(False, description="a gate as wide as the values of all heads")
 
     @property
     def cached_values(self) -> int:
@@ -107,15 +133,19 @@ class MlaAttention(Part):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def index_bytes(self) -> int:
+    def index_bytes(self) -> float:
         """Bytes per token and layer of the indexer's keys, whatever the dtype of the KV cache."""
-        return 0 if self.index_head_dim is None else self.index_head_dim + 4
+        return 0 if self.index_head_dim is None else (self.index_head_dim + 4) / self.index_pool
 
     @property
     def indexer(self) -> list[tuple[int, int]]:
         """(n, k) of the indexer's matrices, k 0 for the hidden size; every tensor-parallel rank has them whole."""
         heads, dim = self.index_heads, self.index_head_dim
-        return [] if heads is None or dim is None else [(heads * dim, self.q_lora_rank or 0), (dim + heads, 0)]
+        if heads is None or dim is None:
+            return []
+        # a pooled key is a sum of keys, weighted by a gate of each of their values
+        keys = dim * (1 + (self.index_pool > 1))
+        return [(heads * dim, self.q_lora_rank or 0), (keys + heads, 0)]
 
     def matrices(self, hidden: int) -> int:
         """Parameters of its matrices in a model of this hidden size."""
@@ -124,15 +154,21 @@ class MlaAttention(Part):
         into = queries * hidden if rank is None else rank * (hidden + queries)
         spelled_out = self.heads * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
         indexer = sum(n * (k or hidden) for n, k in self.indexer)
-        return into + hidden * (self.cached_values + self.heads * self.v_head_dim) + spelled_out + indexer
+        values = (1 + self.output_gate) * self.heads * self.v_head_dim
+        return into + hidden * (self.cached_values + values) + spelled_out + indexer
 
     def vectors(self, hidden: int) -> int:
         """Parameters of the norms of latents, and of the indexer's keys."""
-        return (self.q_lora_rank or 0) + self.kv_lora_rank + 2 * (self.index_head_dim or 0)
+        pooling = self.index_pool if self.index_pool > 1 else 0
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + (2 + pooling) * (self.index_head_dim or 0)
 
     @model_validator(mode="after")
     def _whole_indexer(self) -> Self:
         index_fields = [self.index_topk, self.index_heads, self.index_head_dim]
+        if self.index_reused:
+            if self.index_topk is None or index_fields[1:] != [None, None]:
+                raise ValueError("index_reused requires index_topk, and neither index_heads nor index_head_dim")
+            return self
         if None in index_fields and index_fields != [None] * 3:
             raise ValueError("index_topk, index_heads and index_head_dim go together; give all three, or none")
         return self
@@ -192,6 +228,112 @@ class LinearAttention(Part):
         return self
 
 
+class KdaAttention(LinearAttention):
+    """Gated delta rule whose state decays by key channel (KDA; Kimi Linear, Kimi K3, GLM 5.3 Flash).
+
+    The decays pass through decay_rank values, the output gate through gate_rank unless it is projected directly. Every
+    head has keys of its own.
+    """
+
+    kind: Literal["kda"] = "kda"  # type: ignore[assignment]
+    decay_rank: Width
+    gate_rank: Width | None = None
+
+    @property
+    def in_width(self) -> int:
+        """Columns of the projections into the layer: keys, queries, values, decays, the output gate, a rate a head."""
+        return self.conv_channels + self.decay_rank + (self.gate_rank or self.heads * self.value_dim) + self.heads
+
+    @property
+    def widened(self) -> list[tuple[int, int]]:
+        """(n, k) of the products that widen decays and output gate."""
+        decays = [(self.heads * self.key_dim, self.decay_rank)]
+        return decays if self.gate_rank is None else [*decays, (self.heads * self.value_dim, self.gate_rank)]
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        return super().matrices(hidden) + sum(n * k for n, k in self.widened)
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of the convolution, of decay and time step, and of the norm."""
+        return self.conv_channels * self.conv_width + self.heads * (self.key_dim + 1) + self.value_dim
+
+    @model_validator(mode="after")
+    def _keys_of_their_own(self) -> Self:
+        if self.key_heads != self.heads:
+            raise ValueError(f"key_heads ({self.key_heads}) must be heads ({self.heads}): no keys are shared")
+        return self
+
+
+class CompressedAttention(Part):
+    """Attention to a window and to compressed entries of `ratio` earlier tokens each (DeepSeek V4).
+
+    All heads share one cached vector of head_dim values, key and value at once, of which rope_dim are kept in 16 bits.
+    With index_topk an indexer chooses the entries that are attended to (CSA), else all are (HCA); without a ratio there
+    is only the window. Outputs pass through o_lora_rank values in each of o_groups groups of heads.
+    """
+
+    kind: Literal["compressed"] = "compressed"
+    heads: Width
+    head_dim: Width
+    rope_dim: Width
+    q_lora_rank: Width
+    o_groups: Width
+    o_lora_rank: Width
+    window: Context
+    ratio: Context | None = Field(None, description="tokens of one compressed entry; only the window unless given")
+    overlapping: bool = Field(False, description="an entry is made of the tokens of the one before as well")
+    index_topk: Context | None = Field(None, description="entries that each token attends to at most; all unless given")
+    index_heads: Width | None = None
+    index_head_dim: Width | None = None
+
+    @property
+    def shared_heads(self) -> int:
+        """Return 1: all heads share the cached vector, and every rank stores all of it."""
+        return 1
+
+    @property
+    def compressor(self) -> int:
+        """Columns of the projections that entries are made from, of their weights, and of the same for the indexer."""
+        spans = 1 + self.overlapping
+        return 2 * spans * (self.head_dim + (self.index_head_dim or 0)) if self.ratio else 0
+
+    @property
+    def in_width(self) -> int:
+        """Columns of the projections of hidden states that every rank has whole."""
+        return self.q_lora_rank + self.head_dim + self.compressor + (self.index_heads or 0)
+
+    @property
+    def index_width(self) -> int:
+        """Values of the indexer's queries."""
+        return (self.index_heads or 0) * (self.index_head_dim or 0)
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of its matrices in a model of this hidden size."""
+        queries = self.heads * self.head_dim
+        out = self.o_lora_rank * (queries + self.o_groups * hidden)
+        return hidden * self.in_width + self.q_lora_rank * (queries + self.index_width) + out
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters of norms, sinks, and the weights of positions within an entry."""
+        norms = self.q_lora_rank + self.head_dim + self.heads
+        if self.ratio is None:
+            return norms
+        entries = self.head_dim + (self.index_head_dim or 0)
+        return norms + entries + self.ratio * self.compressor // 2
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        index_fields = [self.index_topk, self.index_heads, self.index_head_dim]
+        if None in index_fields and index_fields != [None] * 3:
+            raise ValueError("index_topk, index_heads and index_head_dim go together; give all three, or none")
+        if self.ratio is None and (self.index_topk is not None or self.overlapping):
+            raise ValueError("an indexer and overlapping entries require a ratio")
+        if self.rope_dim > self.head_dim or self.heads % self.o_groups:
+            raise ValueError("rope_dim must be at most head_dim, and heads a multiple of o_groups")
+        return self
+
+
 class NoAttention(Part):
     """A layer that is only a feed-forward block, as some of Nemotron-H are. Its attention costs nothing."""
 
@@ -217,7 +359,15 @@ class NoAttention(Part):
 
 
 Attention = Annotated[
-    FullAttention | SlidingAttention | MlaAttention | LinearAttention | NoAttention, Field(discriminator="kind")
+    FullAttention
+    | SlidingAttention
+    | BlockSparseAttention
+    | MlaAttention
+    | CompressedAttention
+    | LinearAttention
+    | KdaAttention
+    | NoAttention,
+    Field(discriminator="kind"),
 ]
 
 
@@ -253,6 +403,10 @@ class MoeFeedForward(Part):
     experts_per_token: Seats
     intermediate_size: Width
     shared_intermediate_size: Annotated[int, Field(ge=0, le=10**8)] = 0
+    latent_size: Width | None = Field(
+        None,
+        description="values that experts read and write, behind two products with the hidden size; it unless given",
+    )
     gated: bool = True
     bias: bool = Field(False, description="experts and router have biases")
     routing_skew: Annotated[NonNegative, Field(le=10)] = Field(
@@ -283,8 +437,9 @@ class MoeFeedForward(Part):
         return self.bias * self.experts * ((1 + self.gated) * self.intermediate_size + hidden + 1)
 
     def _matrices(self, hidden: int, experts: int) -> int:
-        width = experts * self.intermediate_size + self.shared_intermediate_size
-        return hidden * (self.experts + (2 + self.gated) * width)
+        shared, products = self.shared_intermediate_size, 2 + self.gated
+        outside = hidden * (self.experts + products * shared + 2 * (self.latent_size or 0))
+        return outside + products * (self.latent_size or hidden) * experts * self.intermediate_size
 
 
 class NoFeedForward(Part):
@@ -350,7 +505,49 @@ class LayerGroup(Part):
         return self
 
 
-Module = Literal["attention", "dense", "experts", "head"]
+class HyperConnections(Part):
+    """Several residual streams, mixed before and after each sublayer (mHC; DeepSeek V4, GLM 5.3 Flash)."""
+
+    kind: Literal["hyper"] = "hyper"
+    streams: Annotated[int, Field(ge=2, le=64)]
+
+    @property
+    def weights(self) -> int:
+        """Weights of one sublayer that each token computes: of its input, its output and the mixing."""
+        return self.streams * (self.streams + 2)
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters of one sublayer."""
+        return self.weights * (self.streams * hidden + 1) + 3
+
+    def values(self, hidden: int) -> int:
+        """Values that one sublayer reads and writes for each token: the streams three times, its input and output."""
+        return (3 * self.streams + 2) * hidden
+
+
+class AttentionResiduals(Part):
+    """Attention of each sublayer to the outputs of earlier blocks of layers, in place of their sum (Kimi K3)."""
+
+    kind: Literal["attention"] = "attention"
+    blocks: Annotated[int, Field(ge=1, le=10_000)]
+
+    @property
+    def weights(self) -> int:
+        """Weights of one sublayer that each token computes: one for each earlier block, a product of one column."""
+        return 1
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters of one sublayer: a norm and the product."""
+        return 2 * hidden
+
+    def values(self, hidden: int) -> int:
+        """Values that one sublayer reads and writes for each token: half of the blocks on average, and its input."""
+        return (self.blocks + 1) // 2 * hidden + 2 * hidden
+
+
+Residual = Annotated[HyperConnections | AttentionResiduals, Field(discriminator="kind")]
+
+Module = Literal["attention", "dense", "shared", "experts", "head"]
 
 
 class Model(Spec):
@@ -371,6 +568,7 @@ class Model(Spec):
         1, description="2 if sublayers are normed after as well as before, as in Gemma"
     )
     norm_bias: bool = Field(False, description="norms have a bias: layer norms, not RMS norms")
+    residual: Residual | None = Field(None, description="how sublayers are joined, if not by one sum")
     mtp_layers: Annotated[int, Field(ge=0, le=1000)] = Field(
         0, description="layers of the checkpoint that predict further tokens; not counted, and loaded only to draft"
     )
@@ -382,6 +580,7 @@ class Model(Spec):
         None, description="dtype of attention's projections; weight_dtype unless given"
     )
     expert_dtype: Dtype | None = Field(None, description="dtype of routed experts; weight_dtype unless given")
+    shared_dtype: Dtype | None = Field(None, description="dtype of shared experts; weight_dtype unless given")
     head_dtype: Dtype | None = Field(None, description="dtype of the language-model head; dtype unless given")
     kv_dtype: Dtype | None = Field(None, description="dtype of the KV cache, if the checkpoint states one")
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
@@ -393,10 +592,11 @@ class Model(Spec):
         return {**head, "layers": [group.to_data() for group in self.layers]}
 
     def dtype_of(self, module: Module) -> Dtype:
-        """Return the format of the weights of a module: dense feed-forward and shared experts are in `weight_dtype`."""
+        """Return the format of the weights of a module: dense feed-forward blocks are in `weight_dtype`."""
         dtypes = {
             "attention": self.attention_dtype,
             "experts": self.expert_dtype,
+            "shared": self.shared_dtype,
             "head": self.head_dtype or self.dtype,
         }
         return dtypes.get(module) or self.weight_dtype
@@ -411,7 +611,8 @@ class Model(Spec):
     def layer_dtypes(self) -> frozenset[Dtype]:
         """Formats of the matrices inside its layers."""
         of_groups = (group.attention_dtype for group in self.layers if group.attention_dtype is not None)
-        return frozenset((self.weight_dtype, self.dtype_of("attention"), self.dtype_of("experts"), *of_groups))
+        modules: tuple[Module, ...] = ("dense", "attention", "shared", "experts")
+        return frozenset((*map(self.dtype_of, modules), *of_groups))
 
     def without_feed_forward(self) -> Model:
         """Return the model with only attention in its layers."""
@@ -425,7 +626,7 @@ class Model(Spec):
         if dtype is None or self.layer_dtypes == {dtype}:
             return self
         layers = tuple(group.model_copy(update={"attention_dtype": None}) for group in self.layers)
-        formats = {"weight_dtype": dtype, "attention_dtype": None, "expert_dtype": None}
+        formats = {"weight_dtype": dtype, "attention_dtype": None, "expert_dtype": None, "shared_dtype": None}
         return self.model_copy(update={**formats, "layers": layers})
 
     @property
@@ -443,9 +644,15 @@ class Model(Spec):
         """Parameters of the language model, embeddings and head included, `mtp_layers` not."""
         hidden = self.hidden_size
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.learned_positions
-        norms = 1 + self.norms_per_sublayer * sum(group.count * group.sublayers for group in self.layers)
+        sublayers = sum(group.count * group.sublayers for group in self.layers)
+        norms = 1 + self.norms_per_sublayer * sublayers
         layers = sum(group.matrices(hidden) + group.vectors(hidden) for group in self.layers)
-        return tables * hidden + norms * self.norm_parameters + layers
+        return tables * hidden + norms * self.norm_parameters + sublayers * self.residual_parameters + layers
+
+    @property
+    def residual_parameters(self) -> int:
+        """Parameters of what joins one sublayer to the others; 0 for a sum."""
+        return 0 if self.residual is None else self.residual.parameters(self.hidden_size)
 
     @property
     def active_parameters(self) -> int:

@@ -289,3 +289,10 @@ def sentence_in_words(text: str, own: str = "", chosen: str = "") -> str:
         return in_words(name)
 
     return _TOKEN.sub(replaced, text)
+
+
+def chosen_releases(plan: Plan) -> list[str]:
+    """Return a note for each pool whose engine preset was chosen for a family, or for a release without one."""
+    return list(
+        dict.fromkeys(f"engine {p.engine_asked}: preset {p.engine} is used" for p in plan.pools if p.engine_asked)
+    )

@@ -221,8 +221,11 @@ class Pool(Part):
     role: Role = "mixed"
     hardware: str
     engine: str | None = Field(
-        None, description="an engine preset, by name or file: settings that are left out here are those of that release"
+        None,
+        description="an engine preset, by name or file: settings that are left out here are those of that release; "
+        "vllm is the newest release that has a preset, vllm@0.21 the nearest at or below",
     )
+    engine_asked: str | None = Field(None, description="family or release for which the preset `engine` was chosen")
     instances: GpuCount
     parallelism: Parallelism = Parallelism()
     weight_dtype: Dtype | None = Field(

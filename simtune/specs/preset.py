@@ -58,6 +58,7 @@ class EnginePreset(Spec):
         description="engine whose kernels are used, if a device has profiles of several engines"
     )
     release: str = Field(description="the release whose settings these are")
+    asked: str | None = Field(None, description="name of a family or release that this preset was chosen for")
     pool: dict[str, Any] = Field(description="keys of a plan's pool, as the release sets them")
     cases: Seq[Case] = ()
     sources: dict[str, str] = Field(description="source of each setting, by its keys joined with dots")
@@ -84,7 +85,7 @@ class EnginePreset(Spec):
         for case in self.cases:
             if case.applies(device, model, pp):
                 settings = merged(case.pool, settings)
-        return settings
+        return settings if self.asked is None else {**settings, "engine": self.name, "engine_asked": self.asked}
 
 
 _LEAST = {"hardware": "any", "instances": 1, "batching": {"max_num_seqs": 1, "max_num_batched_tokens": 1}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_invalid_answer_is_prompted_for_again(
     assert (study.model, cards.profile, cards.devices) == ("qwen3-8b", "l40s", 2)
     assert (study.slo.ttft_s, study.slo.tpot_s) == ({"p99": 0.8}, {"p99": 0.04})
     assert (study.engine, study.objective) == ("sglang-0.5", "gpus")
-    assert said.count("did you mean vllm-0.24?") + said.count("did you mean vllm-0.12?") == 1
+    assert len(re.findall(r"did you mean vllm-0\.\d\d\?", said)) == 1
     assert said.count("gpu: must be one of goodput_per_gpu") == 1
 
 

@@ -10,6 +10,7 @@ from simtune.api import load_question, simulate
 from simtune.errors import SimtuneError, SpecError, UsageError
 from simtune.specs import catalog
 from simtune.specs.plan import Plan
+from simtune.specs.plan_words import chosen_releases
 from simtune.specs.pool import Pool
 from simtune.specs.preset import DEFAULT_ENGINE, EnginePreset, merged
 from simtune.tuner.space.candidates import Candidate
@@ -145,3 +146,96 @@ def test_a_study_searches_plans_of_an_engine(tmp_path: Path) -> None:
 
 def test_merging_keeps_what_lies_above() -> None:
     assert merged({"a": {"b": 1}, "c": 2}, {"a": {"b": 3, "d": 4}, "e": 5}) == {"a": {"b": 1, "d": 4}, "c": 2, "e": 5}
+
+
+@pytest.mark.parametrize(
+    ("asked", "preset"),
+    [
+        ("vllm", "vllm-0.33"),
+        ("vllm@0.21", "vllm-0.19"),
+        ("vllm@0.27.1", "vllm-0.24"),
+        ("vllm@0.28", "vllm-0.28"),
+        ("sglang", "sglang-0.5.23"),
+        ("sglang@0.5.14", "sglang-0.5"),
+        ("trtllm", "trtllm-1.4"),
+        ("trtllm@1.3", "trtllm-1.2"),
+    ],
+)
+def test_a_family_is_its_newest_release_and_a_release_the_nearest_at_or_below(
+    asked: str, preset: str, tmp_path: Path
+) -> None:
+    engine = catalog.load_engine(asked)
+    assert (engine.name, engine.asked) == (preset, asked)
+    plan = plan_of(tmp_path, asked)
+    assert (plan.pools[0].engine, plan.pools[0].engine_asked) == (preset, asked)
+    by_name = plan_of(tmp_path, preset)
+    assert by_name.pools[0].engine_asked is None
+    assert plan.pools[0].model_copy(update={"engine_asked": None}) == by_name.pools[0]
+    assert chosen_releases(plan) == [f"engine {asked}: preset {preset} is used"]
+    assert chosen_releases(by_name) == []
+
+
+def test_a_release_before_all_presets_and_another_word_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"engine vllm@0\.5: no preset of that release or an earlier one.*vllm-0\.10"):
+        catalog.load_engine("vllm@0.5")
+    with pytest.raises(UsageError, match="no engine is called 'vlm'"):
+        catalog.load_engine("vlm")
+
+
+def test_vllm_is_given_larger_steps_on_the_largest_devices_since_0_28(tmp_path: Path) -> None:
+    """vllm/engine/arg_utils.py of the release, EngineArgs.get_batch_defaults."""
+    sizes = {
+        (engine, hardware): plan_of(tmp_path, engine, hardware).pools[0].batching.max_num_batched_tokens
+        for engine in ("vllm-0.24", "vllm-0.28", "vllm-0.33")
+        for hardware in ("h200-sxm", "b200", "a100-sxm-80g", "rtx-4090")
+    }
+    small = {(e, h): 2048 for e in ("vllm-0.24", "vllm-0.28", "vllm-0.33") for h in ("a100-sxm-80g", "rtx-4090")}
+    medium = {(e, "h200-sxm"): 8192 for e in ("vllm-0.24", "vllm-0.28", "vllm-0.33")}
+    large = {("vllm-0.24", "b200"): 8192, ("vllm-0.28", "b200"): 16384, ("vllm-0.33", "b200"): 16384}
+    assert sizes == small | medium | large
+
+
+def graphs_of_prompts(most: int) -> int:
+    """Count the sizes for which SGLang 0.5.23 captures steps of prompts (arg_groups/cuda_graph_hook.py)."""
+    spans = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, most + 1, 512))
+    return sum(size <= most for first, beyond, step in spans for size in range(first, beyond, step))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "mib", "chunk", "seats"),
+    [
+        ("l4", 24564, 4096, 48),
+        ("l40s", 49140, 4096, 32),
+        ("h100-sxm", 81559, 8192, 256),
+        ("h200-sxm", 143771, 8192, 256),
+        ("b200", 183359, 16384, 512),
+    ],
+)
+def test_sglang_sets_aside_what_its_formula_says(
+    hardware: str, mib: int, chunk: int, seats: int, tmp_path: Path
+) -> None:
+    """arg_groups/memory_hook.py of 0.5.23, handle_gpu_memory_settings and reserve_for_graph_mb, for one GPU."""
+    pool = plan_of(tmp_path, "sglang-0.5.23", hardware).pools[0]
+    reserved = 512 + 1.5 * chunk + 1024 / 8 + 2 * seats + 8 * graphs_of_prompts(chunk)
+    assert pool.batching.max_num_batched_tokens == chunk
+    assert pool.kv_cache.memory_utilization == pytest.approx((mib - reserved) / mib, abs=0.005)
+
+
+def test_a_search_states_the_release_that_was_chosen(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY_OF_A_FAMILY)
+    question = load_question(str(study))
+    assert question.study.engine == "vllm-0.33"
+    assert question.engine is not None
+    assert question.engine.asked == "vllm"
+
+
+STUDY_OF_A_FAMILY = """
+schema: simtune/study@1
+name: s
+model: llama-3.1-8b
+hardware: {profile: h100-sxm, devices: 1}
+engine: vllm
+workload: chat
+slo: {ttft_s: {p99: 1.0}}
+"""

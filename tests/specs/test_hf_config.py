@@ -307,7 +307,9 @@ def test_a_latent_model_lacking_a_size_is_refused(key: str) -> None:
 
 def test_an_unknown_architecture_is_named_with_the_known_ones_and_no_relative_is_suggested() -> None:
     (told,) = refusal({**TINY, "architectures": ["LlamaForCasualLM"]})
-    assert told.startswith("config.json:2:2: architectures: LlamaForCasualLM is not modelled; modelled: Llama")
+    assert told.startswith("config.json:2:2: architectures: LlamaForCasualLM is not modelled; write a model spec")
+    assert "`simtune schema model`" in told
+    assert "; modelled: LlamaForCausalLM, Mistral" in told
     assert told.endswith(", ".join(ARCHITECTURES))
     assert "did you mean" not in told
     for wrong in (None, [], "LlamaForCausalLM", ["A", "B"]):
@@ -676,9 +678,17 @@ def test_sparse_attention_is_told_by_the_architecture_that_has_it() -> None:
     attention = model.layers[0].attention
     assert isinstance(attention, MlaAttention)
     assert (attention.index_topk, attention.index_heads, attention.index_head_dim) == (64, 2, 16)
-    shared = {**indexer, "indexer_types": ["full", "shared", "shared", "full"]}
+    kinds = {**indexer, "q_lora_rank": 24, "indexer_types": ["full", "shared", "shared", "full"]}
+    layers = read({**LATENT, **kinds, "architectures": ["GlmMoeDsaForCausalLM"]}).layers
+    own, reusing = layers[0].attention, layers[1].attention
+    assert isinstance(own, MlaAttention)
+    assert isinstance(reusing, MlaAttention)
+    assert own.matrices(64) - reusing.matrices(64) == 2 * 16 * 24 + (16 + 2) * 64
+    assert (own.index_bytes, reusing.index_bytes) == (20, 0)
+    first = {**indexer, "indexer_types": ["shared", "full", "full", "full"]}
     assert (
-        "indexers shared between layers" in refusal({**LATENT, **shared, "architectures": ["GlmMoeDsaForCausalLM"]})[0]
+        "the first layer must have an indexer"
+        in refusal({**LATENT, **first, "architectures": ["GlmMoeDsaForCausalLM"]})[0]
     )
 
 

@@ -18,6 +18,7 @@ from simtune.specs.model import LayerGroup, Model
 from simtune.specs.pool import Parallelism
 from tests.specs.published.base import INDEX, META
 from tests.specs.published.configs import PUBLISHED
+from tests.specs.published.new_families import HAND
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +35,7 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert counted == pytest.approx(published.parameters, rel=0.005)
     if published.source == INDEX:
         assert counted == published.parameters
-    if published.source.startswith(META):
+    if published.source.startswith((META, HAND)):
         assert counted == pytest.approx(published.parameters, rel=0.0001)
 
 
@@ -61,7 +62,9 @@ def test_layers_come_in_their_order(name: str) -> None:
     assert runs == PUBLISHED[name].layers
     config = PUBLISHED[name].config
     config = {**config, **config.get("text_config", {})}
-    assert model.num_layers == next(config[k] for k in ("num_hidden_layers", "n_layer") if k in config)
+    kinds = config.get("hybrid_override_pattern") or config.get("layers_block_type") or ()
+    counted = next((config[key] for key in ("num_hidden_layers", "n_layer") if key in config), None)
+    assert model.num_layers == (counted or len(kinds))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -134,9 +137,15 @@ def one_layer(group: LayerGroup) -> LayerGroup:
     return group.model_copy(update={"count": 1})
 
 
+def _language_part(config: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = config.get("text_config", {})
+    return part
+
+
 def test_every_family_has_a_published_config() -> None:
     """All but those that are another name of a family here, or a mixture of its parts."""
-    read_here = {published.config["architectures"][0] for published in PUBLISHED.values()}
+    parts = [part for published in PUBLISHED.values() for part in (published.config, _language_part(published.config))]
+    read_here = {part["architectures"][0] for part in parts if "architectures" in part}
     families = {ARCHITECTURES[name].attention for name in read_here if name in ARCHITECTURES}
     missing = {a.attention.__name__ for a in ARCHITECTURES.values() if a.attention not in families}
     assert missing == {"granite_hybrid"}

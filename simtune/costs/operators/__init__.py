@@ -31,11 +31,14 @@ from simtune.costs.operators.latent import (
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
 from simtune.costs.operators.small import Elementwise, Sampling
+from simtune.costs.operators.sparse import SparseDecode, SparsePrefill
 from simtune.costs.operators.state import (
     ConvDecode,
     ConvPrefill,
     DeltaDecode,
     DeltaPrefill,
+    KdaDecode,
+    KdaPrefill,
     LinearDecode,
     LinearPrefill,
 )
@@ -58,10 +61,14 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "mla_decode_block": MlaDecodeBlock(),
     "dsa_context_block": DsaContextBlock(),
     "dsa_decode_block": DsaDecodeBlock(),
+    "sparse_prefill": SparsePrefill(),
+    "sparse_decode": SparseDecode(),
     "linear_prefill": LinearPrefill(),
     "linear_decode": LinearDecode(),
     "delta_prefill": DeltaPrefill(),
     "delta_decode": DeltaDecode(),
+    "kda_prefill": KdaPrefill(),
+    "kda_decode": KdaDecode(),
     "conv_prefill": ConvPrefill(),
     "conv_decode": ConvDecode(),
     "moe": Moe(),

@@ -115,6 +115,49 @@ class DeltaDecode(OperatorForm):
         return super().features(x, setting) | {"states": np.log2(x["batch"] * x["heads"])}
 
 
+class KdaPrefill(OperatorForm):
+    """Delta rule with a decay for every key channel over `tokens` new tokens of each of `batch` sequences, as
+    `DeltaPrefill`, of which every head has keys of its own. Within a chunk products of keys are weighted by channel, so
+    that none is shared between tokens, and the decays are read as well. No table was fitted.
+    """
+
+    shape = ("batch", "tokens", "heads", "key_dim", "value_dim")
+    overhead_s = 15e-6
+    block_s = 1e-6
+    overlap = 0.5
+    splits = (RANDOM, above("tokens", 4096, "tokens"))
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Return the work: quadratic within chunks, a state between them; inputs, decays and outputs once."""
+        b, s, h, dk, dv = (x[name] for name in self.shape)
+        return Terms(
+            b * CHUNK * ceil_div(s, CHUNK) * h * (6 * dk * dv + 4 * CHUNK * (2 * dk + dv)),
+            2 * setting.dtype_bytes * b * s * h * (2 * dk + dv) + 2 * setting.kv_bytes * b * h * dk * dv,
+            ceil_div(b * h, setting.processors) * ceil_div(s, CHUNK),
+        )
+
+
+class KdaDecode(OperatorForm):
+    """Delta rule with a decay for every key channel, for one new token of each of `batch` sequences, as
+    `DeltaDecode`."""
+
+    shape = ("batch", "heads", "key_dim", "value_dim")
+    overhead_s = 4e-6
+    block_s = 1e-7
+    overlap = 2.0
+    splits = (RANDOM, above("batch", 64, "batch"))
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Every state is updated, read and written once; waves of (sequence, head) pairs."""
+        b, h, dk, dv = (x[name] for name in self.shape)
+        states = setting.kv_bytes * b * h * dk * dv
+        return Terms(
+            7 * b * h * dk * dv,
+            2 * states * first_slowness(states, setting) + 2 * setting.dtype_bytes * b * h * (2 * dk + dv),
+            np.ceil(b * h / setting.processors) - 1,
+        )
+
+
 class ConvPrefill(OperatorForm):
     """Causal convolution of width `width` over `tokens` new tokens of each of `batch` sequences, for every one of
     `channels` channels. A block is the walk of a sequence along tiles of 8 tokens, for 64 channels, per processor.

@@ -8,6 +8,7 @@ error that names the key, never a silent approximation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -20,14 +21,22 @@ from simtune.specs.hf.architectures import (
     FLAT_WRAPPERS,
     LANGUAGE_MODELS,
     NOT_MODELLED,
+    REFUSED,
     WRAPPERS,
 )
-from simtune.specs.hf.config_reader import ALIASES, Config, language_parts
+from simtune.specs.hf.config_reader import ALIASES, LANGUAGE_PARTS, Config, language_parts
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
 MODELOPT = "hf_quant_config.json"
 """File in which modelopt writes number formats, beside a config.json that may name none."""
+
+
+REMEDY = (
+    "write a model spec (`simtune schema model` lists its keys), or if its layers are those of one that is, "
+    "name it on your own word (--as LlamaForCausalLM)"
+)
+"""Remedies for an architecture that is not modelled."""
 
 
 def from_config(
@@ -37,17 +46,22 @@ def from_config(
     *,
     modelopt: Document | None = None,
     notes: Sequence[str] = (),
+    architecture: str | None = None,
 ) -> Model:
     """Return the Model that a Hugging Face config.json describes. Raises SpecError with every problem found.
 
     A multimodal config is read for its language part (`text_config`), and `source` says so. `settings` are `key=value`:
     of the config if it has the key or its architecture reads the key, else of the model spec that was read; any other
     key is a problem. `modelopt` is the hf_quant_config.json beside the config: number formats are read from it if the
-    config names none. `notes` are kept in the model before those on what is assumed here.
+    config names none. `notes` are kept in the model before those on what is assumed here. `architecture` is read in
+    place of the one that the config states, on the word of the caller: a note says so.
     """
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
+    if architecture is not None:
+        document, note = _on_word(document, architecture)
+        notes = [note, *notes]
     standing = {key for part in (document.data, Config(document).nested or {}) for key in part}
     config_keys = standing | _read(Config(_overridden(document, settings), modelopt), name)[1]
     ours: list[str] = []
@@ -59,6 +73,25 @@ def from_config(
     if all_notes:
         spec["notes"] = all_notes
     return Model.from_document(override(Document(document.file, spec, None), ours))
+
+
+def _on_word(document: Document, architecture: str) -> tuple[Document, str]:
+    """Return the config as one of another architecture, and the note that says so."""
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise SpecError(Problem("--as", f"{architecture} is not modelled; modelled: {known}", "architectures"))
+    listed = document.data.get("architectures")
+    stated = ", ".join(map(str, listed)) if isinstance(listed, list) and listed else "none"
+    parts = {
+        key: {k: v for k, v in part.items() if k != "architectures"}
+        for key, part in document.data.items()
+        if isinstance(part, dict) and key in LANGUAGE_PARTS
+    }
+    note = (
+        f"read as {architecture} on the user's word (--as): config.json states {stated}, whose own keys are ignored; "
+        "sizes, memory and times hold only if its layers are the same"
+    )
+    return replace(document, data={**document.data, **parts, "architectures": [architecture]}), note
 
 
 def _head(setting: str) -> str:
@@ -92,7 +125,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     attention = architecture.attention(config, architecture)
     feed_forward = architecture.feed_forward(config, architecture)
     dtype = config.dtype()
-    formats = quantization.formats(config, dtype, attention, feed_forward)
+    formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
     positions = config.count("max_position_embeddings")
     language_part = "" if config.nested is None else ", language part only"
     if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
@@ -109,10 +142,13 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         "norms_per_sublayer": architecture.norms_per_sublayer,
         "norm_bias": architecture.norm_bias,
         "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
+        "residual": architecture.residual(config),
         "dtype": dtype,
-        "notes": config.notes,
+        "notes": [*config.notes, *_by_shape(architecture)],
         **formats.of_model,
     }
+    if architecture.kv_dtype is not None:
+        spec["kv_dtype"] = architecture.kv_dtype
     # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
@@ -130,6 +166,13 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     return spec, config.asked
 
 
+def _by_shape(architecture: Architecture) -> list[str]:
+    if not architecture.by_shape:
+        return []
+    parts = ", ".join(architecture.by_shape)
+    return [f"times of {parts} rest on bytes and flops at data-sheet rates: no table of them was fitted"]
+
+
 def _architecture(config: Config) -> tuple[str, Architecture]:
     """Raise SpecError at once: without a known architecture no other key has a meaning."""
     listed: Any = config.data.get("architectures")
@@ -143,7 +186,8 @@ def _architecture(config: Config) -> tuple[str, Architecture]:
         name = _wrapped(config, name)
     if name not in ARCHITECTURES:
         # No other name is suggested: what is spelt alike may be another architecture altogether.
-        config.problem("architectures", f"{name} is not modelled; modelled: {', '.join(ARCHITECTURES)}")
+        why = f": {REFUSED[name]}" if name in REFUSED else ""
+        config.problem("architectures", f"{name} is not modelled{why}; {REMEDY}; modelled: {', '.join(ARCHITECTURES)}")
     config.raise_if_any()
     return name, ARCHITECTURES[name]
 
@@ -169,7 +213,11 @@ def _refuse_not_modelled(config: Config, architecture: Architecture) -> None:
             config.problem(key, f"{meaning}: not modelled")
     config.asked.difference_update(NOT_MODELLED)
     for key in ("indexer_types", "index_topk_pattern"):
-        if config.get(key) and "shared" in str(config.get(key)).replace("S", "shared"):
+        if (
+            key not in architecture.knows
+            and config.get(key)
+            and "shared" in str(config.get(key)).replace("S", "shared")
+        ):
             config.problem(key, "indexers shared between layers: not modelled")
     if config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")):
         config.problem("word_embed_proj_dim", "embeddings narrower than the hidden size: not modelled")

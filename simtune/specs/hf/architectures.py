@@ -10,7 +10,10 @@ from functools import partial
 
 from simtune.specs.hf import attention_layers, feed_forward
 from simtune.specs.hf.architecture import Architecture
+from simtune.specs.hf.kda_families import KDA_FAMILIES
 from simtune.specs.hf.llama_like import LLAMA_LIKE
+from simtune.specs.hf.sparse_families import SPARSE_FAMILIES
+from simtune.specs.hf.windowed_families import WINDOWED
 
 _like = partial(Architecture, attention=attention_layers.softmax, feed_forward=feed_forward.dense_or_experts)
 
@@ -31,7 +34,7 @@ _DEEPSEEK = _like(
     attention=attention_layers.latent,
     knows=("kv_lora_rank", "first_k_dense_replace", "n_shared_experts"),
 )
-_SPARSE = replace(_DEEPSEEK, indexed=True, knows=(*_DEEPSEEK.knows, "index_topk"))
+_SPARSE = replace(_DEEPSEEK, indexed=True, knows=(*_DEEPSEEK.knows, "index_topk", "indexer_types"))
 _DELTA_NETS = _like(
     attention=attention_layers.delta_nets,
     qk_norm=True,
@@ -133,7 +136,8 @@ _NEMOTRON_H = _like(
     gated=False,
     names={"head_dim": ("attention_head_dim",), "n_groups": ("mamba_n_groups",), "conv_kernel": ("mamba_d_conv",)},
     defaults={"conv_kernel": 4, "n_groups": 8, "ssm_state_size": 128, "head_dim": 128},
-    knows=("hybrid_override_pattern", "layers_block_type", "n_shared_experts"),
+    latent_size="moe_latent_size",
+    knows=("hybrid_override_pattern", "layers_block_type", "n_shared_experts", "moe_latent_size"),
 )
 _GRANITE = replace(_LLAMA, defaults={"tie_word_embeddings": False})
 _GRANITE_HYBRID = replace(
@@ -230,7 +234,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         _OLDER, qkv_bias="attention_bias", output_bias="attention_bias", defaults={"attention_bias": True}
     ),
     **LLAMA_LIKE,
+    **WINDOWED,
+    **SPARSE_FAMILIES,
+    **KDA_FAMILIES,
 }
+
+REFUSED = {
+    "DeepseekV41ForCausalLM": "every token reads rows of n-gram tables of 196 G values (engram), which engines keep in "
+    "host memory, and layers attend to keys and candidates of other layers (kv_source_layer_ids)",
+}
+"""Architectures that nothing here describes, and what in them is missing."""
 
 LANGUAGE_MODELS = {
     "llama": "LlamaForCausalLM",
@@ -274,6 +287,8 @@ WRAPPERS = (
     "KimiVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "NemotronH_Nano_VL_V2",
+    "KimiK3ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
 )
 """Multimodal models around any of these language models."""
 

@@ -13,14 +13,15 @@ NONE = {"kind": "none"}
 
 def softmax(config: Config, architecture: Architecture) -> Layers:
     """Full, or over a sliding window."""
-    shape = _shape(config, architecture)
+    shape = head_shape(config, architecture)
     return [
         {**({"kind": "full"} if window is None else {"kind": "sliding", "window": window}), **shape}
         for window in _windows(config, architecture, config.count("num_hidden_layers"))
     ]
 
 
-def _shape(config: Config, architecture: Architecture) -> dict[str, Any]:
+def head_shape(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """Return heads, their width, and the switches of softmax attention."""
     heads = config.count("num_attention_heads")
     # Without a default of its own, an architecture takes one KV head per query head.
     kv_heads = config.count("num_key_value_heads", default=heads)
@@ -72,7 +73,7 @@ def by_pattern(config: Config, architecture: Architecture) -> Layers:
     pattern = config.get("sliding_window_pattern")
     if config.get("layer_types") is not None or not isinstance(pattern, str) or config.get("sliding_window") is None:
         return softmax(config, architecture)
-    shape, window = _shape(config, architecture), config.count("sliding_window")
+    shape, window = head_shape(config, architecture), config.count("sliding_window")
     num_layers = config.count("num_hidden_layers")
     # the last layer is full, wherever the pattern ends
     slides = [pattern[i % len(pattern)] == "L" and i < num_layers - 1 for i in range(num_layers)]
@@ -84,7 +85,7 @@ def by_pattern(config: Config, architecture: Architecture) -> Layers:
 def by_block(config: Config, architecture: Architecture) -> Layers:
     """Return the layers of models from architecture search (DeciLM): each with its own number of KV heads, or none."""
     num_layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
-    shape = _shape(config, architecture)
+    shape = head_shape(config, architecture)
     layers: Layers = []
     for block in config.blocks("attention", num_layers):
         in_group = block.get("n_heads_in_group")
@@ -102,7 +103,7 @@ def falcon(config: Config, architecture: Architecture) -> Layers:
     """Return the attention of Falcon: with the new decoder architecture the stated number of KV heads, else one, or one
     per query head.
     """
-    shape = {**_shape(config, architecture), "kind": "full"}
+    shape = {**head_shape(config, architecture), "kind": "full"}
     if not config.flag("new_decoder_architecture"):
         shape["kv_heads"] = 1 if config.flag("multi_query", True) else shape["heads"]
     return [shape] * config.count("num_hidden_layers")
@@ -120,7 +121,7 @@ def chunked(config: Config, architecture: Architecture) -> Layers:
             config.problem("no_rope_layers", f"must be a list of {num_layers} numbers, not of {len(rotary)}")
             rotary = [0] * num_layers
         kinds = ["chunked_attention" if has else "full_attention" for has in rotary]
-    shape = _shape(config, architecture)
+    shape = head_shape(config, architecture)
     local = {"kind": "sliding", "window": config.count("attention_chunk_size"), "chunked": True, **shape}
     return [local if kind == "chunked_attention" else {"kind": "full", **shape} for kind in kinds]
 
@@ -133,11 +134,17 @@ def latent(config: Config, architecture: Architecture) -> Layers:
         "q_lora_rank": None if config.get("q_lora_rank") is None else config.count("q_lora_rank"),
         **{key: config.count(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     }
-    if architecture.indexed:
-        layer["index_topk"] = config.count("index_topk")
-        layer["index_heads"] = config.count("index_n_heads")
-        layer["index_head_dim"] = config.count("index_head_dim")
-    return [layer] * config.count("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
+    if not architecture.indexed:
+        return [layer] * num_layers
+    layer["index_topk"] = config.count("index_topk")
+    reusing = {**layer, "index_reused": True}
+    layer["index_heads"] = config.count("index_n_heads")
+    layer["index_head_dim"] = config.count("index_head_dim")
+    kinds = config.layer_kinds(num_layers, ("full", "shared"), "indexer_types") or ["full"]
+    if kinds[0] == "shared":
+        config.problem("indexer_types", "the first layer must have an indexer, not share one")
+    return [layer] * num_layers if len(kinds) == 1 else [reusing if kind == "shared" else layer for kind in kinds]
 
 
 def delta_nets(config: Config, architecture: Architecture) -> Layers:
@@ -145,7 +152,7 @@ def delta_nets(config: Config, architecture: Architecture) -> Layers:
     interval of layers.
     """
     num_layers = config.count("num_hidden_layers")
-    full = {"kind": "full", **_shape(config, architecture)}
+    full = {"kind": "full", **head_shape(config, architecture)}
     linear = {
         "kind": "linear",
         "heads": config.count("linear_num_value_heads"),
@@ -184,7 +191,7 @@ def one_sublayer_kinds(config: Config) -> list[str]:
 def one_sublayer(config: Config, architecture: Architecture) -> Layers:
     """Return the layers of Nemotron-H: Mamba2, attention only, or a feed-forward block only."""
     kinds = one_sublayer_kinds(config)
-    full = {"kind": "full", **_shape(config, architecture)} if "attention" in kinds else NONE
+    full = {"kind": "full", **head_shape(config, architecture)} if "attention" in kinds else NONE
     mamba = {
         "kind": "linear",
         "heads": config.count("mamba_num_heads"),
@@ -199,7 +206,7 @@ def one_sublayer(config: Config, architecture: Architecture) -> Layers:
 
 def granite_hybrid(config: Config, architecture: Architecture) -> Layers:
     """Granite 4: Mamba2 or full attention, by layer_types."""
-    full = {"kind": "full", **_shape(config, architecture)}
+    full = {"kind": "full", **head_shape(config, architecture)}
     mamba = {
         "kind": "linear",
         "heads": config.count("mamba_n_heads"),

@@ -34,6 +34,10 @@ def _dense(config: Config, architecture: Architecture, key: str = "intermediate_
     return {"kind": "dense", "intermediate_size": width, "gated": architecture.gated, "bias": bias}
 
 
+_COUNTED = ("n_shared_experts", "num_shared_experts")
+"""Keys that contain the number of shared experts, not their width."""
+
+
 def _experts(config: Config, architecture: Architecture) -> dict[str, Any]:
     size = config.count(architecture.expert_size or "intermediate_size")
     shared = config.count(architecture.shared_size, default=0, minimum=0)
@@ -43,10 +47,41 @@ def _experts(config: Config, architecture: Architecture) -> dict[str, Any]:
         "experts_per_token": config.count(*ALIASES["experts_per_token"]),
         "intermediate_size": size,
         # Where shared experts are counted, they are as wide as the others.
-        "shared_intermediate_size": shared * (size if architecture.shared_size == "n_shared_experts" else 1),
+        "shared_intermediate_size": shared * (size if architecture.shared_size in _COUNTED else 1),
+        "latent_size": _latent(config, architecture),
         "gated": architecture.gated,
         "bias": config.switch(architecture.feed_forward_bias),
     }
+
+
+def _latent(config: Config, architecture: Architecture) -> int | None:
+    key = architecture.latent_size
+    return None if key is None or config.get(key) is None else config.count(key)
+
+
+def by_list(config: Config, architecture: Architecture) -> Layers:
+    """Experts in the layers that have a 1 in moe_layer_freq; dense blocks may have a width of their own."""
+    num_layers, flags = config.count("num_hidden_layers"), config.layer_numbers("moe_layer_freq") or []
+    if len(flags) != num_layers:
+        config.problem("moe_layer_freq", f"must be a list of {num_layers} numbers, not of {len(flags)}")
+        flags = [1] * num_layers
+    experts = _experts(config, architecture)
+    width = "intermediate_size" if config.get("dense_intermediate_size") is None else "dense_intermediate_size"
+    dense = experts if all(flags) else _dense(config, architecture, width)
+    return [experts if has else dense for has in flags]
+
+
+def beside_experts(config: Config, architecture: Architecture) -> Layers:
+    """Return the blocks of Gemma 4: dense ones, with experts beside if enable_moe_block."""
+    num_layers, dense = config.count("num_hidden_layers"), _dense(config, architecture)
+    if not config.flag("enable_moe_block"):
+        return [dense] * num_layers
+    return [{**_experts(config, architecture), "shared_intermediate_size": dense["intermediate_size"]}] * num_layers
+
+
+def only_experts(config: Config, architecture: Architecture) -> Layers:
+    """Return experts in every layer."""
+    return [_experts(config, architecture)] * config.count("num_hidden_layers")
 
 
 def _mixed(config: Config, architecture: Architecture, is_dense: list[bool]) -> Layers:

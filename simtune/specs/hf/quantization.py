@@ -2,14 +2,14 @@
 
 A block names a format, or several, each with the modules that are kept in it, and modules that are left in the dtype of
 activations: by their name, the beginning or a part of it, a glob or a regular expression. The formats of attention,
-dense feed-forward blocks and experts are decided by the names that their layers have in checkpoints. The head and
-embeddings are never quantised, whatever the block contains.
+dense feed-forward blocks and experts are decided by the names that their layers have in checkpoints. The head is
+quantised only if a group names it, embeddings never.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -27,7 +27,18 @@ _KINDS = {
         *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
         *("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj"),
     ),
-    "linear": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.out_proj", "mixer.in_proj"),
+    "linear": (
+        *("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"),
+        *("mixer.in_proj", "mixer.out_proj"),
+    ),
+    "kda": (
+        "self_attn.qkv_proj",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.g_proj",
+        "self_attn.o_proj",
+    ),
     "dense": (
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj"),
         *("feed_forward.up_proj", "mixer.up_proj", "mixer.down_proj"),
@@ -39,7 +50,8 @@ _KINDS = {
     ),
     "experts": (
         *("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj", "mlp.experts.gate_up_proj"),
-        *("block_sparse_moe.experts.0.w1", "feed_forward.experts.gate_up_proj", "mixer.experts.0.up_proj"),
+        *("block_sparse_moe.experts.0.w1", "feed_forward.experts.gate_up_proj"),
+        *("mixer.experts.0.up_proj", "mixer.experts.0.down_proj"),
     ),
 }
 """Names that products have inside a layer of a checkpoint. No architecture has all: a layer's products of a kind are
@@ -48,7 +60,8 @@ left out if any of the names is.
 
 _NO_PRODUCTS = re.compile(
     r"lm_head|embed|norm|gate|router|conv1d|in_proj_(ba|a|b)$|bias|indexer|weights_proj|kv_b_proj|A_log|dt_bias"
-    r"|visual|vision|image|audio|projector|mtp|eh_proj|shared_head"
+    r"|visual|vision|image|audio|projector|patch_merge|mtp|eh_proj|shared_head|index_[qk]_proj|^head$"
+    r"|attn_m[hq]a|hyper_connection|mapping_proj|hc_(attn|ffn)|\.(b|f_a|f_b|g_a|g_b|fused_qkvbfg_a)_proj$|[qkv]_conv1d"
 )
 """Other names and patterns that a block may list: small modules, for which no format is given, and other parts of the
 model.
@@ -149,17 +162,26 @@ class Formats(NamedTuple):
     """Format of each layer's projections if it differs from that of the model, else None."""
 
 
-def formats(config: Config, dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
+def formats(
+    config: Config,
+    dtype: str,
+    attention: Layers,
+    feed_forward: Layers,
+    modules: Mapping[str, Sequence[str]] | None = None,
+) -> Formats:
     """Return the number formats that a checkpoint's quantisation block means; without a block all are `dtype`.
 
-    The block is in config.json, or in the hf_quant_config.json beside it, which engines read if config.json has none. A
-    block that cannot be read is noted as a problem of `config`.
+    `modules` are names of products that replace the usual ones of their kind. The block is in config.json, or in the
+    hf_quant_config.json beside it, which engines read if config.json has none. A block that cannot be read is noted as
+    a problem of `config`.
     """
     plain = Formats({"weight_dtype": dtype}, [None] * len(attention))
+    products = _Products(attention, feed_forward, {**_KINDS, **(modules or {})})
+    stated = _EXPERT_DTYPES.get(str(config.get("expert_dtype")))
     block = config.get(*ALIASES["quantization"])
     if not block and config.modelopt is not None:
         try:
-            return _read(_of_modelopt(config.modelopt.data), dtype, attention, feed_forward)
+            return _read(_of_modelopt(config.modelopt.data), dtype, products, stated)
         except _Unread as why:
             config.problems.append(Problem(config.modelopt.file, str(why), "quantization"))
             return plain
@@ -168,10 +190,22 @@ def formats(config: Config, dtype: str, attention: Layers, feed_forward: Layers)
     if not isinstance(block, dict):
         block = {"quant_method": block}
     try:
-        return _read(block, dtype, attention, feed_forward)
+        return _read(block, dtype, products, stated)
     except _Unread as why:
         config.problem(config.key(*ALIASES["quantization"]), str(why))
         return plain
+
+
+_EXPERT_DTYPES = {"fp4": "mxfp4_mxfp8"}
+"""Formats by the word that DeepSeek V4 has for its experts: 4 bits in blocks of 32, multiplied with 8-bit inputs."""
+
+
+class _Products(NamedTuple):
+    """Layers of a model, and the names of their products in checkpoints by kind."""
+
+    attention: Layers
+    feed_forward: Layers
+    kinds: Mapping[str, Sequence[str]]
 
 
 def _of_modelopt(data: Any) -> dict[str, Any]:
@@ -182,25 +216,36 @@ def _of_modelopt(data: Any) -> dict[str, Any]:
     return {**block, "quant_method": "modelopt"}
 
 
-def _read(block: dict[str, Any], dtype: str, attention: Layers, feed_forward: Layers) -> Formats:
+def _read(block: dict[str, Any], dtype: str, products: _Products, experts: str | None) -> Formats:
+    """Return the formats of a block; `experts` is that of routed experts if the config states it beside the block."""
     method = str(block.get("quant_method") or block.get("quant_algo") or "").lower()
     if method not in _METHODS:
         raise _Unread(f"the method {block.get('quant_method')} is not modelled; modelled: {KNOWN}")
+    if method == "fp8" and block.get("moe_quant_algo"):
+        # the lists of such a block are about its experts; all else is as in the checkpoint they were made from
+        experts = _modelopt({"quant_algo": block["moe_quant_algo"]})
+        block = {"weight_block_size": block.get("weight_block_size")}
     format_ = dtype if isinstance(block.get("quantized_layers"), dict) else _METHODS[method](block) or dtype
     # Checkpoints have only experts in mxfp4.
     if method == "mxfp4":
-        return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(attention))
-    by_kind = _by_kind(dtype, _Chosen.of(block, format_), attention, feed_forward)
+        return Formats({"weight_dtype": dtype, "expert_dtype": format_}, [None] * len(products.attention))
+    chosen = _Chosen.of(block, format_)
+    by_kind = _by_kind(dtype, chosen, products)
+    if experts is not None:
+        by_kind.of_model["expert_dtype"] = experts
+    head = next((group.format for group in chosen.groups if "lm_head" in group.targets), None)
+    if head is not None and not _named_in(chosen.left_out, ["lm_head"]):
+        by_kind.of_model["head_dtype"] = head
     if _fp8_cache(block):
         by_kind.of_model["kv_dtype"] = "fp8"
     return by_kind
 
 
-def _by_kind(dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layers) -> Formats:
+def _by_kind(dtype: str, chosen: _Chosen, products: _Products) -> Formats:
     """Settings by the formats of modules. Raises _Unread if those of feed-forward blocks of different layers differ, or
     a name is not known."""
-    names = _names(attention, feed_forward)
-    _refuse_unknown(chosen.patterns, names, len(attention))
+    names = _names(products)
+    _refuse_unknown(chosen.patterns, names, len(products.attention))
     projections = [chosen.format_of(layer, dtype) if layer else None for layer in names["attention"]]
     of = {
         kind: _format_of_kind(kind, layers, chosen, dtype)
@@ -214,14 +259,10 @@ def _by_kind(dtype: str, chosen: _Chosen, attention: Layers, feed_forward: Layer
 
 
 def _settings(of: dict[str, str]) -> dict[str, str]:
-    """Return the settings of a model spec by the formats of kinds. Raises _Unread if the spec has one setting for two
-    kinds whose formats differ.
-    """
-    dense = {of[kind] for kind in ("dense", "shared") if kind in of}
-    if len(dense) == 2:
-        raise _Unread("shared experts and dense feed-forward blocks are kept in different formats: not modelled")
-    weight = dense.pop() if dense else of.get("experts") or of["attention"]
-    differing = {"attention_dtype": of.get("attention", weight), "expert_dtype": of.get("experts", weight)}
+    """Return the settings of a model spec by the formats of kinds."""
+    weight = of.get("dense") or of.get("shared") or of.get("experts") or of["attention"]
+    keys = {"attention_dtype": "attention", "expert_dtype": "experts", "shared_dtype": "shared"}
+    differing = {key: of.get(kind, weight) for key, kind in keys.items()}
     return {"weight_dtype": weight, **{key: value for key, value in differing.items() if value != weight}}
 
 
@@ -235,19 +276,19 @@ def _format_of_kind(kind: str, layers: Sequence[Sequence[str]], chosen: _Chosen,
     return formats.pop()
 
 
-def _names(attention: Layers, feed_forward: Layers) -> dict[str, list[list[str]]]:
+def _names(products: _Products) -> dict[str, list[list[str]]]:
     """Names of the products of each kind, layer by layer; empty for a layer that has none of the kind."""
     names: dict[str, list[list[str]]] = {"attention": [], "dense": [], "shared": [], "experts": []}
-    for i, (mixing, behind) in enumerate(zip(attention, feed_forward, strict=True)):
+    for i, (mixing, behind) in enumerate(zip(products.attention, products.feed_forward, strict=True)):
         of = {
-            "attention": {"linear": "linear", "none": None}.get(mixing["kind"], "attention"),
+            "attention": {"linear": "linear", "kda": "kda", "none": None}.get(mixing["kind"], "attention"),
             "dense": "dense" if behind["kind"] == "dense" else None,
             "shared": "shared" if behind.get("shared_intermediate_size") else None,
             "experts": "experts" if behind["kind"] == "moe" else None,
         }
         for kind, words in of.items():
-            products = () if words is None else _KINDS[words]
-            names[kind].append([f"{_root(name)}.layers.{i}.{name}" for name in products])
+            inside = () if words is None else products.kinds[words]
+            names[kind].append([f"{_root(name)}.layers.{i}.{name}" for name in inside])
     return names
 
 
@@ -320,6 +361,8 @@ _MODELOPT = {
     "FP8_BLOCK_SCALES": "fp8_block",
     "NVFP4": "nvfp4",
     "NVFP4_AWQ": "nvfp4",
+    "W4A16_NVFP4": "nvfp4_wo",
+    "MXFP8": "mxfp8",
     "W4A16_AWQ": "int4",
     "W4A16_GPTQ": "int4",
     "W8A16": "int8_wo",

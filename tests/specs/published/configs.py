@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.specs.published.base import INDEX, Published
 from tests.specs.published.llama_like import LLAMA_LIKE
+from tests.specs.published.new_families import NEW_FAMILIES
 
 BF16 = {"torch_dtype": "bfloat16"}
 
@@ -39,6 +40,7 @@ NEMOTRON_LAYERS = ", ".join(f"{len(list(run))} {_KINDS[kind]}" for kind, run in 
 
 PUBLISHED: dict[str, Published] = {
     **LLAMA_LIKE,
+    **NEW_FAMILIES,
     "Llama-2-7b": Published(
         _llama(4096, 11008, 32, 32, 32, 32000, 4096, torch_dtype="float16"),
         6_738_415_616,
