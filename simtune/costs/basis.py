@@ -151,6 +151,8 @@ class StepBasis:
     def __init__(self, model: Model, hardware: Hardware, pool: Pool) -> None:
         self._notes = _Notes()
         self._model = StepModel(model, hardware, pool, profile=_NotingProfile(hardware, self._notes))
+        drafts = pool.speculation
+        self._passes = 0 if drafts is None else drafts.drafter.passes(drafts.scheme.shape.depth)
         self._slopes: dict[tuple[int, ...], list[dict[str, float]]] = {}
 
     def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
@@ -167,8 +169,13 @@ class StepBasis:
 
     def _share_beyond(self, step: WeightedStep, kernels: float) -> float:
         """Return the share of a step that its kernels do not account for."""
-        beyond = self._model.beyond_kernels_s(kernels, step.work)
+        beyond = self._beyond_s(step, kernels)
         return beyond / (kernels + beyond)
+
+    def _beyond_s(self, step: WeightedStep, kernels: float) -> float:
+        """Return the seconds of a step that its kernels do not account for: of the host, which drafts take too."""
+        passes = self._passes if step.width > 1 else 0
+        return self._model.beyond_kernels_s(kernels, step.work) + self._model.drafting_s(step.work.num_decodes, passes)
 
     def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
         """Yield every shape that the steps ask an operator for, with the time that it stands for."""
@@ -195,7 +202,7 @@ class StepBasis:
             share._replace(seconds=share.seconds * (by_kind[share.kind] / answered[share.kind])) for share in shares
         ]
         kernels = sum(seconds for kind, seconds in by_kind.items() if answered[kind])
-        return shares, kernels + self._model.beyond_kernels_s(kernels, step.work)
+        return shares, kernels + self._beyond_s(step, kernels)
 
     def _find_slopes(
         self, step: WeightedStep, whole: Mapping[str, float], calls: Sequence[_OperatorCall]

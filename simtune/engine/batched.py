@@ -46,6 +46,7 @@ class BatchScheduler(Scheduler):
     """Scheduler with its decoding residents in `decoding`, and those with a prompt in prefill in `prefilling`."""
 
     offers = frozenset({"async_scheduling", "prefix_caching", "speculation", "swap", "watermark"})
+    drafts_vary = True
 
     def __init__(
         self,

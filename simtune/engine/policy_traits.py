@@ -52,6 +52,8 @@ class PolicyTraits:
     cuts_prompts: ClassVar[Literal["always", "if asked", "never"]] = "if asked"
     """Condition for spreading prompts over steps: if `chunked_prefill` is set, always, or never."""
     reads: ClassVar[frozenset[Hint]] = frozenset()
+    drafts_vary: ClassVar[bool] = False
+    """True if the policy, with drafts, has schemes whose number of drafts differs between rounds."""
     takes_over: ClassVar[bool] = True
     """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
     first_come: ClassVar[bool] = False

@@ -18,6 +18,9 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model, MoeFeedForward
 from simtune.specs.pool import Batching, Pool
 
+FIXED_SCHEMES = ("chain", "static_tree", "dynamic_tree")
+"""Schemes that draft equally much in every round."""
+
 
 def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | None = None) -> Memory:
     """Return the memory of one instance of a pool, including a drafter's. Raise Infeasible if the engine would refuse
@@ -63,6 +66,9 @@ def _refusals(pool: Pool) -> Iterator[str]:
     for feature, (key, setting) in requested.items():
         if setting and feature not in policy.offers:
             yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
+    drafts = None if pool.speculation is None else pool.speculation.scheme.kind
+    if drafts is not None and drafts not in FIXED_SCHEMES and not policy.drafts_vary:
+        yield f"policy {name} drafts equally much in every round; choose scheme {', '.join(FIXED_SCHEMES)}"
     sigma_unless_given = Batching.model_fields["prediction_sigma"].default
     if "predicted_tokens" not in policy.reads and batching.prediction_sigma != sigma_unless_given:
         yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {_predicting()}"

@@ -5,6 +5,9 @@ A resident has a seat and KV blocks, from its admission until it is finished or 
 the choice are the same for all and implemented once here: the step, its repetitions, tokens delivered, blocks freed. A
 step costs O(residents).
 
+With drafts, if a policy offers them, a request that decodes verifies several tokens in a step (`width`) and keeps some;
+such steps are not repeated, because their contexts grow unevenly.
+
 With asynchronous scheduling, if a policy offers it, the step after the running one is dispatched before a newcomer
 is seen. That the end of an answer is also known one step late is not modelled.
 
@@ -23,6 +26,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Unpack
 
+from simtune.engine.batch import Tally
+from simtune.engine.drafting.round_by_round import RoundByRound
+from simtune.engine.drafting.terms import DraftingTerms
 from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler
@@ -38,9 +44,19 @@ class ListScheduler(Scheduler):
 
     waiting: deque[Request]
 
-    def __init__(self, *, async_scheduling: bool = False, **settings: Unpack[Settings]) -> None:
+    def __init__(
+        self,
+        *,
+        async_scheduling: bool = False,
+        speculation: DraftingTerms | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """Raise ValueError for drafts whose number differs between rounds."""
         super().__init__(**settings)
         self.async_scheduling = async_scheduling
+        self.drafts = None if speculation is None else RoundByRound(speculation, self.max_model_len)
+        """Drafts of the residents; None without drafts."""
+        self.drafting = self.drafts is not None
         self.residents: dict[Request, None] = {}
         self._scheduled: ScheduledTokens = {}
         self._preempted: list[Request] = []  # since the latest step
@@ -51,6 +67,15 @@ class ListScheduler(Scheduler):
 
         Empty only if blocks are short that no resident holds.
         """
+
+    def width(self, request: Request) -> int:
+        """Return the tokens that the next step computes for a request that decodes: one, and its drafts."""
+        return 1 if self.drafts is None else self.drafts.width(request)
+
+    @property
+    def tally(self) -> Tally:
+        """Totals of verifications of drafts so far."""
+        return super().tally if self.drafts is None else self.drafts.tally
 
     def key(self, request: Request) -> Any:
         """Sort key: smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is
@@ -98,15 +123,18 @@ class ListScheduler(Scheduler):
     def _step(self, preempted: list[Request]) -> Step:
         scheduled = self._scheduled
         decoding = [request for request in scheduled if request.decoding]
+        tokens = len(decoding) if self.drafts is None else sum([scheduled[request] for request in decoding])
         step = Step(
             len(decoding),
-            sum([request.computed for request in decoding]) + len(decoding),
+            sum([request.computed for request in decoding]) + tokens,
             [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
+        if self.drafts is not None:
+            step.draft_tokens, step.draft_depth = tokens - len(decoding), self.drafts.depth
         # Late newcomers are admitted after this step.
-        if not step.chunks and not preempted and not self._late:
+        elif not step.chunks and not preempted and not self._late:
             limit = self.steady_steps(decoding)
             if limit > 1:
                 completion = min(map(self.remaining, decoding))
@@ -142,11 +170,17 @@ class ListScheduler(Scheduler):
         first_token: list[Request] = []
         finished: list[Request] = []
         for request, tokens in self._scheduled.items():
-            request.computed += tokens * repetitions
             if request.decoding:
+                kept = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
+                request.computed += kept
                 self.allocate(request, request.computed)
-                request.emitted += repetitions
-            elif request.computed == request.known_tokens:
+                request.emitted = min(request.emitted + kept, request.output_tokens)
+                if not self.remaining(request):
+                    self._leave(request)
+                    self._finish(request, finished)
+                continue
+            request.computed += tokens * repetitions
+            if request.computed == request.known_tokens:
                 request.decoding = True
                 request.emitted += 1
                 if request.emitted == 1:

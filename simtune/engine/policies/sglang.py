@@ -31,11 +31,14 @@ class SglangScheduler(ListScheduler):
     more dispatched step. A request may deliver the `max_tokens` that its client allows, up to `max_new_tokens` and
     max_model_len.
 
+    *Drafts.* Every request that decodes has room for all drafts of a round before it runs, and prompts never share a
+    step with them.
+
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
     the radix cache and the orders of the queue that go by it, and that under overlap an end is known one step late.
     """
 
-    offers = frozenset({"async_scheduling"})
+    offers = frozenset({"async_scheduling", "speculation"})
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
     DECAY_STEPS = 600
@@ -61,7 +64,7 @@ class SglangScheduler(ListScheduler):
         self._initial = min(self.INIT_NEW_TOKEN_RATIO * schedule_conservativeness, 1.0)
         self._least = self._initial * self.MIN_NEW_TOKEN_RATIO_FACTOR
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
-        self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk
+        self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk and not self.drafting
         self._interval = self._unpolled = scheduler_recv_interval  # steps since the engine looked for newcomers
         # A budget below a page counts as one.
         self._page = min(self.kv.block_size, self.max_num_batched_tokens)
@@ -203,13 +206,20 @@ class SglangScheduler(ListScheduler):
 
     def _decode(self, preempted: list[Request]) -> ScheduledTokens:
         decoding = list(self.residents)
-        if self.missing_blocks(decoding, 1) > self.kv.free:
+        if self._missing(decoding) > self.kv.free:
             decoding = self._retract(decoding, preempted)
-        if self.missing_blocks(decoding, 1) > self.kv.free:
+        if self._missing(decoding) > self.kv.free:
             return {}
-        for request in decoding:
-            self.allocate(request, request.computed + 1)
-        return dict.fromkeys(decoding, 1)
+        widths = {request: self.width(request) for request in decoding}
+        for request, width in widths.items():
+            self.allocate(request, request.computed + width)
+        return widths
+
+    def _missing(self, decoding: list[Request]) -> int:
+        """Return the blocks that a step of these requests needs beyond those they have."""
+        if self.drafts is None:
+            return self.missing_blocks(decoding, 1)
+        return sum(self.missing_blocks([request], self.width(request)) for request in decoding)
 
     def _retract(self, decoding: list[Request], preempted: list[Request]) -> list[Request]:
         """Retract requests until the others have room for some steps; return the others."""
