@@ -252,33 +252,28 @@ def compile_tables(
     Raises Infeasible when the model cannot be sharded as the pool asks, or the profile lacks an operator or link.
     """
     models, seqs = _Models.of(model, hardware, pool, factors), pool.batching.max_num_seqs
-    step_model = models.model
+    step_model, attention = models.model, models.model.attention
     entries = max_model_len + 3 * max(pool.batching.max_num_batched_tokens, width * seqs)
-    # Refused before it is allocated: contexts of many millions of tokens would take all memory of the machine.
     room.need(entries * _ENTRY_BYTES, f"step costs up to max_model_len {max_model_len:,}", "lower max_model_len")
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
-    # Steps with prompts need a table of their own if a log corrected them apart, or if it depends on them what hides.
     separate = differs or step_model.overlaps
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)
     mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if separate else _launched(pure, models, pool)
     scales = [1.0 if c is None else c.scale for c in (step_model.correction(False), step_model.correction(True))]
     alone = DecodeTable(models, contexts, seqs, 0, scales[False])
     beside: tuple[DecodeTable, ...] = (alone,)
-    if differs or step_model.attention.mixes:
-        chunks = _chunks(pool.batching.max_num_batched_tokens) if step_model.attention.mixes else [0]
+    if differs or attention.mixes:
+        chunks = _chunks(pool.batching.max_num_batched_tokens) if attention.mixes else [0]
         beside = tuple(DecodeTable(models, contexts, seqs, chunk, scales[True]) for chunk in chunks)
-    overhead_s = step_model.attention.chunk_overhead_s
+    overhead_s = attention.chunk_overhead_s
     lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
     prefill = models.dense(lambda model, x: model.attention.prefill(x) + overhead_s, lengths) - overhead_s
-    # A chunk is a difference of this column, and must not be negative: a residual may make longer prompts faster.
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
     largest, large = _large(step_model)
-    imbalance = [
-        [0, *whole_ticks(scales[kind] * step_model.attention.imbalance_s(decodes, kind))] for kind in (False, True)
-    ]
+    imbalance = [[0, *whole_ticks(scales[kind] * attention.imbalance_s(decodes, kind))] for kind in (False, True)]
     return StepTables(
         models=models,
         max_num_seqs=seqs,

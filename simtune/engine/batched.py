@@ -63,11 +63,7 @@ class BatchScheduler(Scheduler):
         Raises ValueError, also for features that do not go together.
         """
         super().__init__(**settings)
-        if prefix_caching and preemption == "swap":
-            raise ValueError("preemption swap and prefix_caching are mutually exclusive; disable one")
-        # An asynchronous engine dispatches a step before it knows how many drafts the last one made.
-        if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
-            raise ValueError("async_scheduling requires a number of drafts known in advance; disable async_scheduling")
+        _check_together(prefix_caching, async_scheduling, preemption, speculation)
         if prefix_caching:
             total, block_size = self.kv.total, self.kv.block_size
             drops_last_hit = speculation is not None and speculation.drops_last_hit
@@ -255,8 +251,7 @@ class BatchScheduler(Scheduler):
     def _draft(self, step: Step) -> None:
         """Let requests that decode make drafts after a step."""
         for request in self.decoding.draft(step.num_decodes + len(step.chunks)):
-            # It is in the next step all the same.
-            self._settling.ended.remove(request)
+            self._settling.ended.remove(request)  # it is in the next step all the same
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -285,8 +280,7 @@ class BatchScheduler(Scheduler):
         if self._needs.padding_after(request.computed):
             self.decoding.pad(request)
         else:
-            # It has no drafts yet.
-            self.decoding.cut(request, 1)
+            self.decoding.cut(request, 1)  # it has no drafts yet
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:
@@ -296,9 +290,19 @@ class BatchScheduler(Scheduler):
         lost = list(self.decoding)
         for request in lost:
             self.decoding.leave(request)
-        lost += self.prefilling
-        self.prefilling = []
+        lost, self.prefilling = [*lost, *self.prefilling], []
         return lost
+
+
+def _check_together(
+    prefix_caching: bool, async_scheduling: bool, preemption: str, speculation: DraftingTerms | None
+) -> None:
+    """Raise ValueError for features that do not go together."""
+    if prefix_caching and preemption == "swap":
+        raise ValueError("preemption swap and prefix_caching are mutually exclusive; disable one")
+    # An asynchronous engine dispatches a step before it knows how many drafts the last one made.
+    if async_scheduling and speculation is not None and (speculation.stops or speculation.shares):
+        raise ValueError("async_scheduling requires a number of drafts known in advance; disable async_scheduling")
 
 
 def _end_chunks(

@@ -75,3 +75,8 @@ class Request:
     def known_tokens(self) -> int:
         """Prompt plus delivered output: the tokens that a (re)computation has to cover."""
         return self.prompt_tokens + self.emitted
+
+    def lose_cache(self) -> None:
+        """Note that none of its tokens is in the cache any more; those that were emitted stay delivered."""
+        self.computed = self.reserved_tokens = self.shared = 0
+        self.runs = None

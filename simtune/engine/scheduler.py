@@ -97,10 +97,8 @@ class Scheduler(PolicyTraits, ABC):
         An engine that schedules asynchronously dispatched the next step when the running one began: the request is seen
         by the step after that.
         """
-        if not self.async_scheduling:
+        if not self.async_scheduling or self.outgrows(request):
             return self.add(request)
-        if self.outgrows(request):
-            return False
         self._late.append((repetition, request))
         return True
 
@@ -178,8 +176,7 @@ class Scheduler(PolicyTraits, ABC):
             queue.clear()
         self._under_way = None
         for request in lost:
-            request.computed = request.reserved_tokens = request.shared = 0
-            request.runs = None
+            request.lose_cache()
         return lost
 
     # --- what is here -----------------------------------------------------------------------------------------

@@ -191,7 +191,6 @@ def tree_figure(draft: DraftShape) -> Figure:
     edges_x: list[float | None] = []
     edges_y: list[float | None] = []
     for node in nodes:
-        # None lifts the pen: all edges are one trace, which is drawn much faster than a trace each.
         edges_x += [node.parent[0], node.x, None]
         edges_y += [-node.parent[1], -node.depth, None]
     x, y = [root[0], *(n.x for n in nodes)], [0, *(-n.depth for n in nodes)]

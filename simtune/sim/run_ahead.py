@@ -15,8 +15,7 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
     agenda, recorder, sampler, time, timer = core.agenda, core.recorder, core.sampler, core.time, core.timer
     heap, note, decode = agenda.heap, recorder.rows.append, timer.affine
     complete, schedule, step, gaps = core.scheduler.complete, core.scheduler.schedule, core.step, core.gaps
-    # So that the heap alone shows what comes first.
-    agenda.hold(None)
+    agenda.hold(None)  # so that the heap alone shows what comes first
     while step is not None:
         repetitions = time.repetitions
         recorder.steps += repetitions
@@ -29,7 +28,6 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
             note((time.first, time.slope, repetitions, decodes))
         progress = complete(repetitions)
         core.step, core.ended = None, now
-        # Most steps end nothing, which one shared object tells without a look inside.
         if progress is not NO_PROGRESS:
             deliver(now, core, progress)
         # Another event at this instant may add a request, so the core schedules after it (WAKE sorts last).
@@ -41,7 +39,6 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
             core.idle(now)
             return
         core.started = now
-        # Whoever cuts this step later raises the version, which voids the event of its end.
         core.version = version = core.version + 1
         if not step.only_decodes:
             core.find_time(now, step)
@@ -51,15 +48,12 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
             now += time.total
         else:
             time.first, time.slope, repetitions = decode(step.num_decodes, step.context_tokens)
-            # Not min(): the call would cost more than all else in this branch.
             if step.repeat < repetitions:
                 repetitions = step.repeat
             time.repetitions = repetitions
             now += repetitions * time.first + time.slope * (repetitions * (repetitions - 1) // 2)
         event = now, STEP_END, core.number, version
-        # Something else comes first, or the run was stopped.
-        if heap[0] < event:
+        if heap[0] < event:  # something else comes first, or the run was stopped
             agenda.held = event
             return
-        # The event never was on the heap, and is an event of the run all the same.
         agenda.handled += 1

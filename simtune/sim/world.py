@@ -69,7 +69,6 @@ class World:
         once it returns True the run ends there and the outcome is marked `aborted`.
         """
         self._cores, self._control, self._stop_when = list(cores), control, stop_when
-        # Events are tuples that a heap compares, so they name a core by its number.
         for number, core in enumerate(self._cores):
             core.number = number
         self._routers = Routers(
@@ -88,10 +87,7 @@ class World:
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
         self._informed, self._followed = self._routers.informed, self._source.follows
-        # Without a listener the end of a request is one write into a column, as in most runs.
         self._unheard = not (self._informed or self._followed) and self._stop_when is None
-        # A core that takes requests over makes room between two steps, and families abort requests at any time: neither
-        # could be seen by a core that runs ahead.
         receiving = set(self._routers.back.cores)
         for core in self._cores:
             runs_ahead = not (single_steps or record or core in receiving or stream.graph is not None)

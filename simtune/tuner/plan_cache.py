@@ -87,7 +87,7 @@ class PlanCache:
                 return settled
             pools.append(settled)
         with_drafts = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
-        refusal = self._too_many(with_drafts) or self._no_way(with_drafts)
+        refusal = _too_many(self.question, with_drafts) or self._no_way(with_drafts)
         if refusal:
             return Refused("does_not_fit", refusal)
         return self._weighted(with_drafts) if with_drafts.of_kinds else with_drafts
@@ -165,13 +165,6 @@ class PlanCache:
             hardware = self.question.hardware_of(choice)
             self._round_costs[key] = round_costs(draft, self.question.model, hardware, self.pool(choice))
         return self._round_costs[key]
-
-    def _too_many(self, candidate: Candidate) -> str:
-        for entry in self.question.study.hardware:
-            devices = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
-            if devices > entry.devices:
-                return f"needs {devices} {entry.profile}, of which there are {entry.devices}"
-        return ""
 
     def _no_way(self, candidate: Candidate) -> str:
         """Return why KV caches could not be sent from a prefill pool; empty if they can. Computed once for each
@@ -304,6 +297,15 @@ def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
         f"without chunked prefill max_num_batched_tokens ({batching.max_num_batched_tokens}) must be at least the "
         f"longest prompt of the load ({longest:,} tokens)"
     )
+
+
+def _too_many(question: Question, candidate: Candidate) -> str:
+    """Return of which hardware a candidate takes more than there is; empty if of none."""
+    for entry in question.study.hardware:
+        devices = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
+        if devices > entry.devices:
+            return f"needs {devices} {entry.profile}, of which there are {entry.devices}"
+    return ""
 
 
 def _widest(choices: Iterable[PoolChoice]) -> dict[object, tuple[int, int]]:
