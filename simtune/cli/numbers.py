@@ -68,5 +68,7 @@ WORLDS = 100_000
 """Most redrawn worlds."""
 GPUS = WholeRange(1, 100_000)
 RATE = RealRange(above=0, most=LARGEST_RATE)
+LIMIT = RealRange(above=0, most=LONGEST_S)
+"""Limit of a latency, in seconds."""
 TRIALS = WholeRange(1, 10_000)
 """Rounds, repetitions and parts."""

@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING
 import click
 
 from simtune.cli.names import PUBLISHED
-from simtune.cli.options import force_option, hardware_option, html_option, jobs_option, json_option, quiet_option
+from simtune.cli.numbers import LIMIT
+from simtune.cli.options import (
+    force_option,
+    hardware_option,
+    html_option,
+    jobs_option,
+    json_option,
+    model_option,
+    quiet_option,
+    workload_option,
+)
 from simtune.cli.output import number, print_json, print_table, progress
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.validation.published import Entry, Finding
+    from simtune.validation.published import Entry, Finding, OwnLoad
 
 
 @click.command()
@@ -28,6 +38,12 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Write findings to FILE as they are made; the same command continues from there.",
 )
+@model_option.but(help="Run both sides on this model, with --workload.")
+@workload_option.but(
+    help="Run both sides under this load, with --model and --hardware: gain, its interval, and where it pays."
+)
+@click.option("--ttft", type=LIMIT, default=None, help="With --workload: limit of 99 % of the TTFTs, in seconds.")
+@click.option("--tpot", type=LIMIT, default=None, help="With --workload: limit of 99 % of the TPOTs, in seconds.")
 @click.option("--list", "only_list", is_flag=True, help="List the systems and run nothing.")
 @json_option
 @force_option
@@ -38,6 +54,10 @@ def reproduce(  # noqa: PLR0913 - one for each option
     html: Path | None,
     jobs: int | None,
     journal: Path | None,
+    model: str | None,
+    workload: str | None,
+    ttft: float | None,
+    tpot: float | None,
     only_list: bool,
     as_json: bool,
     force: bool,
@@ -46,7 +66,8 @@ def reproduce(  # noqa: PLR0913 - one for each option
     """Simulate published systems beside what they were compared with, and compare the gain with the claim.
 
     Without arguments all of them: minutes. A family, a system or a file of your own runs alone. One that cannot be run
-    is reported with the reason, beside the others; exit code 2 if that is so on its own hardware.
+    is reported with the reason, beside the others; exit code 2 if that is so on its own hardware. With --model,
+    --hardware and --workload both sides run there, and nothing is judged.
     """
     from simtune.runs.files import write_file
     from simtune.validation.published import Findings, headline, select
@@ -57,6 +78,9 @@ def reproduce(  # noqa: PLR0913 - one for each option
     if only_list:
         _list(entries)
         return 0
+    user_load = _own(model, hardware, workload, ttft, tpot)
+    if user_load is not None:
+        return _on_own(entries, user_load, quiet, as_json)
     findings: list[Finding] = []
     with progress("systems", quiet) as update:
         for finding in _run(entries, hardware, jobs, journal):
@@ -78,6 +102,60 @@ def reproduce(  # noqa: PLR0913 - one for each option
         if hardware is None:
             click.echo(headline(findings))
     return 2 if failed and hardware is None else 0
+
+
+def _own(
+    model: str | None, hardware: str | None, workload: str | None, ttft: float | None, tpot: float | None
+) -> OwnLoad | None:
+    """Return the load of the user; None if none is named. Raises UsageError if a part of it is missing."""
+    from simtune.specs.catalog import load_workload
+    from simtune.validation.published import OwnLoad
+
+    if model is None and workload is None and ttft is None and tpot is None:
+        return None
+    if model is None or hardware is None or workload is None:
+        raise UsageError(
+            "a load of your own needs --model, --hardware and --workload; name all three, or only --hardware"
+        )
+    requests, trace = load_workload(workload)
+    return OwnLoad(model, hardware, requests, trace, ttft, tpot)
+
+
+def _on_own(entries: list[Entry], own: OwnLoad, quiet: bool, as_json: bool) -> int:
+    """Run systems on a load of the user's own, and print what each gives."""
+    from simtune.validation.published import OwnGain, OwnGains, own_gains
+
+    gains: tuple[OwnGain, ...] = ()
+    with progress("systems", quiet) as update:
+        for gain in own_gains(entries, own):
+            gains += (gain,)
+            update(len(gains), len(entries), gain.title)
+    if as_json:
+        document = OwnGains(
+            schema_="simtune/own-gains@1",
+            model=own.model,
+            hardware=own.hardware,
+            workload=own.workload.name,
+            gains=gains,
+        )
+        print_json(document.to_data())
+        return 0
+    rows = [
+        (
+            g.title,
+            number(g.base),
+            number(g.variant),
+            number(g.gain),
+            "-" if g.low is None else f"{number(g.low)} to {number(g.high)}",
+        )
+        for g in gains
+    ]
+    columns = ("system", f"base, {own.metric()}", "variant", "gain", "over assumed inputs")
+    print_table(f"On {own.model}, {own.hardware}, {own.workload.name}", columns, rows)
+    for gain in gains:
+        for line in (*(f"pays {where}" for where in gain.pays), *([gain.reason] if gain.reason else [])):
+            click.echo(f"{gain.title}: {line}")
+    return 0
 
 
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:

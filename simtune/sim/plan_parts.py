@@ -26,6 +26,7 @@ from simtune.specs.pool import POLICY_GROUP, Batching, Pool
 from simtune.specs.routing import ROUTER_GROUP, OwnRouting, Routing
 from simtune.specs.schemes import SCHEMES
 from simtune.specs.study import Study
+from simtune.specs.variants import Fragment, variants_of
 from simtune.workload.requests import RequestStream
 
 POLICY: PartKind[Scheduler] = PartKind("policy", POLICY_GROUP, POLICIES, Scheduler)  # type: ignore[type-abstract]
@@ -50,6 +51,21 @@ def problems(spec: Spec) -> Iterator[tuple[Where, str]]:
             yield from _policy_problems(("batching",), spec.batching.policy, spec.batching.options)
         if isinstance(spec.router, OwnRouting):
             yield from _router_problems(("router",), spec.router)
+        for i, fragment in enumerate(spec.search.variants or ()):
+            yield from _fragment_problems(("search", "variants", i), fragment)
+
+
+def _fragment_problems(at: Where, fragment: Fragment) -> Iterator[tuple[Where, str]]:
+    """Yield the problems of the policies and the routers that a fragment of a study names."""
+    (variant,) = variants_of([fragment])
+    for role, settings in ((), variant.pool), *(((role,), settings) for role, settings in variant.by_role.items()):
+        batching = settings.get("batching", {})
+        if "policy" in batching:
+            yield from _policy_problems((*at, *role, "batching"), batching["policy"], batching.get("options"))
+    for key in ("router", "decode_router"):
+        routing = getattr(variant.plan, key)
+        if isinstance(routing, OwnRouting):
+            yield from _router_problems((*at, key), routing)
 
 
 def _policy_problems(at: Where, name: str, options: Mapping[str, Any] | None) -> Iterator[tuple[Where, str]]:

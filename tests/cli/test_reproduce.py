@@ -133,3 +133,38 @@ def test_a_system_that_cannot_be_run_is_a_finding_beside_the_others(desk: Desk) 
     assert elsewhere.code == 0
     assert "mine: two: cannot be run: " in elsewhere.err
     assert "elsewhere" in elsewhere.out
+
+
+def test_on_a_load_of_ones_own_a_gain_has_an_interval_and_where_it_pays(own: Desk) -> None:
+    one = FILE[FILE.index("  - name: one") :]
+    slower = """\
+  - name: slower
+    title: Slower
+    source: a test
+    claim: {says: less, gain: 0.9, band: [0.1, 1]}
+    setup: {workload: {prompt: 100, output: 10}}
+    variant: {pool: {async_scheduling: false}}
+"""
+    own.write("mine.yaml", FILE.replace(one, slower))
+    own.write("load.yaml", LOAD)
+    where = ("--model", "llama-3.2-1b", "--hardware", "l40s", "--workload", "load.yaml", "--quiet")
+    said = call("reproduce", "mine.yaml", *where)
+    assert said.code == 0, said.err
+    assert "over assumed inputs" in " ".join(said.out.split())
+    assert "Slower: pays nowhere from 1 to 64 users" in said.out
+    as_json = call("reproduce", "mine.yaml", *where, "--json").json
+    gain = as_json["gains"][0]
+    assert gain["low"] == gain["gain"] == gain["high"] <= 1
+    assert [point["at"] for point in gain["by_users"]] == [1, 8, 64]
+    message = own.refused(call, "reproduce", "mine.yaml", "--model", "llama-3.2-1b", "--quiet")
+    assert "needs --model, --hardware and --workload" in message
+
+
+LOAD = """\
+schema: simtune/workload@1
+name: load
+requests: 8
+arrivals: {kind: poisson, rate_rps: 2}
+prompt: {kind: fixed, tokens: 100}
+output: {kind: fixed, tokens: 10}
+"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simtune.errors import SpecError
+from simtune.sim.plan_parts import problems
 from simtune.specs.pool import Pool
 from simtune.specs.study import Study
 from simtune.specs.variants import MOST_VARIANTS, UNSEARCHED
@@ -177,3 +178,19 @@ def test_names_and_numbers_of_variants_are_limited() -> None:
 def test_many_fragments_of_which_no_two_go_together_are_not_combined() -> None:
     many = [f"{{kv_cache: {{memory_utilization: 0.{number}}}}}" for number in range(10, 70)]
     assert len(labels(*many, combine=True)) == 60
+
+
+def test_parts_from_outside_that_a_fragment_names_are_checked_where_it_names_them() -> None:
+    asked = study(
+        "{batching: {policy: 'nowhere.here:Mine'}}",
+        "{decode: {batching: {policy: 'nowhere.here:Mine'}}}",
+        "{router: {kind: 'nowhere.here:Second'}}",
+        "{batching: {policy: sarathi}}",
+        layouts="prefill-decode",
+    )
+    places = [".".join(map(str, at)) for at, _ in problems(asked)]
+    assert places == [
+        "search.variants.0.batching.policy",
+        "search.variants.1.decode.batching.policy",
+        "search.variants.2.router.kind",
+    ]

@@ -245,18 +245,21 @@ class Side:
 
     def highest_rate(self, measure: HighestRate) -> SideResult:
         """Find the highest rate by bisection on a logarithmic scale, with the same requests at every rate."""
-        results: dict[float, Result] = {}
+        rate = self.highest_rate_of(self.stream, measure)
+        result = self.deployment.simulate(self.stream.at_rate(rate))
+        gpus = result.num_gpus if measure.per_gpu else 1
+        return SideResult(rate / gpus, self._parts(result), in_words(measure))
+
+    def highest_rate_of(self, stream: RequestStream, measure: HighestRate) -> float:
+        """Return the highest rate of some requests. Raise Infeasible if the limits are not met at the lowest one."""
 
         def ok(rate: float) -> bool:
-            results[rate] = self.deployment.simulate(self.stream.at_rate(rate))
-            return _meets(results[rate], measure)
+            return _meets(self.deployment.simulate(stream.at_rate(rate)), measure)
 
         rate = bisected(ok, measure.from_rps, measure.to_rps, measure.tolerance)
         if rate is None:
             raise Infeasible(f"the limits are not met at {measure.from_rps:g} requests/s either; lower from_rps")
-        result = results[rate]
-        gpus = result.num_gpus if measure.per_gpu else 1
-        return SideResult(rate / gpus, self._parts(result), in_words(measure))
+        return rate
 
     def step(self, measure: StepSeconds) -> SideResult:
         """Seconds of one step over the tokens that it delivers."""
