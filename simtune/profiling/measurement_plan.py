@@ -209,7 +209,8 @@ def step_layers(model: Model, limits: Limits) -> int:
 
 def _can_step(model: Model) -> bool:
     group = model.layers[0]
-    dense = isinstance(group.attention, FullAttention) and isinstance(group.feed_forward, DenseFeedForward)
+    plain = isinstance(group.attention, FullAttention) and group.attention.measurable and model.residual is None
+    dense = plain and isinstance(group.feed_forward, DenseFeedForward)
     return dense and len(model.layers) == 1 and model.weight_dtype == model.dtype
 
 
@@ -373,7 +374,7 @@ class _Planner:
     def _attention(self, model: Model, attention: Attention, tp: int) -> None:
         if isinstance(attention, NoAttention):
             return
-        if not isinstance(attention, FullAttention):
+        if not isinstance(attention, FullAttention) or not attention.measurable:
             self.remarks.append(f"{model.name}: torch has no kernel for its {attention.kind} attention; not measured")
             return
         calls = _AttentionCalls(model, attention, tp)

@@ -8,6 +8,7 @@ from simtune.errors import plural
 from simtune.report import figures, info, verdict
 from simtune.report.labels import plan_labels
 from simtune.runs.schema import Run
+from simtune.specs.plan_words import chosen_releases
 
 SAMPLING = "sampling.fp32"
 """Operator without a table on any device, and small: the report names it under the cost model only."""
@@ -95,6 +96,8 @@ def _of_simulation(run: Run) -> list[Warned]:
 def _of_costs(run: Run) -> list[Warned]:
     """Return warnings of what step times rest on."""
     hardware, warned = run.summary.hardware, []
+    if chosen := chosen_releases(run.summary.plan):
+        warned.append(Warned("Engine release chosen", "; ".join(chosen) + "."))
     if run.summary.model_notes:
         warned.append(Warned("Assumed of the model", "; ".join(run.summary.model_notes) + "."))
     estimated = [key for key in hardware.estimated if key != SAMPLING]

@@ -59,6 +59,17 @@ class FullAttention(Part):
         return self.v_dim or self.head_dim
 
     @property
+    def measurable(self) -> bool:
+        """True if kernels that are measured here attend so: keys and values of one width, none left out."""
+        return self.kind in ("full", "sliding") and self.value_width == self.head_dim
+
+    @property
+    def like_llama(self) -> bool:
+        """True for full attention with only the projections that Llama, Qwen2 and Qwen3 have."""
+        beyond = self.output_gate or self.head_gate or self.sinks or self.values_from_keys or self.wide_qk_norm
+        return self.kind == "full" and self.measurable and not beyond and self.q_lora_rank is None
+
+    @property
     def _projected(self) -> int:
         gates = self.heads * (self.output_gate * self.value_width + self.head_gate)
         values = 0 if self.values_from_keys else self.kv_heads * self.value_width

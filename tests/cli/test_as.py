@@ -100,3 +100,15 @@ def test_a_word_without_a_model_is_an_error() -> None:
     answer = call("simulate", "--as", "LlamaForCausalLM", "--hardware", "h100-sxm", "--workload", "chat")
     assert answer.code == 2
     assert "give the model whose config.json it is: --model" in answer.err
+
+
+def test_a_release_that_was_chosen_is_stated(folder: Path) -> None:
+    (folder / "load.yaml").write_text(LOAD)
+    given = ["--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--engine", "vllm@0.31", "--quiet"]
+    answer = call("simulate", *given, "--workload", str(folder / "load.yaml"), "--out", str(folder / "run"))
+    assert answer.code == 0, answer.err
+    stated = "engine vllm@0.31: preset vllm-0.28 is used"
+    assert f"note: {stated}" in answer.err
+    (pool,) = json.loads((folder / "run" / "summary.json").read_text())["plan"]["pools"]
+    assert (pool["engine"], pool["engine_asked"]) == ("vllm-0.28", "vllm@0.31")
+    assert stated in (folder / "run" / "report.html").read_text()

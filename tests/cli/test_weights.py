@@ -98,7 +98,7 @@ def test_layer_that_cannot_be_written_is_named(name: str, said: str) -> None:
     [
         (("learned_positions=512",), "learned positions, layer norms, or norms behind its sublayers"),
         (("weight_dtype=fp8",), "weights in another format than bf16"),
-        (("layers.0.attention.sinks=true",), "attention with sinks or an output gate"),
+        (("layers.0.attention.sinks=true",), "attention with sinks, gates, norms or widths of its own"),
         (("layers.0.attention.output_bias=true",), "biases as none of the three has"),
         (("layers.0.feed_forward.gated=false",), "a feed-forward block without a gate or with biases"),
         (("layers.0.attention.output_bias=true", "layers.0.attention.qkv_bias=true"), None),

@@ -11,6 +11,8 @@ from simtune.costs.iteration import StepModel, StepWork
 from simtune.costs.layers import AttentionCosts, attention_layer
 from simtune.costs.memory import kv_bytes_per_token
 from simtune.costs.predict import Profile
+from simtune.errors import UsageError
+from simtune.specs.catalog import load_model
 from simtune.specs.model import (
     Attention,
     AttentionResiduals,
@@ -23,6 +25,7 @@ from simtune.specs.model import (
     MoeFeedForward,
 )
 from simtune.specs.pool import Parallelism
+from simtune.validation.servers.random_weights import Checkpoint
 from tests.costs.made_up import hardware, model, pool
 
 SOFTMAX: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 16}
@@ -155,3 +158,22 @@ def test_experts_behind_a_projection_are_narrower_and_two_products_more() -> Non
 def test_layers_that_cannot_be_are_refused(attention: Attention, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         type(attention).model_validate({**attention.model_dump(), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"v_dim": 8}, {"head_gate": True}, {"values_from_keys": True}, {"wide_qk_norm": True}, {"sinks": True}]
+)
+def test_engines_and_weights_of_llama_do_not_stand_for_other_attention(changes: dict[str, Any]) -> None:
+    """Weights, the torch engine and measured kernels are of Llama's layers: a model of others is refused."""
+    llama = load_model("llama-3.2-1b")
+    attention = llama.layers[0].attention.model_copy(update=changes)
+    layers = tuple(group.model_copy(update={"attention": attention}) for group in llama.layers)
+    for other in (
+        llama.model_copy(update={"layers": layers}),
+        llama.model_copy(update={"residual": HyperConnections(streams=4)}),
+    ):
+        with pytest.raises(UsageError, match="this one has"):
+            Checkpoint.of(other)
+    assert not MSA.measurable
+    assert not MSA.like_llama
+    assert Checkpoint.of(llama).architecture == "LlamaForCausalLM"

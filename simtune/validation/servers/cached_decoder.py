@@ -292,7 +292,7 @@ def check_layers(model: Model) -> None:
     """Raise UsageError for a model that the decoder cannot run."""
     for group in model.layers:
         attention, feed_forward = group.attention, group.feed_forward
-        plain = type(attention) is FullAttention and not (attention.output_gate or attention.sinks)
+        plain = isinstance(attention, FullAttention) and attention.like_llama and model.residual is None
         dense = isinstance(feed_forward, DenseFeedForward) and feed_forward.gated
         if not (plain and dense) or isinstance(attention, SlidingAttention) or attention != model.layers[0].attention:
             raise UsageError(

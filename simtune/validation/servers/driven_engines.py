@@ -429,7 +429,8 @@ def llama_config(model: Model) -> dict[str, Any]:
     """Return the config.json of a model of plain layers, as engines read it. Raise UsageError for other models."""
     group = model.layers[0]
     attention, feed_forward = group.attention, group.feed_forward
-    plain = type(attention) is FullAttention and isinstance(feed_forward, DenseFeedForward) and len(model.layers) == 1
+    softmax = isinstance(attention, FullAttention) and attention.like_llama and model.residual is None
+    plain = softmax and isinstance(feed_forward, DenseFeedForward) and len(model.layers) == 1
     if not plain:
         raise UsageError(
             f"{model.name}: only models of equal layers of full attention and dense feed-forward are made up"

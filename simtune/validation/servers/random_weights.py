@@ -144,6 +144,8 @@ def _unwritten(model: Model) -> Iterator[str]:
     first = model.layers[0]
     if any((g.attention, g.feed_forward) != (first.attention, first.feed_forward) for g in model.layers):
         yield "layers that differ"
+    if model.residual is not None:
+        yield f"sublayers joined by {model.residual.kind} residuals"
     if model.learned_positions or model.norm_bias or model.norms_per_sublayer > 1:
         yield "learned positions, layer norms, or norms behind its sublayers"
     attention = {model.of_group(group).dtype_of("attention") for group in model.layers}
@@ -155,8 +157,8 @@ def _unwritten_layer(group: LayerGroup) -> Iterator[str]:
     attention, feed_forward = group.attention, group.feed_forward
     if attention.kind != "full":
         yield f"{attention.kind} attention"
-    elif attention.sinks or attention.output_gate:
-        yield "attention with sinks or an output gate"
+    elif not attention.like_llama:
+        yield "attention with sinks, gates, norms or widths of its own"
     elif (attention.output_bias and not attention.qkv_bias) or (attention.qk_norm and attention.qkv_bias):
         yield "biases as none of the three has"
     if feed_forward.kind != "dense":
