@@ -318,14 +318,12 @@ class Result(RequestTimes):
 
         output_rate = per_second(output)
         # Fields that do not apply are left out of the file.
-        where_it_applies: dict[str, Any] = {}
+        where_it_applies = self._held_back()
         if cached := prefix_cache(self.outcome.cores):
             where_it_applies["prefix_cache"] = cached
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, self._answered_on(completed), duration)
-        if self.stream.due_s is not None and self.stream.users is not None:
-            where_it_applies["held_back"] = held_back(self.held_s, self.stream.users)
         where_it_applies |= self.outcome.controlled | energy_of(self.power, core_use, duration, output, self.scale)
         return SimulationSummary(
             requests=len(completed),
@@ -357,6 +355,12 @@ class Result(RequestTimes):
             slo=tuple(self.limits),
             **where_it_applies,
         )
+
+    def _held_back(self) -> dict[str, Any]:
+        """Return how long the client held requests back, by the name of its field; nothing if it holds none back."""
+        if self.stream.due_s is None or self.stream.users is None:
+            return {}
+        return {"held_back": held_back(self.held_s, self.stream.users)}
 
     def _answered_on(self, completed: NDArray[np.bool_]) -> list[int]:
         """Return the number of requests that each core answered."""
