@@ -50,10 +50,13 @@ def calibrate(
     """Correct the step times of hardware profile DIR by a scale and an offset, from an engine's own log.
 
     Steps with prompt tokens and steps without are corrected apart, each where the log has eight or more. The errors
-    printed are those of either half of the steps corrected by the other half.
+    printed are those of either half of the steps corrected by the other half. If the plan schedules synchronously,
+    the host time beside the kernels is printed as well: `host` of a plan or of an engine preset, in place of the
+    correction.
     """
     from simtune.costs.calibration import calibrate as corrected_by
     from simtune.costs.calibration import read_log
+    from simtune.costs.host_fit import fit_host_times
     from simtune.specs import catalog
 
     folder = _folder(profile, out, force)
@@ -64,10 +67,18 @@ def calibrate(
         click.echo(f"{measured.name}: {lines:,} lines left out: {why}", err=True)
     correction = corrected_by(ran, hardware, pool, log, measured)
     target = write_profile(folder, hardware.model_copy(update={"calibration": correction}), COMMENT)
+    host = fit_host_times(ran, hardware, pool, log)
     if as_json:
-        print_json({"written": str(target), "calibration": correction.model_dump(mode="json", exclude_none=True)})
+        document = {"written": str(target), "calibration": correction.model_dump(mode="json", exclude_none=True)}
+        if host is not None:
+            document["host"] = host.model_dump(mode="json", exclude_none=True)
+        print_json(document)
     else:
         _print(f"{hardware.name}: measured = scale x predicted + offset, {ran.name}", correction)
+        if host is not None:
+            fields = host.model_dump(mode="json", exclude_none=True)
+            settings = ", ".join(f"{name}: {value}" for name, value in fields.items())
+            click.echo(f"in place of the correction, for a plan or an engine preset: host: {{{settings}}}")
         click.echo(f"wrote {target}")
 
 

@@ -339,13 +339,7 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
     if summary.power_w is not None:
         energy = f"{number(summary.joules_per_token)}{_between(drawn.of('joules_per_token') if drawn else None)}"
         click.echo(f"{'power':30} {number(summary.power_w)} W, {energy} J per output token")
-    if summary.steadiness is None and not summary.unserved and summary.held_back is None:
-        click.echo(f"{'makespan':30} {number(summary.duration_s)} s")
-    if (held := summary.held_back) is not None:
-        waits = f"{held.share:.1%} of the requests, {number(held.mean_s)} s on average, p99 {number(held.p99_s)} s"
-        click.echo(
-            f"{'held back':30} {waits} (more than {held.max_in_flight:,} under way; such a load cannot saturate)"
-        )
+    _print_end(summary)
     if summary.unserved:
         click.echo("NOT SERVED: requests were left when no instance was up any more")
     elif summary.saturated:
@@ -361,6 +355,17 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
             f"TOO FEW REQUESTS for {', '.join(summary.too_few_for)}: {summary.completed:,} ended, and ten must lie "
             "beyond a percentile (p99 needs 1,000); ask for more with --requests"
         )
+
+
+def _print_end(summary: SimulationSummary) -> None:
+    """Print how long the client held requests back, or the makespan of a load without a rate."""
+    back = summary.held_back
+    if back is None and summary.steadiness is None and not summary.unserved:
+        click.echo(f"{'makespan':30} {number(summary.duration_s)} s")
+    if back is not None:
+        waits = f"{back.share:.1%} of the requests, {number(back.mean_s)} s on average, p99 {number(back.p99_s)} s"
+        limit = f"more than {back.max_in_flight:,} under way; such a load cannot saturate"
+        click.echo(f"{'held back':30} {waits} ({limit})")
 
 
 def _print_latencies(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None) -> None:

@@ -175,7 +175,9 @@ class StepBasis:
     def _beyond_s(self, step: WeightedStep, kernels: float) -> float:
         """Return the seconds of a step that its kernels do not account for: of the host, which drafts take too."""
         passes = self._passes if step.width > 1 else 0
-        return self._model.beyond_kernels_s(kernels, step.work) + self._model.drafting_s(step.work.num_decodes, passes)
+        return self._model.beyond_kernels_s(kernels, step.work) + self._model.host.drafting_s(
+            step.work.num_decodes, passes
+        )
 
     def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
         """Yield every shape that the steps ask an operator for, with the time that it stands for."""

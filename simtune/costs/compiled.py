@@ -212,10 +212,6 @@ class StepTables:
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
     groups: int
     """Ranks with data-parallel attention that share experts."""
-    largest_graph: float
-    """Tokens of the largest step with a graph."""
-    large: tuple[int, int]
-    """(without, with chunks): least ticks of a larger step, whose kernels are launched one by one."""
     shared: SharedExperts | None = None
     """Time that verifications save; None if tokens of a sequence visit no experts in common."""
 
@@ -228,6 +224,17 @@ class StepTables:
         """Factor by which a correction multiplies the GPU's time."""
         correction = self.model.correction(mixed)
         return 1.0 if correction is None else correction.scale
+
+    @property
+    def largest_graph(self) -> float:
+        """Tokens of the largest step with a graph."""
+        return self.model.launches.largest_graph
+
+    @cached_property
+    def large(self) -> tuple[int, int]:
+        """(without, with chunks): least ticks of a larger step, whose kernels are launched one by one."""
+        pure, mixed = (to_ticks(self.scale(kind) * self.model.launches.large_s) for kind in (False, True))
+        return pure, mixed
 
     def floor(self, num_tokens: int, num_seqs: int, mixed: bool) -> int:
         """Return the least ticks of a step on the GPU."""
@@ -272,7 +279,6 @@ def compile_tables(
     prefill = scales[True] * rising(np.maximum(prefill, 0))
     past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
-    largest, large = _large(step_model)
     imbalance = [[0, *whole_ticks(scales[kind] * attention.imbalance_s(decodes, kind))] for kind in (False, True)]
     return StepTables(
         models=models,
@@ -287,8 +293,6 @@ def compile_tables(
         chunk=to_ticks(scales[True] * overhead_s),
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
-        largest_graph=largest,
-        large=large,
         shared=SharedExperts.of(step_model, scales[False], width),
     )
 
@@ -298,7 +302,7 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
     scale = 1.0 if correction is None else correction.scale
     samples = np.arange(1, max_samples + 1, dtype=np.float64)
     tokens = np.arange(1, max(pool.batching.max_num_batched_tokens, max_samples) + 1, dtype=np.float64)
-    padded = padded_tokens(tokens, model.largest_graph)
+    padded = padded_tokens(tokens, model.launches.largest_graph)
     linear = models.dense(lambda model, x: _total(model.padded(x, with_chunks)), padded)
     experts: list[int] = []
     if models.model.routes:
@@ -310,7 +314,7 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
             ]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-    after_s = [model.exposed_s(n, pool.hides_host) for n in range(seqs + 1)]
+    after_s = [model.host.exposed_s(n, pool.hides_host) for n in range(seqs + 1)]
     if correction is not None:
         after_s = [correction.offset_s] * (seqs + 1)
     return TokenTables(
@@ -330,18 +334,12 @@ def _launched(pure: TokenTables, models: _Models, pool: Pool) -> TokenTables:
 def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
     """Least ticks of a step by its sequences: the launch of its kernels, and the host if it hides behind the GPU."""
     correction, seqs = model.correction(with_chunks), pool.batching.max_num_seqs
-    launch = to_ticks((1.0 if correction is None else correction.scale) * model.launch_s[with_chunks])
+    launch = to_ticks((1.0 if correction is None else correction.scale) * model.launches.floors_s[with_chunks])
     if correction is not None or not pool.hides_host:
         return [launch] * (seqs + 1)
-    return [max(launch, to_ticks(model.host_s(n)) - to_ticks(model.exposed_s(n, hides=True))) for n in range(seqs + 1)]
-
-
-def _large(model: StepModel) -> tuple[float, tuple[int, int]]:
-    """Return the tokens of the largest step with a graph, and the least ticks of larger steps, without and with
-    chunks."""
-    scales = (1.0 if c is None else c.scale for c in (model.correction(False), model.correction(True)))
-    pure, mixed = (to_ticks(scale * model.large_launch_s) for scale in scales)
-    return model.largest_graph, (pure, mixed)
+    return [
+        max(launch, to_ticks(model.host_s(n)) - to_ticks(model.host.exposed_s(n, hides=True))) for n in range(seqs + 1)
+    ]
 
 
 def _chunks(budget: int) -> list[int]:

@@ -40,6 +40,7 @@ import numpy as np
 from simtune.arrays import Array, Mask
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
 from simtune.costs.host import HostCosts
+from simtune.costs.launches import Launches
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
@@ -52,9 +53,6 @@ from simtune.specs.pool import Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""
-
-LAUNCH_S = 7.5e-6
-"""Seconds of one kernel launch without a CUDA graph. Assumed: 5-10 us are usual when Python launches kernels."""
 
 KINDS = (
     "gemm",
@@ -117,26 +115,9 @@ def padded_tokens(tokens: Array, largest: float = inf) -> Array:
     return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens) if len(sizes) else tokens
 
 
-def largest_graph(pool: Pool) -> float:
-    """Return the tokens of the largest step with a CUDA graph; infinite without a limit, 0 without graphs."""
-    if not pool.cuda_graphs:
-        return 0.0
-    return inf if pool.graph_sizes is None else float(pool.graph_sizes.largest(pool.batching.max_num_seqs))
-
-
 def _chosen(first: Mask, these: Mapping[str, Array], those: Mapping[str, Array]) -> dict[str, Array]:
     """Return, by kind, the times of `these` where `first` is true, and those of `those` elsewhere."""
     return {kind: np.where(first, these[kind], seconds) for kind, seconds in those.items()}
-
-
-def _launch_s(model: Model, pool: Pool, kernels: int) -> float:
-    """Seconds of launching `kernels` one by one, or the pool's own number of kernels if it has a runtime; 0 under
-    graphs."""
-    if pool.cuda_graphs:
-        return 0.0
-    if pool.studied.runtime is None:
-        return LAUNCH_S * kernels
-    return pool.studied.runtime.kernels_per_layer * model.num_layers * pool.studied.runtime.launch_s
 
 
 class StepModel:
@@ -184,20 +165,11 @@ class StepModel:
             # a model without any collective of the hidden kinds has nothing to hide, and its batch is not halved
             talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
             self._overlap = pool.overlap if talks else None
-        self._host = HostWork.of(model, hardware, pool)
-        self.host = HostCosts.of(pool, hardware)
+        self._host_work = HostWork.of(model, hardware, pool)
+        self.host = HostCosts.of(pool, hardware, self._factor(HOST))
         # one kernel of attention in each layer, and all other calls
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        launch_s = max(self._factor(HOST) * _launch_s(model, pool, kernels), floor_s(self._host))
-        layers_s = self._factor(HOST) * model.num_layers
-        self.launch_s = (launch_s, max(launch_s, layers_s * (pool.prompt_launch_s or 0.0)))
-        """Seconds of launching the kernels of a step without a graph, or of what the host sends and computes meanwhile,
-        without and with chunks; no step is shorter."""
-        self.largest_graph = largest_graph(pool)
-        """Tokens of the largest step with a graph."""
-        limited = pool.cuda_graphs and pool.graph_sizes is not None
-        self.large_launch_s = layers_s * pool.graph_sizes.launch_s if limited and pool.graph_sizes is not None else 0.0
-        """Seconds of launching the kernels of a larger step; no such step is shorter."""
+        self.launches = Launches.of(model, pool, kernels, self._factor(HOST), floor_s(self._host_work))
 
     @property
     def routes(self) -> bool:
@@ -243,12 +215,7 @@ class StepModel:
         if self._cp > 1:
             # Each rank has its share of the tokens.
             tokens = np.ceil(tokens / self._cp)
-        return padded_tokens(tokens, self.largest_graph)
-
-    def least_s(self, num_tokens: float, prompts: bool) -> float:
-        """Seconds of which no step is shorter: of launching its kernels if it has no graph."""
-        least = self.launch_s[prompts]
-        return least if num_tokens <= self.largest_graph else max(least, self.large_launch_s)
+        return padded_tokens(tokens, self.launches.largest_graph)
 
     def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
         """Seconds of the kinds in `linear` that no padding makes longer: routed experts and their exchanges."""
@@ -284,11 +251,11 @@ class StepModel:
         context = np.asarray(mean_context, dtype=np.float64)
         if self._apart is not None:
             return self._apart_decode_s(self._apart, num_decodes, context, width, chunk)
-        if self._host is not None and self._host.per_context_s:
+        if self._host_work is not None and self._host_work.per_context_s:
             # Both sides attend at once, and the step waits for the slower one.
-            on_device = np.maximum(1.0, self._host.on_device * context)
+            on_device = np.maximum(1.0, self._host_work.on_device * context)
             attention = self.attention.decode(num_decodes, on_device, width, chunk)
-            return np.maximum(attention, self._host.beyond(num_decodes, context, self._room(num_decodes, width)))
+            return np.maximum(attention, self._host_work.beyond(num_decodes, context, self._room(num_decodes, width)))
         return self.attention.decode(num_decodes, context, width, chunk)
 
     def _of_part(self, num_tokens: int | Array) -> Array:
@@ -326,20 +293,7 @@ class StepModel:
 
     def host_s(self, num_seqs: int) -> float:
         """Seconds the engine's host side needs for a step with this many sequences."""
-        return self._factor(HOST) * self.host.seconds(num_seqs)
-
-    def drafting_s(self, num_seqs: int, passes: int) -> float:
-        """Seconds of the host for `passes` passes of a drafter, which nothing hides."""
-        return self._factor(HOST) * self.host.drafting_s(num_seqs, passes)
-
-    def exposed_s(self, num_seqs: int, hides: bool) -> float:
-        """Seconds of `host_s` that come on top of the GPU's: all of it, or if it hides, what the pool states."""
-        exposed = self._pool.exposed_host
-        if not hides or exposed == "all":
-            return self.host_s(num_seqs)
-        if exposed is None:
-            return 0.0
-        return self._factor(HOST) * (exposed.step_s + exposed.per_sequence_s * num_seqs)
+        return self.host.seconds(num_seqs)
 
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
@@ -374,7 +328,7 @@ class StepModel:
 
     def gpu_s(self, batch: StepWork) -> float:
         """Seconds of the kernels and collectives of one step, or of launching them if that takes longer."""
-        return max(sum(self.breakdown(batch).values()), self.least_s(batch.num_tokens, bool(batch.chunks)))
+        return max(sum(self.breakdown(batch).values()), self.launches.least_s(batch.num_tokens, bool(batch.chunks)))
 
     def seconds(self, batch: StepWork) -> float:
         """Seconds of one step, host included."""
@@ -385,14 +339,14 @@ class StepModel:
         correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        return max(gpu + self.exposed_s(batch.num_seqs, self._pool.hides_host), self.host_s(batch.num_seqs))
+        return max(gpu + self.host.exposed_s(batch.num_seqs, self._pool.hides_host), self.host_s(batch.num_seqs))
 
     def beyond_kernels_s(self, kernels: float, batch: StepWork) -> float:
         """Seconds of one step beyond those of its kernels and collectives: launches, and the host that nothing hides; 0
         where an engine's own log corrects the step."""
         if self.correction(bool(batch.chunks)) is not None:
             return 0.0
-        least = self.least_s(batch.num_tokens, bool(batch.chunks))
+        least = self.launches.least_s(batch.num_tokens, bool(batch.chunks))
         return self.with_host_s(max(kernels, least), batch) - kernels
 
     def _factor(self, kind: str) -> float:

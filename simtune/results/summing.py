@@ -18,15 +18,15 @@ from simtune.results.summary import Distribution, HeldBack, InstanceUse, PrefixC
 def held_back(held_s: Array, most: int) -> HeldBack | None:
     """Return how long a client that has at most `most` requests under way held its requests back; None if it sent
     none."""
-    held = held_s[np.isfinite(held_s)]
-    if not len(held):
+    seconds = held_s[np.isfinite(held_s)]
+    if not len(seconds):
         return None
     return HeldBack(
         max_in_flight=most,
-        share=float((held > 0).mean()),
-        mean_s=float(held.mean()),
-        p99_s=float(np.percentile(held, 99)),
-        max_s=float(held.max()),
+        share=float((seconds > 0).mean()),
+        mean_s=float(seconds.mean()),
+        p99_s=float(np.percentile(seconds, 99)),
+        max_s=float(seconds.max()),
     )
 
 

@@ -66,9 +66,7 @@ def _refusals(pool: Pool) -> Iterator[str]:
     for feature, (key, setting) in requested.items():
         if setting and feature not in policy.offers:
             yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
-    drafts = None if pool.speculation is None else pool.speculation.scheme.kind
-    if drafts is not None and drafts not in FIXED_SCHEMES and not policy.drafts_vary:
-        yield f"policy {name} drafts equally much in every round; choose scheme {', '.join(FIXED_SCHEMES)}"
+    yield from _refused_drafts(pool)
     sigma_unless_given = Batching.model_fields["prediction_sigma"].default
     if "predicted_tokens" not in policy.reads and batching.prediction_sigma != sigma_unless_given:
         yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {_predicting()}"
@@ -81,6 +79,15 @@ def _refusals(pool: Pool) -> Iterator[str]:
     if kv_cache.watermark and "watermark" not in policy.offers:
         instead = "keeps blocks free by safety_margin" if "safety_margin" in policy.offers else "has no watermark"
         yield f"policy {name} {instead}; leave kv_cache.watermark out"
+
+
+def _refused_drafts(pool: Pool) -> Iterator[str]:
+    """Yield a message if the pool's policy cannot draft as its scheme does."""
+    if pool.speculation is None or POLICY.find(pool.batching.policy).drafts_vary:
+        return
+    if pool.speculation.scheme.kind not in FIXED_SCHEMES:
+        name, schemes = pool.batching.policy, ", ".join(FIXED_SCHEMES)
+        yield f"policy {name} drafts equally much in every round; choose scheme {schemes}"
 
 
 def _offering(feature: Feature) -> str:

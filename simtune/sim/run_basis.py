@@ -57,7 +57,7 @@ def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple
         for at, step in enumerate(some):
             by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
             kernels, work = sum(by_kind.values()), _weighted(step).work
-            total = model.with_host_s(max(kernels, model.least_s(work.num_tokens, bool(step.chunks))), work)
+            total = model.with_host_s(max(kernels, model.launches.least_s(work.num_tokens, bool(step.chunks))), work)
             beyond = model.beyond_kernels_s(kernels, work)
             yield step, {**by_kind, HOST: beyond} if beyond > 0 else by_kind, total
 

@@ -101,18 +101,22 @@ def pool_of(engine: str, hardware: str, **more: Any) -> Pool:
 def test_the_plan_comes_before_the_engine_and_the_engine_before_the_profile() -> None:
     l4 = load_hardware("l4")
     of_engine = HostCosts.of(pool_of("vllm-0.11", "l4"), l4)
-    assert (of_engine.step_s, of_engine.per_sequence_s, of_engine.basis) == (0.0009, 16e-6, Basis.INTERPOLATED)
+    assert (of_engine.times.step_s, of_engine.times.per_sequence_s, of_engine.basis) == (
+        0.0009,
+        16e-6,
+        Basis.INTERPOLATED,
+    )
     own = {"step_s": 0.002, "per_sequence_s": 0.0, "origin": None, "log_sd": None}
     stated = HostCosts.of(pool_of("vllm-0.11", "l4", host=own), l4)
     assert (stated.seconds(10), stated.log_sd, stated.basis) == (0.002, 0.0, Basis.MEASURED)
     plain = pool_of("vllm-0.11", "l4").model_copy(update={"host": None})
     h100, torch = load_hardware("h100-sxm"), load_hardware("h100-torch")
     assert HostCosts.of(plain, h100).log_sd == PUBLISHED_LOG_SD
-    assert HostCosts.of(plain, torch).step_s == torch.host.step_s
+    assert HostCosts.of(plain, torch).times.step_s == torch.host.step_s
     assert HostCosts.of(plain, torch).basis == Basis.INTERPOLATED
 
 
-@pytest.mark.parametrize("engine", [name for name in names("engine") if not name.startswith("trtllm")])
+@pytest.mark.parametrize("engine", names("engine"))
 def test_every_release_states_its_host_time_and_what_that_is_from(engine: str) -> None:
     host = pool_of(engine, "l4").host
     assert host is not None

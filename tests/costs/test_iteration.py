@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
 from simtune.costs.experts import received
-from simtune.costs.iteration import LAUNCH_S, StepModel, StepWork, padded_tokens
+from simtune.costs.iteration import StepModel, StepWork, padded_tokens
+from simtune.costs.launches import LAUNCH_S
 from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.operators.attention import START_KEYS
 from simtune.costs.predict import Profile
@@ -262,10 +263,10 @@ def test_without_graphs_nothing_is_padded_and_no_step_beats_its_launches() -> No
     assert eager.breakdown(batch)["gemm"] < graphs.breakdown(batch)["gemm"], "three tokens are not run as four"
     assert eager.breakdown(StepWork(4, 40, (), 4)) == graphs.breakdown(StepWork(4, 40, (), 4))
     # per layer: 4 products, 2 norms, rope, activation, attention; embedding, last norm, head, sampling
-    assert eager.launch_s == pytest.approx(2 * [(2 * 9 + 4) * LAUNCH_S])
-    assert graphs.launch_s == (0, 0)
+    assert eager.launches.floors_s == pytest.approx(2 * [(2 * 9 + 4) * LAUNCH_S])
+    assert graphs.launches.floors_s == (0, 0)
     gpu = sum(eager.breakdown(batch).values())
-    assert gpu > eager.launch_s[False], "the made-up device is slow"
+    assert gpu > eager.launches.floors_s[False], "the made-up device is slow"
     assert eager.seconds(batch) == pytest.approx(gpu)
     fast = hardware(bytes_per_s=1e15, overhead_s=1e-9, block_s=1e-12)
     assert StepModel(model(), fast, pool(cuda_graphs=False)).seconds(batch) == pytest.approx(22 * LAUNCH_S)

@@ -98,7 +98,7 @@ class CompiledRounds:
         )
         # Without graphs, and if nothing hides the host, the host prepares every pass of the drafter like a step, unless
         # the engine's release states what it does for them.
-        stated, corrected = tables.model.host.draft_step_s is not None, tables.model.correction(False) is not None
+        stated, corrected = tables.model.host.states_drafting, tables.model.correction(False) is not None
         self._prepares_each = not (pool.cuda_graphs or pool.hides_host or corrected or stated)
         # Passes on devices of their own are prepared beside the target's.
         counted = not (corrected or shape.overlapped)
@@ -170,7 +170,7 @@ class CompiledRounds:
             return after
         if self._prepares_each:
             after *= self.order.steps_prepared(depth)
-        drafting = to_ticks(self.tables.model.drafting_s(num_seqs, self._passes[depth]))
+        drafting = to_ticks(self.tables.model.host.drafting_s(num_seqs, self._passes[depth]))
         return after + drafting + self._host * num_seqs
 
 

@@ -46,7 +46,7 @@ class TargetPasses:
 
     def __init__(self, tables: StepTables) -> None:
         self.tables = tables
-        self.launch = [to_ticks(tables.scale(mixed) * tables.model.launch_s[mixed]) for mixed in (False, True)]
+        self.launch = [to_ticks(tables.scale(mixed) * tables.model.launches.floors_s[mixed]) for mixed in (False, True)]
         """Least ticks of a pass that is no larger than the largest graph, without and with chunks."""
         self._attention = WideAttention(tables)
         self._lines: dict[tuple[int, int, bool], TickLine] = {}
@@ -188,6 +188,6 @@ class DraftPasses:
         tokens = min(sequences * width, len(tables.linear) - 1)
         ticks = self._attention.ticks(width, sequences, mixed)
         ticks = ticks + tables.linear[tokens] + tables.head[min(samples, len(tables.head) - 1)]
-        launch = to_ticks(scale * self.tables.model.least_s(sequences * width, mixed))
+        launch = to_ticks(scale * self.tables.model.launches.least_s(sequences * width, mixed))
         joins = round(scale * self._join[tokens]) if self._join else 0
         return np.maximum(ticks, launch) + joins

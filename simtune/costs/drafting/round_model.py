@@ -73,13 +73,13 @@ class RoundModel:
         host = self._target.host_s(batch)
         hides = self._pool.async_scheduling and not (draft_depth and self._pool.awaits(self._drafter))
         passes = self._drafter.passes(draft_depth)
-        if self._target.host.draft_step_s is None and not self._pool.cuda_graphs and not hides:
+        if not self._target.host.states_drafting and not self._pool.cuda_graphs and not hides:
             host *= 1 + passes
         if correction is not None:
             seconds = correction.scale * gpu + correction.offset_s
         else:
-            seconds = max(gpu + (self._target.exposed_s(batch, hides=True) if hides else host), host)
-            seconds += self._target.drafting_s(batch, passes)
+            seconds = max(gpu + (self._target.host.exposed_s(batch, hides=True) if hides else host), host)
+            seconds += self._target.host.drafting_s(batch, passes)
         return seconds + (batch * self._drafter.host_cost_s if draft_depth else 0.0)
 
     def verify_s(self, batch: int, context: int, tokens: int) -> float:
@@ -121,7 +121,7 @@ class RoundModel:
         gpu = self._rows(model, batch * tokens, batch * samples) + self._attention(model, batch, context, tokens)
         if model.sharing is not None and tokens > 1:
             gpu -= self._shared(model, batch * tokens, batch)
-        return max(gpu, model.least_s(batch * tokens, False))
+        return max(gpu, model.launches.least_s(batch * tokens, False))
 
     def _rows_s(self, model: StepModel, tokens: int, samples: int) -> float:
         """Seconds of the calls that depend only on the numbers of tokens."""

@@ -171,10 +171,10 @@ class ListScheduler(Scheduler):
         finished: list[Request] = []
         for request, tokens in self._scheduled.items():
             if request.decoding:
-                kept = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
-                request.computed += kept
+                gained = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
+                request.computed += gained
                 self.allocate(request, request.computed)
-                request.emitted = min(request.emitted + kept, request.output_tokens)
+                request.emitted = min(request.emitted + gained, request.output_tokens)
                 if not self.remaining(request):
                     self._leave(request)
                     self._finish(request, finished)
