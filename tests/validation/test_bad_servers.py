@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import resource
 import socket
 import sys
 
@@ -41,7 +40,11 @@ def sent(url: str, load: RequestStream, patience: Patience = PATIENCE) -> Traffi
 
 
 def peak_mib() -> float:
-    """Return the most memory that this process has had."""
+    """Return the most memory that this process has had; 0 where that cannot be asked."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else MIB)
 
 
