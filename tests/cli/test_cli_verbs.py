@@ -362,7 +362,7 @@ def test_optimize_as_json_agrees_with_the_run_directory(desk: Any) -> None:
 
 def test_optimize_as_json_without_a_feasible_plan_is_a_document(desk: Any) -> None:
     desk.study("ttft_s: {p99: 1.0}", "ttft_s: {p99: 0.001}")
-    said = desk.optimize("--json")
+    said = desk.optimize("--json", "--quiet")
     assert said.code == 3
     answer = said.json
     assert answer["plan"] is None

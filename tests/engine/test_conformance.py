@@ -199,10 +199,13 @@ def test_static_batches_return_all_answers_together() -> None:
     assert scheduler.complete().first_token == requests
     decode = scheduler.schedule()
     assert decode is not None
-    assert (decode.num_decodes, decode.context_tokens, decode.repeat) == (2, 2 * (4 + 1), 3)
-    assert scheduler.complete(2).finished == []
-    assert scheduler.schedule() is not None
-    assert scheduler.complete().finished == requests
+    assert (decode.num_decodes, decode.context_tokens, decode.repeat, decode.discarded) == (2, 2 * (4 + 1), 1, 0)
+    assert scheduler.complete().finished == []
+    padded = scheduler.schedule()
+    assert padded is not None
+    # The first is complete, and computed on as padding.
+    assert (padded.num_decodes, padded.context_tokens, padded.repeat, padded.discarded) == (2, 2 * (5 + 1), 2, 1)
+    assert scheduler.complete(2).finished == requests
 
 
 def test_orca_runs_whole_prompts_with_the_decodes() -> None:

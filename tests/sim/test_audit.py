@@ -105,6 +105,7 @@ def test_a_violation_leaves_what_repeats_the_run(
     over: tuple[Deployment, Any, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(AUDIT, "0")
     deployed, cores, result = over
     with pytest.raises(AuditError, match="GPUs are paid"):
         audit(deployed.plan, deployed.model, cores, dataclasses.replace(result, num_gpus=2))

@@ -151,7 +151,6 @@ DRAFTS = {"drafter": {"kind": "eagle"}, "scheme": {"kind": "chain", "tokens": 3}
 @pytest.mark.parametrize(
     ("engine", "own", "said"),
     [
-        ("sglang-0.5", {"speculation": DRAFTS}, "policy sglang has no speculation"),
         ("vllm-0.24", {"kv_cache": {"prefix_caching": True, "preemption": "swap"}}, "do not go together"),
         ("vllm-0.24", {"parallelism": {"tp": 3}}, "tp"),
         ("vllm-0.24", {"max_model_len": 1_000_000}, "exceeds the longest context"),

@@ -57,7 +57,11 @@ def test_a_policy_takes_the_settings_of_what_it_offers(name: str) -> None:
     policy = POLICIES[name]
     assert policy.settings() <= keywords(policy).keys()
     told = {setting for settings in SETTINGS_OF.values() for setting in settings}
-    assert keywords(policy).keys() & told <= policy.settings() | {"watermark_blocks", "async_scheduling"}  # a base's
+    assert keywords(policy).keys() & told <= policy.settings() | {
+        "watermark_blocks",
+        "async_scheduling",
+        "speculation",
+    }  # a base's
 
 
 def test_a_router_of_ones_own_does_not_deal_in_turn_by_inheritance() -> None:

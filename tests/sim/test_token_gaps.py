@@ -69,3 +69,10 @@ def test_a_prompt_that_runs_first_lies_between_two_tokens() -> None:
     assert usual is not None
     assert longest == pytest.approx(usual + prompt, rel=0.02)
     assert np.isclose(both.e2el_s[0] - both.ttft_s[0], 19 * usual + prompt, rtol=0.03)
+
+
+def test_padding_of_a_static_batch_is_no_token() -> None:
+    """Members that are complete are computed on; they counted as tokens, a third of all."""
+    load = CALM.model_copy(update={"output": Lognormal(mean_tokens=30, sigma=0.8, max_tokens=200)})
+    result = deployed("static").simulate(build_stream(load, None, requests=60, seed=2), Slo())
+    assert shares(result)[0] == 1.0

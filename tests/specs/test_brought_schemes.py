@@ -139,7 +139,7 @@ def test_no_engine_is_told_of_it() -> None:
     copying = Plan.from_text(plan_text(BY_BATCH, COPIER)).pools[0].speculation
     assert copying is not None
     settings, why = drafting_settings(ENGINES["vllm"], copying)
-    assert (settings, why) == (None, "vLLM 0.32 has no own_drafts:Copier drafter")
+    assert (settings, why) == (None, "vLLM 0.33 has no own_drafts:Copier drafter")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_fragment_replaces_the_choices_for_what_it_sets() -> None:
 
 
 def test_gpus_that_a_fragment_adds_are_counted() -> None:
-    ring, apart = {"parallelism": {"cp": 2}}, {"parallelism": {"afd": {"ffn_devices": 3}}}
+    ring, apart = {"parallelism": {"cp": 2}}, {"research": {"afd": {"ffn_devices": 3}}}
     every = space_of(question({}, ring, apart, devices=4).study).candidates
     assert {c.name: c.num_gpus for c in every} == {
         "tp1-pp1-x4-s16-t256": 4,
@@ -158,7 +158,7 @@ def test_every_fragment_is_bounded_by_its_own_costs(fragment: dict[str, Any]) ->
     """Step costs, memory and capacity of a variant are those of the plan that is written for it."""
     fragment = {**fragment, "max_model_len": 512} if "max_model_len" in fragment else fragment
     asked = question(fragment)
-    if "offload" in fragment:
+    if "offload" in fragment.get("research", {}):
         (refused,) = [PlanCache(asked, every).settled(c) for every in [space_of(asked.study).candidates] for c in every]
         assert refused == Refused(
             "does_not_fit", "hardware made-up: no link to the host for offloaded weights; add links.host to its profile"

@@ -174,7 +174,7 @@ class ListScheduler(Scheduler):
                 gained = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
                 request.computed += gained
                 self.allocate(request, request.computed)
-                request.emitted = min(request.emitted + gained, request.output_tokens)
+                request.emitted += min(gained, self.remaining(request))
                 if not self.remaining(request):
                     self._leave(request)
                     self._finish(request, finished)

@@ -69,8 +69,10 @@ class StaticBatching(ListScheduler):
         if chunks:
             return Step(0, 0, chunks, preempted)
         context = self._width + 1
-        repeat = max(self.remaining(request) for request in self.residents)
-        step = Step(members, members * context, [], preempted, repeat)
+        remaining = [self.remaining(request) for request in self.residents]
+        # Until one more is complete: complete members deliver nothing.
+        repeat = min(tokens for tokens in remaining if tokens)
+        step = Step(members, members * context, [], preempted, repeat, discarded=remaining.count(0))
         step.longest_context = context
         return step
 

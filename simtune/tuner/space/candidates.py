@@ -606,7 +606,7 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> Iterator[PoolSha
     dtypes = (choices.kv_dtype or ("",), choices.weight_dtype or ("",))
     lengths = [changes["max_model_len"]] if "max_model_len" in changes else study.search.max_model_len or (0,)
     parallelism = changes.get("parallelism", {})
-    cp, afd = parallelism.get("cp") or 1, parallelism.get("afd") or {}
+    cp, afd = parallelism.get("cp") or 1, changes.get("research", {}).get("afd") or {}
     of_variant = variant.label, variant.engine, cp, afd.get("ffn_devices", 0)
     for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype, longest in product(gpus, *cuts, *dtypes, lengths):
         yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest, *of_variant)
