@@ -72,6 +72,11 @@ class Step:
     """True if, in such a part, the decodes run through all layers: only prompts are cut."""
 
     @property
+    def is_last_part(self) -> bool:
+        """True if results appear after this part of the step."""
+        return self.part[0] + 1 == self.part[1]
+
+    @property
     def verify_tokens(self) -> int:
         """Tokens the decodes compute: one each, and the drafts."""
         return self.num_decodes + self.draft_tokens

@@ -431,15 +431,6 @@ class EngineCore:
             # Repetitions would not wait for the swapped blocks.
             time.repetitions = 1
 
-    def note_tokens(self, end: int) -> None:
-        """Record the times between the tokens of the running step, the last repetition of which ends at tick `end`."""
-        step = self.step
-        assert step is not None
-        # The first token of a request that has just joined follows no other token, so it ends no interval.
-        joining = sum(request.decoding for request in self.inbox.unheard)
-        decodes = max(0, step.num_decodes - step.discarded - joining)
-        self.gaps.note_step(step, self.time, self.started, end, decodes, self.recorder)
-
     def _may_jump(self, step: Step) -> bool:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
@@ -455,8 +446,18 @@ class EngineCore:
         self.busy += end - self.started
         if self.busy >= self.sampler.due:
             self.sampler.take(self.busy, step, time, end - self.started)
-        self.note_tokens(end)
+        note_tokens(self, end)
         if recorder.jumps is not None:
             waiting = self.scheduler.num_waiting + len(self.inbox.waiting)
             span, free = (self.started, end), self.scheduler.kv.free
             recorder.jumps.add(step, self.number, span, time.repetitions, waiting, free)
+
+
+def note_tokens(core: EngineCore, end: int) -> None:
+    """Record the times between the tokens of a core's running step, the last repetition of which ends at tick `end`."""
+    step = core.step
+    assert step is not None
+    # The first token of a request that has just joined follows no other token, so it ends no interval.
+    joining = sum(request.decoding for request in core.inbox.unheard)
+    decodes = max(0, step.num_decodes - step.discarded - joining)
+    core.gaps.note_step(step, core.time, core.started, end, decodes, core.recorder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simtune.engine import NO_PROGRESS
 from simtune.sim.agenda import STEP_END
-from simtune.sim.core import Deliver, EngineCore
+from simtune.sim.core import Deliver, EngineCore, note_tokens
 
 
 def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
@@ -23,7 +23,7 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
         if core.busy >= sampler.due:
             sampler.take(core.busy, step, time, now - core.started)
         if gaps.waiting or step.chunks or time.ends is not None:
-            core.note_tokens(now)
+            note_tokens(core, now)
         elif decodes := step.num_decodes - step.discarded:
             note((time.first, time.slope, repetitions, decodes))
         progress = complete(repetitions)

@@ -50,27 +50,34 @@ class TokenGaps:
     def note_step(self, step: Step, time: JumpTime, started: int, ended: int, decodes: int, recorder: Recorder) -> None:
         """Record the times between the tokens of a step; `decodes` requests get one in each repetition. To be called
         before the scheduler completes it."""
-        part, parts = step.part
-        cut = parts > 1 and not step.decodes_whole
-        if cut and not part:
-            self._cut_at = started
-        if cut and part + 1 < parts:
-            self._wait(started)
+        cut = step.part[1] > 1 and not step.decodes_whole
+        if cut and self._is_halted(step, started):
             return
         if not self.waiting:
             recorder.note_intervals(time, decodes)
         elif decodes:
             self._resume(time, started, decodes, recorder, before=self._cut_at if cut else started)
-        if part + 1 < parts:
-            return
-        sampled = {chunk.request.id: chunk.request for chunk in step.chunks if chunk.completes}
-        for number in sampled.keys() & self._lost.keys():
-            recorder.note_gap(ended - self._lost.pop(number), 1)
-        if step.chunks and not decodes:
-            self._wait(started)
-            self._joined.append(
-                (ended, {n for n, request in sampled.items() if request.emitted + 1 < request.output_tokens})
-            )
+        if step.chunks and step.is_last_part:
+            sampled = [chunk.request for chunk in step.chunks if chunk.completes]
+            self._note_sampled(sampled, ended, recorder)
+            if not decodes:
+                self._wait(started)
+                self._joined.append((ended, {r.id for r in sampled if r.emitted + 1 < r.output_tokens}))
+
+    def _is_halted(self, step: Step, started: int) -> bool:
+        """Return True if a part of a step delivers nothing, because others follow; its requests wait from then on."""
+        if not step.part[0]:
+            self._cut_at = started
+        if step.is_last_part:
+            return False
+        self._wait(started)
+        return True
+
+    def _note_sampled(self, requests: Iterable[Request], ended: int, recorder: Recorder) -> None:
+        """Record the times between tokens of requests whose tokens were computed again, up to the next one."""
+        for request in requests if self._lost else ():
+            if request.id in self._lost:
+                recorder.note_gap(ended - self._lost.pop(request.id), 1)
 
     def clear(self) -> None:
         """Forget all requests: the instance has failed."""

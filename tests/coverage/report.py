@@ -32,6 +32,7 @@ NEEDS_TORCH = (
     "simtune/profiling/kernels.py",
     "simtune/profiling/operands.py",
     "simtune/profiling/rig.py",
+    "simtune/profiling/torch_device.py",
     "simtune/validation/servers/cached_decoder.py",
     "simtune/validation/servers/decode_graphs.py",
 )

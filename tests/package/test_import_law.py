@@ -59,7 +59,7 @@ CLOCK_READERS = {
     *(f"simtune.validation.servers.{name}" for name in ("engine_clocks", "gauge", "vllm_steps")),
 }
 MEASURERS = {
-    *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives")),
+    *(f"simtune.profiling.{name}" for name in ("operands", "kernels", "decoder", "rig", "collectives", "torch_device")),
     *(f"simtune.validation.servers.{name}" for name in ("cached_decoder", "decode_graphs", "gauge")),
 }  # torch at the top
 ADAPTER = "simtune.validation.servers.transformers_engine"  # inside functions

@@ -124,9 +124,8 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     config.refuse_contradictions()
     attention = architecture.attention(config, architecture)
     feed_forward = architecture.feed_forward(config, architecture)
-    dtype = config.dtype()
+    dtype, positions = config.dtype(), config.count("max_position_embeddings")
     formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
-    positions = config.count("max_position_embeddings")
     language_part = "" if config.nested is None else ", language part only"
     if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
         language_part += f", number formats from the {MODELOPT} beside it"
