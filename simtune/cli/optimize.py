@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -179,7 +180,7 @@ def optimize(  # noqa: PLR0913 - one for each option
                     progress=lambda now: update(now.done, now.total, _course(now)),
                     ledger=journal,
                     time_is_up=deadline,
-                    begins=None if quiet else partial(_print_outlook, question, workers),
+                    begins=None if quiet else partial(_print_outlook, question, workers, budget is not None),
                 )
             tuned, sure = _sure(tuned, worlds, robust, workers, quiet)
             chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
@@ -219,13 +220,20 @@ def _ended(tuned: Tuned, deadline: Deadline | None) -> int:
     return 130
 
 
-def _print_outlook(question: Question, workers: Jobs, candidates: Sequence[Candidate], plan_cache: PlanCache) -> None:
-    """Print on stderr how many plans there are, roughly how long they take, and what would shorten it."""
+def _print_outlook(
+    question: Question, workers: Jobs, timed: bool, candidates: Sequence[Candidate], plan_cache: PlanCache
+) -> None:
+    """Print on stderr how many plans there are, roughly how long they take, and what would shorten it.
+
+    On a terminal, of a search that is `timed`, and of any long one.
+    """
     from simtune.tuner.search.outlook import Outlook
 
     processes = workers if isinstance(workers, int) else os.cpu_count() or 1
-    for line in Outlook.of(question, candidates, plan_cache, seconds_of).lines(question, processes):
-        click.echo(f"plans: {line}", err=True)
+    outlook = Outlook.of(question, candidates, plan_cache, seconds_of)
+    if timed or sys.stderr.isatty() or outlook.seconds(processes)[0] > LONG_S:
+        for line in outlook.lines(question, processes):
+            click.echo(f"plans: {line}", err=True)
 
 
 @contextmanager
@@ -247,6 +255,8 @@ def _workers(where: str | None, fallback: bool, jobs: int | None) -> Iterator[Jo
         yield workers
 
 
+LONG_S = 10.0
+"""Seconds; a search that takes longer says so beforehand, wherever its messages go."""
 PATIENCE_S = 3.0
 """Seconds; work that ends sooner shows no bar."""
 
