@@ -66,7 +66,8 @@ def call(*args: object) -> Said:
 
 def start(*args: object, **env: str) -> subprocess.Popen[str]:
     """`simtune args` as a process of its own; warnings are errors there too."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SIMTUNE_")}
+    kept = ("SIMTUNE_ALLOW_CODE",)  # of the fixture `own_code_allowed`
+    clean = {key: value for key, value in os.environ.items() if key in kept or not key.startswith("SIMTUNE_")}
     path = os.pathsep.join(filter(None, (str(ROOT), clean.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "simtune", *map(str, args)],

@@ -351,7 +351,7 @@ def test_ctrl_c_reaches_the_process(start: Call, desk: Any) -> None:
     Path("endless.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
     Path("endless.yaml").write_text(STUDY + "batching: {policy: 'endless:Policy'}\n")
     path = os.pathsep.join((str(ROOT), str(desk.folder)))
-    process = start("optimize", "endless.yaml", "--out", "run", PYTHONPATH=path)
+    process = start("optimize", "endless.yaml", "--out", "run", "--allow-code", PYTHONPATH=path)
     while not Path("begun").exists():
         assert process.poll() is None
         time.sleep(0.01)
