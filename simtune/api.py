@@ -370,7 +370,7 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
-    asked = None if study.single_engine is None else _engine_here(study.single_engine, folder)
+    engine_as_stated = None if study.single_engine is None else _engine_here(study.single_engine, folder)
     study = _engines_from_here(study, folder)
     engine = study.single_engine
     # By its path from the present folder: plans name it, and are read from there.
@@ -385,7 +385,7 @@ def load_question(
         study = study.model_copy(update={"model": target.name})
     drafts = tuple(load_draft(choice, target, folder) for choice in study.drafters)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
-    preset, own_kernels = _preset(asked), _fixed_hardware(study, hardware, folder)
+    preset, own_kernels = _preset(engine_as_stated), _fixed_hardware(study, hardware, folder)
     engines = _variant_engines(study, hardware, folder)
     return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, own_kernels)
 

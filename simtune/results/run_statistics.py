@@ -101,7 +101,7 @@ class RunStatistics(ABC):
 
     @property
     def held_back(self) -> HeldBack | None:
-        """How long a client that limits the requests under way held requests back; None without such a client."""
+        """Times for which a client that limits requests under way held some back; None without such a client."""
         return None
 
     # --- what follows -----------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ class RunStatistics(ABC):
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, sums.answered, duration)
-        if (held := self.held_back) is not None:
-            where_it_applies["held_back"] = held
+        if (held_back := self.held_back) is not None:
+            where_it_applies["held_back"] = held_back
         where_it_applies |= self.outcome.controlled
         where_it_applies |= energy_of(self.power, core_use, duration, sums.output_tokens, self.scale)
         return SimulationSummary(

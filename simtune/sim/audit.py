@@ -68,9 +68,9 @@ def _of_requests(outcome: Outcome, stream: RequestStream) -> Iterator[str]:
     never = outcome.arrival < 0
     if (finished & never).any():
         yield f"{int((finished & never).sum()):,} requests were answered that never arrived"
-    both = [number for number in outcome.stopped if finished[number]]
-    if both:
-        yield f"requests {both[:5]} were answered and stopped"
+    answered_and_stopped = [number for number in outcome.stopped if finished[number]]
+    if answered_and_stopped:
+        yield f"requests {answered_and_stopped[:5]} were answered and stopped"
     ends = int(finished.sum()) + outcome.refused + len(outcome.stopped)
     if ends > len(stream):
         yield f"{ends:,} requests ended of {len(stream):,}"
@@ -111,8 +111,8 @@ def _of_tokens(plan: Plan, outcome: Outcome, stream: RequestStream) -> Iterator[
     if abs(between - wanted_tokens) > share * wanted_tokens:
         yield f"{between:,} tokens followed first tokens, and answers have {wanted_tokens:,} more"
     # Static batches return all answers at their end; stages come before, beside or after the engine.
-    held = plan.stages or any(pool.batching.policy == "static" for pool in plan.pools)
-    if not held and abs(counted - passed) > share * passed:
+    late_answers = plan.stages or any(pool.batching.policy == "static" for pool in plan.pools)
+    if not late_answers and abs(counted - passed) > share * passed:
         yield f"{counted:,} ticks lie between tokens, and {passed:,} between first and last ones"
 
 
@@ -128,7 +128,7 @@ def _of_transfers(outcome: Outcome) -> Iterator[str]:
 
 
 def _of_blocks(cores: Sequence[EngineCore]) -> Iterator[str]:
-    """Nothing is left in a core that has served all its requests."""
+    """A core that has served all its requests holds no block and has no work."""
     for core in cores:
         kv = core.scheduler.kv
         if kv.free != kv.total:
@@ -141,9 +141,9 @@ def _of_gpus(plan: Plan, result: Result) -> Iterator[str]:
     """All GPUs of the plan are simulated, and paid for."""
     if result.num_gpus != plan.num_devices:
         yield f"{result.num_gpus} GPUs are paid, and the plan has {plan.num_devices}"
-    used = {(core.pool, core.instance) for core in result.outcome.cores}
+    instances = {(core.pool, core.instance) for core in result.outcome.cores}
     for pool in plan.pools:
-        simulated = sum(name == pool.name for name, _ in used) * result.scale
+        simulated = sum(name == pool.name for name, _ in instances) * result.scale
         if not plan.events and plan.control is None and abs(simulated - pool.instances) > 1e-9 * pool.instances:
             yield f"pool {pool.name} has {pool.instances} instances, and {simulated:g} were simulated"
 

@@ -93,16 +93,16 @@ class TokenGaps:
         """Record the first repetition by the last tokens of its requests, and the others as usual. Requests that joined
         after `before` are not in the step."""
         first = time.first if time.ends is None else time.ends[0]
-        end, left = started + first, decodes
+        end, waiting_requests = started + first, decodes
         later: list[tuple[int, set[int]]] = []
         for tick, numbers in reversed(self._joined):
             if tick > before:
                 later.insert(0, (tick, numbers))
                 continue
-            some = min(left, len(numbers))
+            some = min(waiting_requests, len(numbers))
             recorder.note_gap(end - tick, some)
-            left -= some
-        recorder.note_gap(end - (started if self._since is None else self._since), left)
+            waiting_requests -= some
+        recorder.note_gap(end - (started if self._since is None else self._since), waiting_requests)
         self._since, self._joined, self.waiting = None, later, bool(later)
         if time.repetitions > 1:
             recorder.note_rest(time, decodes)

@@ -60,7 +60,7 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     Hugging Face id if it is in the cache of huggingface_hub. A reference `./config.json as LlamaForCausalLM` is read as
     that architecture, whatever the config states.
     """
-    given, (reference, architecture) = reference, on_word(reference)
+    full_reference, (reference, architecture) = reference, on_word(reference)
     path, name = Path(reference), None
     if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
         path, name = _cached(reference), path.name
@@ -85,7 +85,9 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
             architecture=architecture,
         )
     if architecture is not None:
-        raise UsageError(f"model {given}: an architecture is stated of a Hugging Face config.json only, not of a spec")
+        raise UsageError(
+            f"model {full_reference}: an architecture is stated of a Hugging Face config.json only, not of a spec"
+        )
     return Model.from_document(override(document, settings))
 
 
@@ -247,20 +249,20 @@ _OF_RELEASE = re.compile(r"([a-z]+)-(\d+(?:\.\d+)*)")
 
 def engine_name(reference: str) -> str:
     """Return the name of the preset that a family, or a family and a release, mean; any other reference unchanged."""
-    asked = _FAMILY.fullmatch(reference)
+    family = _FAMILY.fullmatch(reference)
     presets = names("engine")
-    if asked is None or reference in presets:
+    if family is None or reference in presets:
         return reference
     releases = {
         tuple(map(int, match[2].split("."))): match[0]
         for match in map(_OF_RELEASE.fullmatch, presets)
-        if match is not None and match[1] == asked[1]
+        if match is not None and match[1] == family[1]
     }
     if not releases:
         return reference
-    if asked[2] is None:
+    if family[2] is None:
         return releases[max(releases)]
-    most = tuple(map(int, asked[2].split(".")))
+    most = tuple(map(int, family[2].split(".")))
     if not (below := [release for release in releases if release <= most]):
         oldest = releases[min(releases)]
         raise UsageError(f"engine {reference}: no preset of that release or an earlier one; the oldest is {oldest}")

@@ -60,7 +60,7 @@ def allow_code() -> None:
 
 
 def need_permission(reference: str) -> None:
-    """Raise PartError if an import path brings code that nobody has permitted. Nothing is imported."""
+    """Raise PartError if an import path brings code without permission. Nothing is imported."""
     name = reference.partition(":")[0]
     if name in sys.modules or os.environ.get(ALLOW_CODE, "").lower() in ("1", "true", "yes"):
         return

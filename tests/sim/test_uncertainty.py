@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simtune.costs.iteration import KINDS
+from simtune.costs.iteration import HOST, KINDS
 from simtune.costs.predict import Profile
 from simtune.results.summary import Uncertain, Uncertainty
 from simtune.sim.deployment import Deployment, default_plan, deploy
@@ -60,7 +60,7 @@ def test_spreads_are_those_of_the_shapes_that_were_simulated(deployed: tuple[Dep
     deployment, stream = deployed
     result = deployment.simulate(stream)
     found, typical = spreads(deployment, result), Profile(HARDWARE).kind_log_sd()
-    assert set(found) == set(KINDS)
+    assert set(found) == {*KINDS, HOST}
     assert found["moe"] == typical["moe"], "this model has no experts"
     (bases,) = pool_bases(deployment, result).values()
     assert found["gemm"] == bases["gemm"].log_sd != typical["gemm"]

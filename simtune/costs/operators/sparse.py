@@ -51,12 +51,12 @@ class SparseDecode(_Sparse):
     def terms(self, x: Shape, setting: Setting) -> Terms:
         """Return the scores of all index keys, and attention to the window and the entries that are chosen."""
         b, c, h, hk, width, cached = (x[name] for name in ("batch", "context", "heads", "kv_heads", "width", "cached"))
-        seen = np.minimum(c, x["window"]) + np.minimum(c / x["ratio"], x["topk"])
+        attended = np.minimum(c, x["window"]) + np.minimum(c / x["ratio"], x["topk"])
         scored = np.where(x["index_heads"] > 0, c / x["pool"], 0.0)
         waves = hk * ceil_div(h / hk, _HEADS_AT_A_TIME)
         return Terms(
-            b * (2 * h * width * seen + 2 * x["index_heads"] * x["index_dim"] * scored),
-            b * (setting.kv_bytes * hk * cached * seen + (x["index_bytes"] + _SCORE_BYTES) * scored)
+            b * (2 * h * width * attended + 2 * x["index_heads"] * x["index_dim"] * scored),
+            b * (setting.kv_bytes * hk * cached * attended + (x["index_bytes"] + _SCORE_BYTES) * scored)
             + setting.dtype_bytes * b * h * width,
             np.maximum(ceil_div(b * waves, setting.processors) - 1, 0),
         )

@@ -78,8 +78,8 @@ def from_config(
 def _on_word(document: Document, architecture: str) -> tuple[Document, str]:
     """Return the config as one of another architecture, and the note that says so."""
     if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise SpecError(Problem("--as", f"{architecture} is not modelled; modelled: {known}", "architectures"))
+        modelled = ", ".join(ARCHITECTURES)
+        raise SpecError(Problem("--as", f"{architecture} is not modelled; modelled: {modelled}", "architectures"))
     listed = document.data.get("architectures")
     stated = ", ".join(map(str, listed)) if isinstance(listed, list) and listed else "none"
     parts = {

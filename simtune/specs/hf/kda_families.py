@@ -48,11 +48,11 @@ def _kda_of_block(config: Config) -> tuple[dict[str, Any], list[Any]]:
         config.problem("linear_attn_config", "is required and missing: a mapping with kda_layers")
         listed = []
     sizes = [block.get(key) for key in ("num_heads", "head_dim", "short_conv_kernel_size")]
-    whole = [size for size in sizes if type(size) is int and size > 0]
-    if len(whole) != len(sizes):
+    dimensions = [size for size in sizes if type(size) is int and size > 0]
+    if len(dimensions) != len(sizes):
         config.problem("linear_attn_config", f"num_heads, head_dim and short_conv_kernel_size must be sizes: {sizes!r}")
-        whole = [1, 1, 1]
-    return _kda(whole[0], whole[1], whole[2], bool(block.get("use_full_rank_gate"))), listed
+        dimensions = [1, 1, 1]
+    return _kda(dimensions[0], dimensions[1], dimensions[2], bool(block.get("use_full_rank_gate"))), listed
 
 
 def kimi(config: Config, architecture: Architecture) -> Layers:
