@@ -170,17 +170,21 @@ def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence
     trace = Trace(
         "requests.jsonl",
         digest,
-        arrival_s=stream.arrival_s,
+        arrival_s=stream.arrival_s if stream.due_s is None else stream.due_s,
         prompt_tokens=stream.prompt_tokens,
         output_tokens=stream.output_tokens,
         hash_ids=None if stream.hash_ids is None else tuple(stream.hash_ids),
         session=stream.session,
         block_tokens=stream.block_tokens,
     )
-    (folder / "plan.yaml").write_text(plan.to_yaml())
-    (folder / "model.yaml").write_text(model.to_yaml())
+    (folder / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+    (folder / "model.yaml").write_text(model.to_yaml(), encoding="utf-8")
     (folder / "requests.jsonl").write_text(trace_text(trace, "requests.jsonl"))
-    arrivals = {"kind": "trace"} if stream.users is None else {"kind": "closed_loop", "users": stream.users}
+    arrivals: dict[str, object] = {"kind": "trace"}
+    if stream.due_s is not None:
+        arrivals["max_in_flight"] = stream.users
+    elif stream.users is not None:
+        arrivals = {"kind": "closed_loop", "users": stream.users, "think_s": stream.think_s}
     load = {"schema": "simtune/workload@1", "name": "audited", "trace": "requests.jsonl", "requests": len(stream)}
     lengths = {"kind": "trace"}
     (folder / "workload.yaml").write_text(dump(load | {"arrivals": arrivals, "prompt": lengths, "output": lengths}))

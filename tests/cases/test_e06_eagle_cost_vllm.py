@@ -1,4 +1,4 @@
-"""What a pass of an EAGLE head costs in vLLM 0.11, host included: four drafts slow a server down at every load.
+"""Cost of a pass of an EAGLE head in vLLM 0.11, host included: four drafts slow a server down at every load.
 
 Source: kubernetes-sigs/inference-perf, demos/kubecon-na-2025, folder `vllm+eagle`. How many drafts were kept is not
 published, so a plan that keeps none may not be faster.

@@ -13,7 +13,7 @@ from simtune.results.result import Result
 from simtune.sim.audit import AUDIT, AuditError, audit, violations
 from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.wiring import wire
-from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
@@ -124,3 +124,20 @@ def test_every_simulation_is_audited_where_the_environment_asks(monkeypatch: pyt
         deployment().simulate(stream)
     monkeypatch.setenv(AUDIT, "0")
     assert deployment().simulate(stream).completed.all()
+
+
+def test_a_load_that_holds_requests_back_is_repeated_as_one(
+    over: tuple[Deployment, Any, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deployed, cores, result = over
+    due_s = result.stream.arrival_s
+    capped = dataclasses.replace(result.stream, arrival_s=None, due_s=due_s, users=3)
+    with pytest.raises(AuditError):
+        audit(deployed.plan, deployed.model, cores, dataclasses.replace(result, stream=capped, num_gpus=2))
+    (folder,) = tmp_path.iterdir()
+    again, trace = load_workload(str(folder / "workload.yaml"))
+    assert again.max_in_flight == 3
+    assert trace is not None
+    assert trace.arrival_s is not None
+    assert trace.arrival_s.tolist() == pytest.approx((due_s - due_s[0]).tolist() if due_s is not None else [])

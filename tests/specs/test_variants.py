@@ -150,7 +150,7 @@ def test_every_other_key_of_a_pool_is_known() -> None:
 
 
 def problem_of(fragment: str) -> str:
-    """What is wrong with a fragment; empty if nothing is."""
+    """Return the problems of a fragment, in words; empty without any."""
     try:
         study(fragment)
     except SpecError as error:

@@ -19,7 +19,7 @@ class Published:
     """Per token in the dtype of the cache, windows in full."""
     source: str
     layers: str
-    """Of runs of equal layers: count, attention and feed-forward."""
+    """Runs of equal layers: count, attention and feed-forward."""
     formats: str = "bf16"
-    """Of weights in general, then of modules that differ."""
+    """Formats of weights in general, then of modules that differ."""
     active: float | None = None
