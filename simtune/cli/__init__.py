@@ -153,7 +153,16 @@ def main(args: list[str] | None = None) -> Any:
         code = cli.main(args, standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(_report(error))
+    finally:
+        _unlock()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _unlock() -> None:
+    """Let others write what this command had locked; nothing if it locked nothing, which needs no module."""
+    locks = sys.modules.get("simtune.specs.folder_lock")
+    if locks is not None:
+        locks.release()
 
 
 def _report(error: BaseException) -> int:

@@ -72,8 +72,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     from simtune.runs.files import write_file
     from simtune.validation.published import Findings, headline, select
 
-    if html is not None and html.exists() and not force:
-        raise UsageError(f"{html}: exists already; give --force to replace it")
+    _claim_page(html, force)
     entries = select(systems)
     if only_list:
         _list(entries)
@@ -158,11 +157,22 @@ def _on_own(entries: list[Entry], own: OwnLoad, quiet: bool, as_json: bool) -> i
     return 0
 
 
+def _claim_page(html: Path | None, force: bool) -> None:
+    """Keep others from writing the page, if there is to be one. Raises UsageError if it exists."""
+    from simtune.runs.files import alone
+
+    if html is None:
+        return
+    if html.exists() and not force:
+        raise UsageError(f"{html}: exists already; give --force to replace it")
+    alone(html)
+
+
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:
     """Yield findings as they are made; families whose key, a hash of all inputs, is in the journal are read from it."""
     from itertools import groupby, islice
 
-    from simtune.runs.files import lock
+    from simtune.specs.folder_lock import lock
     from simtune.specs.row_journal import RowJournal
     from simtune.validation.published import Finding
     from simtune.validation.published import reproduce as run

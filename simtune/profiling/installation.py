@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata, util
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -38,6 +39,7 @@ def diagnoses() -> list[Diagnosis]:
     """Return all results, the most basic first."""
     return [
         Diagnosis("ok", "simtune", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
+        _platform(sys.platform),
         Diagnosis("ok", "processors", f"{os.cpu_count()} cores for searches and --uncertainty"),
         *(_package(name, use) for name, use in OPTIONAL.items()),
         *_cards(),
@@ -46,6 +48,21 @@ def diagnoses() -> list[Diagnosis]:
         *_folders(),
         _disk(Path.cwd()),
     ]
+
+
+WITHOUT = {
+    "darwin": "but that orphans of a killed search end by themselves",
+    "win32": "but starting engines (validate takes the URL of one in its place) and --clock cpu",
+}
+"""Parts that are absent on a system, by `sys.platform`; Linux has all."""
+
+
+def _platform(system: str) -> Diagnosis:
+    names = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
+    if system not in names:
+        return Diagnosis("problem", "platform", f"{system} is not tested; Linux, macOS and Windows are")
+    return Diagnosis("ok", "platform", f"{names[system]}: everything works{', ' if system in WITHOUT else ''}"
+                     f"{WITHOUT.get(system, '')}")  # fmt: skip
 
 
 def _package(name: str, use: str) -> Diagnosis:

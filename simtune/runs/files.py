@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import glob
 import gzip
-import hashlib
 import os
 import re
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 
 from simtune.errors import UsageError
+from simtune.specs.folder_lock import lock, renew
 
 MANIFEST = "manifest.json"
 """File that marks a folder as a run directory of simtune."""
@@ -61,8 +59,8 @@ def claim(out: Path, force: bool, resume: bool = False) -> None:
 def alone(out: Path) -> None:
     """Keep others from writing `out` until this process ends, and remove what one that was killed left half-written.
     Raises UsageError if another writes it."""
-    if lock(out):
-        _clear(out)
+    lock(out)
+    _clear(out)
 
 
 def hold(out: Path) -> None:
@@ -73,11 +71,10 @@ def hold(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; name a folder")
-    locked = lock(out)
+    lock(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if locked:
-            clear_within(out)
+        clear_within(out)
         with tempfile.TemporaryDirectory(prefix=_prefix(out), dir=out):
             pass
     except OSError as error:
@@ -113,12 +110,12 @@ def _clear(out: Path) -> None:
     """
     parent, begins = out.absolute().parent, f".{out.name}."
     for path in sorted(parent.glob(f"{glob.escape(begins)}part-*")):
-        if not _PART.fullmatch(path.name.removeprefix(begins)) or path.is_symlink() or not path.is_dir():
+        if not _PART.fullmatch(path.name.removeprefix(begins)) or path.is_symlink():
             continue
         with suppress(OSError):
             if (path / _ASIDE).is_dir() and not out.exists():
                 (path / _ASIDE).rename(out)
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 _ASIDE = ".earlier"
@@ -134,32 +131,6 @@ def _may_replace(out: Path, force: bool, resume: bool) -> None:
         raise UsageError(f"{out}: holds a search that was not finished; give --resume to go on, or --force")
     if not (force or (resume and journal)):
         raise UsageError(f"{out}: holds an earlier run; give --force to replace it, or name another folder")
-
-
-# Descriptors of the locks of this process, by run directory.
-_LOCKS: dict[Path, int] = {}
-
-
-def lock(out: Path) -> bool:
-    """Keep others from claiming `out` until this process ends, however it does; return False if this system cannot.
-    Raises UsageError if one has it.
-
-    The lock is a name that Linux gives to one socket at a time and forgets with its owner; elsewhere there is none.
-    """
-    folder = out.absolute()
-    if sys.platform != "linux":
-        return False
-    if folder in _LOCKS:
-        return True
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    name_holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        name_holder.bind(f"\0simtune-{name}")
-    except OSError:
-        name_holder.close()
-        raise UsageError(f"{out}: another simtune is writing it; wait for it, or name another folder") from None
-    _LOCKS[folder] = name_holder.detach()
-    return True
 
 
 def write(out: Path, files: Mapping[str, str | bytes]) -> None:
@@ -186,6 +157,7 @@ def whole(out: Path) -> Iterator[Path]:
             folder.mkdir(0o700)
             yield folder
             folder.chmod(0o755)
+            renew(out.absolute())
             _take_place(folder, out)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,6 +169,7 @@ def whole(out: Path) -> Iterator[Path]:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write one file, replacing what is there. Raises UsageError."""
     parent = path.absolute().parent
+    renew(path.absolute())
     try:
         parent.mkdir(parents=True, exist_ok=True)
         part = _part(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from simtune.errors import SimtuneError, UsageError
+from simtune.specs.folder_lock import renew
 from simtune.specs.input_files import JsonError, parse_json, read_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -47,6 +48,7 @@ class RowJournal:
         rows stay.
         """
         text = json.dumps({"key": key, "row": row, "sha256": _hash(key, row)}, allow_nan=False)
+        renew(self.file.absolute())
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("ab+", buffering=0) as file:

@@ -161,12 +161,30 @@ def test_a_run_is_explained_with_its_neighbours(tiny_run: Path, call: Callable[.
 
 
 def test_doctor_names_problems(desk: Desk, call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"engine": ["vllm-0.24"], "hardware": ["h100-sxm", "cpu-x86-1thread"]}
+    monkeypatch.setattr("simtune.profiling.installation.names", few.get)
     assert call("doctor").code == 0
     monkeypatch.setenv("SIMTUNE_PATH", "nowhere")
     said = call("doctor", "--json")
     assert said.code == 1
     (problem,) = [finding for finding in said.json if finding["state"] == "problem"]
     assert problem["says"] == "nowhere is not a folder; create it or remove it from SIMTUNE_PATH"
+
+
+def test_the_doctor_states_what_works_on_this_system(
+    call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simtune.profiling.installation.names", lambda kind: ["cpu-x86-1thread"][: kind == "hardware"])
+    for system, states, says in (
+        ("linux", "ok", "Linux: everything works"),
+        ("darwin", "ok", "macOS: everything works, but"),
+        ("win32", "ok", "Windows: everything works, but starting engines"),
+        ("aix", "problem", "aix is not tested; Linux, macOS and Windows are"),
+    ):
+        monkeypatch.setattr("sys.platform", system)
+        (found,) = [finding for finding in call("doctor", "--json").json if finding["what"] == "platform"]
+        assert found["state"] == states
+        assert found["says"].startswith(says)
 
 
 def test_the_doctor_reports_that_no_profile_can_be_read(

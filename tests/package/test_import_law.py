@@ -53,6 +53,7 @@ LAW: dict[str, set[str]] = {
 CLOCKS = {"time", "datetime", "sched", "timeit"}
 CLOCK_READERS = {
     "simtune.runs.manifest",  # the time of day for manifest.json
+    "simtune.specs.folder_lock",  # waits a moment for another host
     "simtune.cli.pace",  # how fast work goes, said on stderr
     "simtune.profiling.timing",  # measuring
     "simtune.validation.client.real_clock",  # the real clock beside the simulated one
@@ -161,6 +162,7 @@ def test_what_windows_lacks_stays_in_its_helpers() -> None:
     assert users == {
         "simtune.specs.room",
         "simtune.sim.parallel",  # where sys.platform is linux
+        "simtune.specs.folder_lock",  # where sys.platform is not win32
         "simtune.validation.servers.vllm_steps",
     }
 

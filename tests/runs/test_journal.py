@@ -10,12 +10,14 @@ import pytest
 
 from simtune.errors import SimtuneError
 from simtune.runs.files import claim, hold, write
+from simtune.specs.folder_lock import release
 from simtune.specs.row_journal import RowJournal
 
 FULL = """
 import resource, sys
 from pathlib import Path
 from simtune.errors import SimtuneError
+from simtune.specs.folder_lock import release
 from simtune.specs.row_journal import RowJournal
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -98,7 +100,6 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
         hold(tmp_path / "file")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="without a lock nobody knows whose it is")
 def test_what_a_killed_process_left_beside_a_run_is_cleared(tmp_path: Path) -> None:
     out = tmp_path / "run"
     write(out, {"manifest.json": "{}", "plan.yaml": "old"})
@@ -111,6 +112,7 @@ def test_what_a_killed_process_left_beside_a_run_is_cleared(tmp_path: Path) -> N
     with pytest.raises(SimtuneError, match="holds an earlier run"):
         claim(out, force=False)
     assert (out / "plan.yaml").read_text() == "old"
+    release()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".run.part-of-mine", "run"]
 
 
@@ -143,6 +145,7 @@ def test_what_a_killed_process_left_in_a_folder_is_cleared(tmp_path: Path) -> No
         other.communicate()
     finally:
         other.kill()
+    release()
     assert other.returncode == 0
     assert sorted(p.name for p in out.iterdir()) == [".theirs.part-of-mine", "round-1", "run"]
     assert not list((out / "round-1").iterdir())

@@ -199,3 +199,20 @@ def test_the_fake_server_listens_where_it_is_told() -> None:
         port = first.port
     with FakeServer(port=port) as second:
         assert second.url.endswith(f":{port}")
+
+
+def test_what_windows_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sessions of processes, and a clock of processor time that is finer than a step."""
+    from simtune.errors import SimtuneError
+    from simtune.validation.servers import process_guard
+    from simtune.validation.servers.engine_clocks import ProcessorClock
+
+    monkeypatch.delattr("os.setsid")
+    with (
+        (tmp_path / "log").open("wb") as log,
+        pytest.raises(SimtuneError, match="on Linux and macOS only; start the eng"),
+    ):
+        process_guard.start(["never"], {}, log)
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(UsageError, match=r"--clock cpu: Windows counts .* or give --clock wall"):
+        ProcessorClock()

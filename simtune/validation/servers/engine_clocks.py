@@ -6,9 +6,12 @@ work does not: as the engine's own clock it stops while other processes run, and
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+from simtune.errors import UsageError
 
 
 def processor_s() -> float:
@@ -62,7 +65,15 @@ class ProcessorClock:
     """Clock of processor time of the thread that reads it; waiting takes none and moves the clock."""
 
     def __init__(self, slowness: Callable[[int], float] | None = None) -> None:
-        """`slowness` (a `Gauge`), if given, divides processor time by its value; its own time does not count."""
+        """`slowness` (a `Gauge`), if given, divides processor time by its value; its own time does not count.
+
+        Raise UsageError on Windows, whose processor time is counted in ticks of a clock interrupt.
+        """
+        if sys.platform == "win32":
+            raise UsageError(
+                "--clock cpu: Windows counts processor time in ticks of about 16 ms, longer than a step; measure on "
+                "Linux or macOS, or give --clock wall"
+            )
         self._at, self._since, self._slow = 0.0, processor_s(), 1.0
         self._slowness = slowness
 
