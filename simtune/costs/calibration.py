@@ -34,6 +34,7 @@ from simtune.specs.hardware import Calibration, Correction, Hardware
 from simtune.specs.input_files import json_lines, read_packed_text
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
+from simtune.specs.schema_versions import schema_problem
 
 Kind = Literal["decode", "prefill"]
 
@@ -137,7 +138,9 @@ def _opened(path: Path) -> tuple[int, dict[str, Any], Iterator[tuple[int, dict[s
 
 def _check_schema(path: Path, number: int, header: Mapping[str, Any]) -> None:
     if header.get("schema") != SCHEMA:
-        message = f"must be {SCHEMA}, or `format` be steplog/1, found {header.get('schema')!r}"
+        message = schema_problem(header.get("schema"), SCHEMA, "record the steps again")
+        if message.startswith("must be"):
+            message += "; a log of `format: steplog/1` is read too"
         raise SpecError(Problem(str(path), message, "schema", number))
 
 

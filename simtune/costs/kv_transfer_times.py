@@ -22,6 +22,7 @@ import numpy as np
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import LONGEST_S
 from simtune.specs.input_files import json_lines, read_packed_text
+from simtune.specs.schema_versions import schema_problem
 
 SCHEMA = "simtune/transfers@1"
 FEWEST = 3
@@ -75,7 +76,8 @@ def read_transfers(path: Path) -> list[MeasuredTransfer]:
     lines = json_lines(read_packed_text(path), str(path))
     number, header = next(lines, (1, {}))
     if header.get("schema") != SCHEMA:
-        raise SpecError(Problem(str(path), f"must be {SCHEMA}, found {header.get('schema')!r}", "schema", number))
+        message = schema_problem(header.get("schema"), SCHEMA, "measure the transfers again")
+        raise SpecError(Problem(str(path), message, "schema", number))
     return [_transfer(path, line, data) for line, data in lines]
 
 

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -17,6 +16,7 @@ from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile
 from simtune.specs.base import Record, problems_of
 from simtune.specs.input_files import json_document, read_packed_text
+from simtune.specs.schema_versions import REDO, schema_problem
 from simtune.tuner.certificate.front_certificate import FRONT_SCHEMA, FrontCertificate
 from simtune.tuner.certificate.search_certificate import CERTIFICATE_SCHEMA, Certificate
 
@@ -73,23 +73,10 @@ def read_record(path: Path, kind: type[T], schema: str, *earlier: str) -> T:
         raise SpecError(Problem(str(path), f"a {word} was expected, which is a mapping", "", 1, 1))
     if data.get("schema") not in (schema, *earlier):
         place = yamlfile.parse(text, str(path)).position(["schema"])
-        raise SpecError(Problem(str(path), _other_version(data.get("schema"), schema), "schema", *place))
+        raise SpecError(Problem(str(path), schema_problem(data.get("schema"), schema, REDO), "schema", *place))
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         # This parser knows the lines, and is too slow to be the everyday reader.
         problems = problems_of(kind, error, yamlfile.parse(text, str(path)))
         raise SpecError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0))) from None
-
-
-def _other_version(schema: Any, wanted: str) -> str:
-    """Return what is wrong with a file's `schema`, and the remedy."""
-    kind, _, version = wanted.rpartition("@")
-    number = re.fullmatch(re.escape(kind) + r"@(\d+)", str(schema))
-    if number is None:
-        return f"must be {wanted}" + ("" if schema is None else f", found {schema!r}")
-    if int(number[1]) > int(version):
-        return (
-            f"is {schema}, of a newer simtune; this one reads {wanted}: upgrade it, or do the run again with this one"
-        )
-    return f"is {schema}, of an older simtune; this one reads {wanted}: do the run again"

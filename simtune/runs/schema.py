@@ -14,6 +14,7 @@ from simtune.results.summary import CostBasis, LatencyQuantiles, SimulationSumma
 from simtune.runs.swimlanes import Swimlanes
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
+from simtune.specs.schema_versions import REDO, schema_problem
 from simtune.specs.study import Study
 from simtune.tuner.certificate.search_certificate import Certificate
 from simtune.tuner.doubt.confidence import Confidence
@@ -297,7 +298,7 @@ class Summary(SimulationSummary):
             return value
         spec: type[Spec] = Plan if info.field_name == "plan" else Study
         if value.get("schema") != spec.schema_id():
-            raise ErrorAt(f"must be {spec.schema_id()}, found {value.get('schema')!r}", "schema")
+            raise ErrorAt(schema_problem(value.get("schema"), spec.schema_id(), REDO), "schema")
         return {key: below for key, below in value.items() if key != "schema"}
 
     @field_serializer("plan", "study")

@@ -16,6 +16,7 @@ from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.input_files import read_text
 from simtune.specs.kinds import OneOf
+from simtune.specs.schema_versions import REWRITE, schema_problem
 
 T = TypeVar("T")
 
@@ -166,9 +167,7 @@ class Spec(Part):
         schema = data.pop("schema", None)
         if schema != cls.schema_id():
             line, column = document.position(["schema"])
-            message = f"must be {cls.schema_id()}" + ("" if schema is None else f", found {schema!r}")
-            if isinstance(schema, str) and schema.startswith(f"simtune/{cls.KIND}@"):
-                message += ", of another version of simtune; write @1, and mend what `simtune check` then names"
+            message = schema_problem(schema, cls.schema_id(), REWRITE)
             problems.append(Problem(document.file, message, "schema", line, column))
         try:
             spec = cls.model_validate(data)

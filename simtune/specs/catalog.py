@@ -26,6 +26,7 @@ from simtune.specs.input_files import decoded, read_bytes, read_text
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.preset import NO_ENGINE, EngineFamily, EnginePreset, merged
+from simtune.specs.schema_versions import REWRITE, schema_problem
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
 from simtune.specs.systems import problems as problems_of_systems
@@ -404,6 +405,9 @@ def _kind_of_file(path: Path) -> str:
         if schema == spec.schema_id():
             return kind
     schemas = [spec.schema_id() for spec in KINDS.values()]
+    for wanted in schemas:
+        if str(schema).startswith(f"{wanted.rpartition('@')[0]}@"):
+            raise UsageError(f"{path}: schema: {schema_problem(schema, wanted, REWRITE)}")
     hint = suggest(str(schema), schemas)
     raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(schemas)}")
 

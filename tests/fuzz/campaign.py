@@ -95,14 +95,14 @@ class Desk:
     """A folder with the corpus in it, and the warm process that runs commands there."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
-        self._folder, self._process = folder, process
+        self.folder, self._process = folder, process
         self._clean = folder.parent / "clean"
 
     def ask(self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S) -> dict[str, Any]:
         """Run a command to its end, or to that of its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"folder": str(self._folder), "command": list(command), "warm": warm, "cpu_s": cpu_s}
+        job = {"folder": str(self.folder), "command": list(command), "warm": warm, "cpu_s": cpu_s}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -110,49 +110,49 @@ class Desk:
 
     def prepare(self) -> None:
         """Write the corpus, and load everything that its commands need."""
-        corpus.write(self._folder)
+        corpus.write(self.folder)
         for command in dict.fromkeys(case.command for case in corpus.cases()):
             if command[0] == "report":
                 continue
             answer = self.ask(command, warm=True)
             assert answer["code"] in (0, 3), (command, answer)
             if command[0] == "optimize" and "--dry-run" not in command:
-                shutil.copytree(self._folder / "out", self._folder / "certified")
-                shutil.move(self._folder / "out", self._folder / "run")
+                shutil.copytree(self.folder / "out", self.folder / "certified")
+                shutil.move(self.folder / "out", self.folder / "run")
             if command[0] == "validate" and "measured.jsonl" in command:
-                shutil.move(self._folder / "out", self._folder / "validated")
+                shutil.move(self.folder / "out", self.folder / "validated")
             for made in ("out", "out.yaml"):
-                path = self._folder / made
+                path = self.folder / made
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for file in (self._folder / "run").iterdir():
+        for file in (self.folder / "run").iterdir():
             if file.name not in ("summary.json", "candidates.csv"):
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
-        (self._folder / "run" / "manifest.json").write_text("{}")
+        (self.folder / "run" / "manifest.json").write_text("{}")
         assert self.ask(("report", "run"), warm=True)["code"] == 0
-        (self._folder / "run" / "report.html").unlink()
-        shutil.copytree(self._folder, self._clean)
+        (self.folder / "run" / "report.html").unlink()
+        shutil.copytree(self.folder, self._clean)
 
     def answer(self, number: int) -> Answer:
         """Of input `number`."""
         case, how = self._mutated(number)
-        before = {path.name for path in self._folder.iterdir()}
+        before = {path.name for path in self.folder.iterdir()}
         ended = self.ask(case.command)
         if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
             self._mutated(number)
             ended = self.ask(case.command, cpu_s=LONG_S)
-        out, err = ((self._folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
+        out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
         answers = (0, 3, *_ANSWERS.get(case.command[0], ()))
         made = {"stdout", "stderr"} | ({"out", "out.yaml"} if ended["code"] in answers else set())
-        left = {path.name for path in self._folder.iterdir()} - before - made
+        left = {path.name for path in self.folder.iterdir()} - before - made
         return Answer(number, case, how, ended["code"], out, err, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
 
     def _mutated(self, number: int) -> tuple[corpus.Case, str]:
         """The corpus anew with input `number`'s mutation in it; its command, and what was done to the file."""
         random = Random(number)
         case = random.choice(corpus.cases())
-        shutil.rmtree(self._folder)
-        shutil.copytree(self._clean, self._folder)
-        return case, mutate(self._folder / case.file, random)
+        shutil.rmtree(self.folder)
+        shutil.copytree(self._clean, self.folder)
+        return case, mutate(self.folder / case.file, random)
 
 
 @contextmanager

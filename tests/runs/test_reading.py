@@ -91,8 +91,8 @@ def test_a_wrong_value_is_named_with_its_line(
     [
         (
             "simtune/summary@3",
-            "is simtune/summary@3, of a newer simtune; this one reads simtune/summary@2: upgrade it, or do the run "
-            "again with this one",
+            "is simtune/summary@3, of a newer simtune; this one reads simtune/summary@2: upgrade simtune, or do "
+            "the run again",
         ),
         (
             "simtune/summary@0",
@@ -113,7 +113,7 @@ def test_another_version_is_refused_with_a_remedy(make_run: RunMaker, found: str
 
 
 def test_a_plan_of_another_version_is_refused_too(make_run: RunMaker) -> None:
-    with pytest.raises(SpecError, match=r"plan\.schema: must be simtune/plan@1, found 'simtune/plan@2'"):
+    with pytest.raises(SpecError, match=r"plan\.schema: is simtune/plan@2, of a newer simtune"):
         read_run(make_run(plan={**PLAN, "schema": "simtune/plan@2"}))
 
 

@@ -78,8 +78,8 @@ layers:
 def test_the_wrong_kind_of_file_is_named_and_its_other_problems_too() -> None:
     text = "schema: simtune/plan@2\nname: p\nmodel: m\npools: []\n"
     assert lines_of(Plan, text) == [
-        "f.yaml:1:1: schema: must be simtune/plan@1, found 'simtune/plan@2', of another version of simtune; write @1, "
-        "and mend what `simtune check` then names",
+        "f.yaml:1:1: schema: is simtune/plan@2, of a newer simtune; this one reads simtune/plan@1: upgrade simtune, or "
+        "write @1, and mend what `simtune check` then names",
         "f.yaml:4:1: pools: must have at least 1 item after validation, not 0",
     ]
     assert lines_of(Plan, "name: p\n")[0] == "f.yaml:1:1: schema: must be simtune/plan@1"

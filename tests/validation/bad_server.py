@@ -69,14 +69,20 @@ class BadServer:
             connection.settimeout(5.0)
             request = b""
             while b"\r\n\r\n" not in request:
-                request += connection.recv(1 << 16)
+                more = connection.recv(1 << 16)
+                if not more:
+                    return
+                request += more
             head, _, body = request.partition(b"\r\n\r\n")
             if head.startswith(b"GET"):
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n" + self.metrics)
                 return
             (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:"))
             while len(body) < length:
-                body += connection.recv(1 << 16)
+                more = connection.recv(1 << 16)
+                if not more:
+                    return
+                body += more
             self.posts += 1
             (self.script if self.posts % 2 else good)(connection, self.over)
 

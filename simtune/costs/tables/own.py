@@ -28,6 +28,7 @@ from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.input_files import JsonError, json_document, parse_json, read_packed_text
+from simtune.specs.schema_versions import schema_problem
 
 P = TypeVar("P", bound=Part)
 
@@ -218,7 +219,7 @@ def _header(path: Path, text: str) -> MeasurementHeader:
     data = json_document(text, str(path))
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise SpecError(Problem(str(path), f"must be {SCHEMA}, found {schema!r}", "schema", 1))
+        raise SpecError(Problem(str(path), schema_problem(schema, SCHEMA, "measure again"), "schema", 1))
     return _parse(MeasurementHeader, data, path, 1)
 
 
