@@ -203,6 +203,7 @@ def _fit(
         families=_families(table),
         hold_out=(),
         scales="known" if table.known_scales else None,
+        launch_s=None if table.launch_s is None else _short(table.launch_s),
         provenance=provenance,
     )
     return operator, arrays
@@ -447,7 +448,8 @@ def fit_base(
     """Maximum a posteriori fit of the base parameters; the rates are those of the data sheet.
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
-    parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time, block time, overlap
+    parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time (the kind's own if the shortest
+    were launches), block time, overlap
     and, if a kernel goes ahead, its time per value by the operator kind. The priors keep a fit on a few dozen points
     sane; a few hundred overrule them. If times were rounded, the rounding widens the scale of the loss. The search
     runs from several starts, or only from `near`, a fit of nearly the same rows.
@@ -459,7 +461,9 @@ def fit_base(
     log_measured = np.log(table.seconds)
     scale = np.hypot(_SCALE, table.resolution_s / np.sqrt(12) / table.seconds)
     sheet = (_SHEET_SHARE * flops_per_s, _SHEET_SHARE * bytes_per_s)
-    prior = np.log([*sheet, 0.9 * table.seconds.min(), operator.block_s, operator.overlap])
+    # If the shortest rows were launches, the shortest of those left tells nothing of the overhead.
+    overhead_s = 0.9 * float(table.seconds.min()) if table.launch_s is None else operator.overhead_s
+    prior = np.log([*sheet, overhead_s, operator.block_s, operator.overlap])
     sd = np.array(_PRIOR_SD)
     if processors > 1:
         sd[3] = operator.block_log_sd

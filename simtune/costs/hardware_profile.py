@@ -14,7 +14,7 @@ from simtune.costs.host import SYNCHRONOUS_SEQUENCE_S, SYNCHRONOUS_STEP_S
 from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.predict import Profile
 from simtune.costs.tables import Table, Tables, account, designation
-from simtune.costs.tables.screen import MANY, Sheet, launches, screen
+from simtune.costs.tables.screen import MANY, Sheet, above_launches, launches, screen
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN
 from simtune.specs.hardware import Arrays, Facts, Hardware, Host, Operator, Provenance
@@ -80,14 +80,16 @@ def usable(
     """Return the usable tables; the others are noted.
 
     A table is unusable if it is in another unit, of two kernels, faster than the device, of launches (unless
-    `allow_launches`), or unlike the profile of a `sister` card. One column of a file may be unusable, and the others
+    `allow_launches`; of blocks of kernels the rows that took the device longer are kept), or unlike the profile of a
+    `sister` card. One column of a file may be unusable, and the others
     sound. Raises UsageError if no table is left.
     """
     accepted: dict[str, Table] = {}
     refused = []
     for key, table in tables.operators.items():
         sheet = data_sheet(table, facts)
-        why = None if allow_launches else launches(table, sheet)
+        table = table if allow_launches else above_launches(table, sheet)
+        why = None if allow_launches or table.launch_s is not None else launches(table, sheet)
         if why is None and sister is not None:
             why = _unlike(table, sheet, sister)
         try:

@@ -169,7 +169,9 @@ class StepModel:
         self.host = HostCosts.of(pool, hardware, self._factor(HOST))
         # one kernel of attention in each layer, and all other calls
         kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
-        self.launches = Launches.of(model, pool, kernels, self._factor(HOST), floor_s(self._host_work))
+        self.launches = Launches.of(
+            model, pool, kernels, self._factor(HOST), floor_s(self._host_work), self.attention.launch_s
+        )
 
     @property
     def routes(self) -> bool:

@@ -41,12 +41,15 @@ class Launches:
     """Least seconds of a larger step."""
 
     @classmethod
-    def of(cls, model: Model, pool: Pool, kernels: int, factor: float, offloaded_s: float) -> Launches:
+    def of(
+        cls, model: Model, pool: Pool, kernels: int, factor: float, offloaded_s: float, attention_s: float = 0.0
+    ) -> Launches:
         """Return the launches of a model whose step has `kernels` kernels, `factor` times as long as stated; what the
-        host sends and computes meanwhile takes `offloaded_s`."""
+        host sends and computes meanwhile takes `offloaded_s`, and launching attention over prompts at least
+        `attention_s`."""
         layers_s = factor * model.num_layers
         plain_s = max(factor * _each_s(model, pool, kernels), offloaded_s)
-        prompts_s = max(plain_s, layers_s * (pool.prompt_launch_s or 0.0))
+        prompts_s = max(plain_s, layers_s * (pool.prompt_launch_s or 0.0), factor * attention_s)
         large_s = layers_s * pool.graph_sizes.launch_s if pool.cuda_graphs and pool.graph_sizes is not None else 0.0
         return cls((plain_s, prompts_s), largest_graph(pool), large_s)
 

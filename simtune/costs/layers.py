@@ -8,7 +8,7 @@ a line in `ATTENTION_LAYERS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,18 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.operators.attention import unsplit
 from simtune.costs.predict import Predictor, Profile
+from simtune.costs.selections import (
+    Selection,
+    block_shape,
+    block_sparse,
+    compressed,
+    compressed_products,
+    key_bytes,
+    latent_products,
+    pooled,
+)
 from simtune.errors import Infeasible
-from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.model import (
     Attention,
@@ -54,6 +64,8 @@ class AttentionCosts(NamedTuple):
     imbalance_s: Callable[[Array, bool], Array] = lambda num_decodes, with_chunks: np.zeros(num_decodes.shape)
     """Seconds for each token by which the longest context exceeds the mean; in a kernel with a prefill chunk or
     alone."""
+    launch_s: float = 0.0
+    """Host seconds of launching the kernels of a prefill chunk, which no step with prompts beats; 0 if not measured."""
     includes: frozenset[str] = frozenset()
     """Parts that these times include: `PRODUCTS`, and variants of small operations. A whole block that was measured has
     all its parts; in a step with chunks and decodes its weights are then read for each."""
@@ -219,44 +231,75 @@ class _Softmax(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
 
 
-class _Selection(NamedTuple):
-    """Selection of the tokens that sparse attention sees, and how it reads them, on one rank."""
+def _costs_of_selection(
+    selection: Selection, profile: Profile, dtype: str, kv_dtype: str, block: _Block | None = None
+) -> AttentionCosts:
+    """Return the times of a whole block if the profile has tables of it, else of attention alone, by bytes and flops
+    unless it has tables of that."""
+    if block is not None and all(
+        profile.measured(kind, block.dtype, kv_dtype, block.variant) for kind in _SPARSE_BLOCK
+    ):
+        context, decode = (
+            profile.predictor(kind, block.dtype, kv_dtype=kv_dtype, variant=block.variant) for kind in _SPARSE_BLOCK
+        )
+        return _costs_of_blocks(context, decode, block_shape(selection, block.products), _BLOCK | {"compress"})
+    prefill = profile.predictor("sparse_prefill", dtype, kv_dtype=kv_dtype)
+    decode = profile.predictor("sparse_decode", dtype, kv_dtype=kv_dtype)
+    shape: dict[str, Any] = selection._asdict()
 
-    heads: int
-    kv_heads: int
-    width: int
-    """Values that a query head computes with for each entry: scores and sums."""
-    cached: int
-    """Values of an entry that are read for each KV head."""
-    topk: int
-    window: int = 0
-    ratio: int = 1
-    index_heads: int = 0
-    index_dim: int = 0
-    index_bytes: float = 0.0
-    pool: int = 1
+    def decode_s(batch: int | Array, context: Array, width: int) -> Array:
+        # All query tokens of a sequence are taken to read the same entries: they are as many more heads.
+        queries = {"heads": selection.heads * width, "index_heads": selection.index_heads * width}
+        return decode.seconds(batch=batch, context=context, **(shape | queries))
 
-    def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        """Return the times by bytes and flops, unless the profile has tables of the two operators."""
-        prefill = profile.predictor("sparse_prefill", dtype, kv_dtype=kv_dtype)
-        decode = profile.predictor("sparse_decode", dtype, kv_dtype=kv_dtype)
-        shape: dict[str, Any] = self._asdict()
+    def prefill_s(tokens: Array) -> Array:
+        return prefill.seconds(batch=1, tokens=tokens, **shape) - prefill.overhead_s
 
-        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
-            # All query tokens of a sequence are taken to read the same entries: they are as many more heads.
-            queries = {"heads": self.heads * width, "index_heads": self.index_heads * width}
-            return decode.seconds(batch=batch, context=context, **(shape | queries))
+    return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
 
-        def prefill_s(tokens: Array) -> Array:
-            return prefill.seconds(batch=1, tokens=tokens, **shape) - prefill.overhead_s
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
+class _Block(NamedTuple):
+    """Whole block of sparse attention, as it may have been measured: a name, the format of its products, and these."""
+
+    variant: str
+    dtype: Dtype
+    products: Sequence[tuple[int, int]]
+
+
+def _costs_of_blocks(
+    context_block: Predictor,
+    decode_block: Predictor,
+    shape: Mapping[str, Any],
+    includes: frozenset[str],
+    past: Callable[[Array], Array] = np.zeros_like,
+) -> AttentionCosts:
+    """Return the costs of whole blocks of one shape, besides their batch, tokens and context."""
+
+    def decode_s(batch: int | Array, context: Array, width: int) -> Array:
+        alone = decode_block.seconds(batch=batch, context=context, **shape)
+        if width == 1:
+            return alone
+        # Only the growth with the width is taken from blocks of several tokens.
+        several = {"batch": batch, "context": np.maximum(context, width), **shape}
+        wider = context_block.seconds(tokens=width, **several) / context_block.seconds(tokens=1, **several)
+        return alone * np.maximum(wider, 1.0)
+
+    # A chunk reads the weights however short it is: that is the overhead of a call.
+    shortest_s = float(context_block.seconds(batch=1, tokens=1, context=1, **shape))
+
+    def prefill_s(tokens: Array) -> Array:
+        at_least_one = np.maximum(tokens, 1)
+        seconds = context_block.seconds(batch=1, tokens=at_least_one, context=at_least_one, **shape)
+        return np.where(tokens > 0, np.maximum(seconds - shortest_s, 0.0), 0.0)
+
+    launch_s = context_block.operator.launch_s or 0.0
+    return AttentionCosts(decode_s, prefill_s, shortest_s, past, launch_s=launch_s, includes=includes)
 
 
 class _BlockSparse(_Softmax):
     def __init__(self, model: Model, attention: BlockSparseAttention, tp: int) -> None:
         super().__init__(model, attention, tp)
-        self._index = attention
+        self._index, self._weight_dtype = attention, model.dtype_of("attention")
         self._index_heads = max(1, attention.index_heads // tp)
 
     @property
@@ -269,17 +312,9 @@ class _BlockSparse(_Softmax):
         return 2 * self._index.index_dim
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        selection = _Selection(
-            self._heads,
-            self._kv_heads,
-            width=self._head_dim + self._v_dim,
-            cached=self._head_dim + self._v_dim,
-            topk=self._index.block * self._index.topk_blocks,
-            index_heads=self._index_heads,
-            index_dim=self._index.index_dim,
-            index_bytes=self.index_bytes,
-        )
-        return selection.costs(profile, dtype, kv_dtype)
+        selection = block_sparse(self._index, self._heads, self._kv_heads, self._index_heads)
+        block = _Block("msa", self._weight_dtype, self.products)
+        return _costs_of_selection(selection, profile, dtype, kv_dtype, block)
 
 
 class _Compressed(AttentionLayer):
@@ -288,12 +323,11 @@ class _Compressed(AttentionLayer):
     def __init__(self, model: Model, attention: CompressedAttention, tp: int) -> None:
         self._hidden, self._attention = model.hidden_size, attention
         self._heads, self._groups = attention.heads // tp, max(1, attention.o_groups // tp)
+        self._weight_dtype = model.dtype_of("attention")
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        a, queries = self._attention, self._heads * self._attention.head_dim
-        into = [(a.in_width, self._hidden), (queries + a.index_width, a.q_lora_rank)]
-        return [*into, (a.o_lora_rank * self._groups, queries // self._groups), (self._hidden, self.output_width)]
+        return compressed_products(self._attention, self._hidden, self._heads, self._groups)
 
     @property
     def small(self) -> list[tuple[str, int]]:
@@ -317,7 +351,7 @@ class _Compressed(AttentionLayer):
     @property
     def index_bytes(self) -> float:
         a = self._attention
-        return 0 if a.ratio is None else (self._entry_bytes + _key_bytes(a)) / a.ratio
+        return 0 if a.ratio is None else (self._entry_bytes + key_bytes(a)) / a.ratio
 
     def state_bytes(self, dtype: str) -> float:
         """Bytes of the window in 8 bits, and of the tokens that the next entry is made of, in 32."""
@@ -326,33 +360,17 @@ class _Compressed(AttentionLayer):
         return window + (a.ratio or 0) * (1 + a.overlapping) * 4 * a.compressor
 
     def costs(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
-        a = self._attention
-        selection = _Selection(
-            self._heads,
-            kv_heads=1,
-            width=2 * a.head_dim,
-            cached=a.head_dim,
-            topk=0 if a.ratio is None else a.index_topk or _ALL,
-            window=a.window,
-            ratio=a.ratio or 1,
-            index_heads=a.index_heads or 0,
-            index_dim=a.index_head_dim or 0,
-            index_bytes=_key_bytes(a),
-            pool=a.ratio or 1,
-        )
-        return selection.costs(profile, dtype, kv_dtype)
+        selection = compressed(self._attention, self._heads)
+        variant = _COMPRESSED.get((self._attention.ratio is None, self._attention.index_topk is None))
+        block = None if variant is None else _Block(variant, self._weight_dtype, self.products)
+        return _costs_of_selection(selection, profile, dtype, kv_dtype, block)
 
+
+_COMPRESSED = {(False, False): "csa", (False, True): "hca"}
+"""Names of compressed attention, by a window alone and by the absence of an indexer; a window alone has no table."""
 
 _ENTRY_SCALE_BYTES = 8
 """Bytes of the scales of one vector in 8 bits (vLLM 0.33, models/deepseek_v4/attention.py: 448 + 128 + 8 bytes)."""
-_ALL = 2**30
-"""More entries than any context has."""
-
-
-def _key_bytes(attention: CompressedAttention) -> int:
-    return 0 if attention.index_head_dim is None else attention.index_head_dim + 4
-
-
 _BLOCK = frozenset({PRODUCTS, "norm", "rope"})
 """Parts that measured whole blocks of latent attention include."""
 
@@ -370,21 +388,7 @@ class _Mla(AttentionLayer):
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        a, hidden = self._attention, self._hidden
-        q = self._heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)
-        if a.q_lora_rank is None:
-            into = [(q, hidden), (a.cached_values, hidden)]
-        else:
-            into = [(a.q_lora_rank + a.cached_values, hidden), (q, a.q_lora_rank)]
-        into += [(n, k or hidden) for n, k in a.indexer]
-        if a.output_gate:
-            into.append((self.output_width, hidden))
-        return [*into, self._spell_out, (hidden, self.output_width)]
-
-    @property
-    def _spell_out(self) -> tuple[int, int]:
-        a = self._attention
-        return self._heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank
+        return latent_products(self._attention, self._hidden, self._heads)
 
     @property
     def small(self) -> list[tuple[str, int]]:
@@ -413,7 +417,8 @@ class _Mla(AttentionLayer):
         kernels."""
         kinds = _SPARSE if self._attention.index_topk is not None else _DENSE
         if self._attention.index_pool > 1:
-            return self._pooled().costs(profile, dtype, kv_dtype)
+            block = _Block("pooled", self._weight_dtype, self.products)
+            return _costs_of_selection(pooled(self._attention, self._heads), profile, dtype, kv_dtype, block)
         if self._attention.output_gate and kinds is _DENSE:  # measured blocks have none
             return self._costs_of_kernels(profile, dtype, kv_dtype)
         measured = all(profile.measured(kind, self._weight_dtype, kv_dtype) for kind in kinds)
@@ -421,34 +426,18 @@ class _Mla(AttentionLayer):
             context, decode = (profile.predictor(kind, self._weight_dtype, kv_dtype=kv_dtype) for kind in kinds)
             # Sparse attention works on the latents, and expands none of the past.
             past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
-            return self._costs_of_blocks(context, decode, past)
+            return _costs_of_blocks(context, decode, self._block_shape, _BLOCK, past)
         return self._costs_of_kernels(profile, dtype, kv_dtype)
-
-    def _pooled(self) -> _Selection:
-        """Return the selection by pooled keys, of latents that all heads read."""
-        a = self._attention
-        assert a.index_topk is not None
-        return _Selection(
-            self._heads,
-            kv_heads=1,
-            width=a.cached_values + a.kv_lora_rank,
-            cached=a.cached_values,
-            topk=a.index_topk,
-            index_heads=a.index_heads or 0,
-            index_dim=a.index_head_dim or 0,
-            index_bytes=(a.index_head_dim or 0) + 4,
-            pool=a.index_pool,
-        )
 
     def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:
         """Return a function: seconds of expanding the keys and values of a number of cached tokens."""
         gemm = profile.predictor("gemm", self._weight_dtype)
-        n, k = self._spell_out
+        *_, (n, k), _ = self.products
         return lambda tokens: np.where(tokens > 0, gemm.seconds(m=np.maximum(tokens, 1), n=n, k=k), 0.0)
 
-    def _costs_of_blocks(
-        self, context_block: Predictor, decode_block: Predictor, past: Callable[[Array], Array]
-    ) -> AttentionCosts:
+    @property
+    def _block_shape(self) -> dict[str, Any]:
+        """Return the shape of a whole block besides its batch, tokens and context."""
         a = self._attention
         shape: dict[str, Any] = {
             "heads": self._heads,
@@ -462,25 +451,7 @@ class _Mla(AttentionLayer):
         if a.index_topk is not None:
             # a layer that reuses another's choice has no index heads; the width of none is that of the usual ones
             shape |= {"index_heads": a.index_heads or 0, "index_dim": a.index_head_dim or 128, "topk": a.index_topk}
-
-        def decode_s(batch: int | Array, context: Array, width: int) -> Array:
-            alone = decode_block.seconds(batch=batch, context=context, **shape)
-            if width == 1:
-                return alone
-            # Only the growth with the width is taken from blocks of several tokens.
-            past = {"batch": batch, "context": np.maximum(context, width), **shape}
-            wider = context_block.seconds(tokens=width, **past) / context_block.seconds(tokens=1, **past)
-            return alone * np.maximum(wider, 1.0)
-
-        # A chunk reads the weights however short it is: that is the overhead of a call.
-        shortest_s = float(context_block.seconds(batch=1, tokens=1, context=1, **shape))
-
-        def prefill_s(tokens: Array) -> Array:
-            at_least_one = np.maximum(tokens, 1)
-            seconds = context_block.seconds(batch=1, tokens=at_least_one, context=at_least_one, **shape)
-            return np.where(tokens > 0, np.maximum(seconds - shortest_s, 0.0), 0.0)
-
-        return AttentionCosts(decode_s, prefill_s, shortest_s, past, includes=_BLOCK)
+        return shape
 
     def _costs_of_kernels(self, profile: Profile, dtype: str, kv_dtype: str) -> AttentionCosts:
         a, heads = self._attention, self._heads
@@ -505,6 +476,7 @@ class _Mla(AttentionLayer):
         return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, self._spelling_out(profile))
 
 
+_SPARSE_BLOCK: tuple[OperatorKind, OperatorKind] = ("sparse_context_block", "sparse_decode_block")
 _DENSE: tuple[OperatorKind, OperatorKind] = ("mla_context_block", "mla_decode_block")
 _SPARSE: tuple[OperatorKind, OperatorKind] = ("dsa_context_block", "dsa_decode_block")
 

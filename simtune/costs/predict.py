@@ -351,10 +351,10 @@ class Profile:
         device = self.hardware.device
         return Predictor(operator, device.processors, self.hardware.arrays, Chip.of(device, in_step=self._in_step))
 
-    def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str) -> bool:
+    def measured(self, kind: OperatorKind, dtype: str, kv_dtype: str, variant: str | None = None) -> bool:
         """True if the profile has a fit of the operator, so that `predictor` does not use the data sheet."""
         same = _SAME_KERNELS.get
-        return operator_key(kind, same(dtype, dtype), same(kv_dtype, kv_dtype)) in self.hardware.operators
+        return operator_key(kind, same(dtype, dtype), same(kv_dtype, kv_dtype), variant) in self.hardware.operators
 
     def kind_log_sd(self) -> dict[str, float]:
         """Typical log error of each kind in a step's breakdown (`simtune.costs.iteration.KINDS`): the median

@@ -60,6 +60,11 @@ class StepAttention:
         """Seconds of each prefill chunk besides its share of `prefill` and its `past`."""
         return self.prefill_factor * sum(layers * costs.overhead_s for layers, costs in self.layers)
 
+    @property
+    def launch_s(self) -> float:
+        """Host seconds of launching the attention of a step with prompts, in all layers."""
+        return sum(layers * costs.launch_s for layers, costs in self.layers)
+
     def decode(self, num_decodes: int | Array, context: Array, width: int, chunk: int) -> Array:
         """Return the seconds of decode attention with `width` query tokens for each sequence, in a step whose longest
         prefill chunk has `chunk` tokens."""

@@ -14,7 +14,7 @@ from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, atten
 from simtune.costs.operators import operator_key
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
-from simtune.specs.hardware import Hardware
+from simtune.specs.hardware import Hardware, OperatorKind
 from simtune.specs.model import (
     DenseFeedForward,
     FeedForward,
@@ -67,6 +67,15 @@ def equal_layers(model: Model, tp: int) -> list[EqualLayers]:
         )
         for group_model, group, count in layers
     ]
+
+
+_HYPER: tuple[OperatorKind, OperatorKind] = ("hyper_pre", "hyper_post")
+_MIXED_IN = "bf16"
+"""Format of residual streams."""
+
+
+def _mixed_s(operator: Predictor, shape: Mapping[str, int], tokens: Array) -> Array:
+    return operator.seconds(tokens=tokens, **shape)
 
 
 EXCHANGE = frozenset({"all_to_all", "moe_dispatch", "moe_combine"})
@@ -201,6 +210,10 @@ class StepCalls:
         if residual is None:
             return []
         streams = residual.streams if isinstance(residual, HyperConnections) else 1
+        if streams > 1 and all(self._profile.measured(kind, _MIXED_IN, _MIXED_IN) for kind in _HYPER):
+            mixing = [self._profile.predictor(kind, _MIXED_IN) for kind in _HYPER]
+            shape = {"streams": streams, "hidden": hidden}
+            return [StepCall("elementwise", sublayers, partial(_mixed_s, operator, shape)) for operator in mixing]
         weighing = self._gemm(sublayers, residual.weights, streams * hidden, self._model.dtype)
         return [weighing, self._elementwise("residual", sublayers, residual.values(hidden))]
 

@@ -48,6 +48,8 @@ OperatorKind = Literal[
     "dsa_decode_block",
     "sparse_prefill",
     "sparse_decode",
+    "sparse_context_block",
+    "sparse_decode_block",
     "linear_prefill",
     "linear_decode",
     "delta_prefill",
@@ -58,6 +60,8 @@ OperatorKind = Literal[
     "conv_decode",
     "moe",
     "elementwise",
+    "hyper_pre",
+    "hyper_post",
     "sampling",
     "all_reduce",
     "all_gather",
@@ -260,6 +264,11 @@ class Operator(Part):
         None,
         description="for products timed with the quantising of their inputs: by known scales; by computed scales "
         "unless given",
+    )
+    launch_s: Positive | None = Field(
+        None,
+        description="for a block of kernels whose shorter rows timed their launches: host seconds of launching the "
+        "kernels of one call without a CUDA graph",
     )
     other_engine: str | None = Field(
         None, description="software whose kernels were timed, if they are not those of the engine that runs them here"

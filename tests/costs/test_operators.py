@@ -329,9 +329,10 @@ TYPICAL: dict[str, float] = {
     "key_dim": 128, "value_dim": 128, "hidden": 4096, "intermediate": 1024, "experts_per_token": 4, "experts": 64,
     "ep": 2, "skew": 0.5, "rows": 64, "vocab": 32000, "devices": 4, "bytes": 1e6, "descriptors": 100, "q_rank": 1536,
     "nope": 128, "index_heads": 64, "index_dim": 128, "topk": 2048, "key_heads": 16, "channels": 8192,
-    "row_bytes": 8192, "nodes": 2, "cached": 512, "ratio": 4, "index_bytes": 132, "pool": 4,
+    "row_bytes": 8192, "nodes": 2, "cached": 512, "ratio": 4, "index_bytes": 132, "pool": 4, "block": 8,
+    "weights": 1e7, "passed": 1e5, "streams": 4,
 }  # fmt: skip
-SAVING = {"skew", "ep", "kv_heads", "ratio", "pool"}
+SAVING = {"skew", "ep", "kv_heads", "ratio", "pool", "block"}
 """More of these is less work, or work of another shape: not part of the law below."""
 GROWING = [(kind, name) for kind, operator in OPERATORS.items() for name in operator.shape if name not in SAVING]
 
@@ -340,7 +341,7 @@ GROWING = [(kind, name) for kind, operator in OPERATORS.items() for name in oper
 @given(factor=st.floats(1, 16))
 def test_more_work_has_no_fewer_flops_or_bytes(kind: OperatorKind, name: str, factor: float) -> None:
     shape = {each: TYPICAL[each] for each in OPERATORS[kind].shape}
-    chunks = kind in ("prefill_attention", "mla_context_block", "dsa_context_block")
+    chunks = kind in ("prefill_attention", "mla_context_block", "dsa_context_block", "sparse_context_block")
     upper = {"tokens": shape.get("context", math.inf) if chunks else math.inf}
     larger = {**shape, name: min(shape[name] * factor, upper.get(name, math.inf))}
     if chunks and name == "context":

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simtune.costs.fit import fit_base
+from simtune.costs.operators import OPERATORS
 from simtune.costs.tables import AICONFIGURATOR, Origin, Table, account
-from simtune.costs.tables.screen import Sheet, launches, screen
+from simtune.costs.tables.screen import Sheet, above_launches, launches, screen
 from simtune.errors import UsageError
 
 SHEET = Sheet(processors=100, flops_per_s=1e14, bytes_per_s=1e12)
@@ -144,6 +146,35 @@ def test_times_of_launches_are_no_times_of_kernels() -> None:
     assert launches(scaled(launched, slice(None), 0.5), SHEET) is None, "25 us are a slow kernel"
     own = Origin("mine", None, "measured")
     assert launches(replace(launched, origin=own), SHEET) is None
+
+
+def blocks_of_launches(rows: int = 100) -> Table:
+    """Blocks of one sequence of growing length that take 20 ns a token, or 2 ms to launch."""
+    tokens = np.arange(1, rows + 1) * 4000.0
+    one = np.ones(rows)
+    parts = dict.fromkeys(OPERATORS["sparse_context_block"].shape, one)
+    sizes = {"heads": 64 * one, "width": 256 * one, "cached": 128 * one, "topk": 2048 * one, "weights": 1e6 * one}
+    shape = parts | sizes | {"tokens": tokens, "context": tokens, "window": 0 * one, "index_heads": 0 * one}
+    seconds = np.maximum(2e-3, 20e-9 * tokens)
+    return Table("sparse_context_block", "bf16", shape, seconds, AICONFIGURATOR, ("a.csv",), variant="msa")
+
+
+def test_blocks_longer_than_their_launches_are_kept() -> None:
+    table, sheet = blocks_of_launches(), replace(SHEET, flops_per_s=1e20, bytes_per_s=1e20)
+    kept = above_launches(table, sheet)
+    assert launches(table, sheet) is not None
+    assert kept.launch_s == pytest.approx(2e-3)
+    assert kept.seconds.min() >= 3e-3
+    assert f"{100 - len(kept)} left out: less than 1.5 times the 2 ms in which the host launched" in account(kept)
+    few = blocks_of_launches(80)
+    assert above_launches(few, sheet) is few, "60 rows are needed"
+    assert above_launches(gemms(), SHEET).launch_s is None
+
+
+def test_a_fit_above_launches_starts_from_the_overhead_of_its_kind() -> None:
+    table = replace(blocks_of_launches(), seconds=20e-9 * blocks_of_launches().shape["tokens"] + 3e-3)
+    usual = fit_base(table, 132, 1e15, 1e12)
+    assert fit_base(replace(table, launch_s=2e-3), 132, 1e15, 1e12).overhead_s < usual.overhead_s
 
 
 def test_message_sizes_in_elements_are_believed() -> None:

@@ -30,8 +30,8 @@ from simtune.costs.operators.latent import (
 )
 from simtune.costs.operators.matrix import Gemm, Quantise
 from simtune.costs.operators.moe import Moe
-from simtune.costs.operators.small import Elementwise, Sampling
-from simtune.costs.operators.sparse import SparseDecode, SparsePrefill
+from simtune.costs.operators.small import Elementwise, HyperPost, HyperPre, Sampling
+from simtune.costs.operators.sparse import SparseContextBlock, SparseDecode, SparseDecodeBlock, SparsePrefill
 from simtune.costs.operators.state import (
     ConvDecode,
     ConvPrefill,
@@ -63,6 +63,8 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "dsa_decode_block": DsaDecodeBlock(),
     "sparse_prefill": SparsePrefill(),
     "sparse_decode": SparseDecode(),
+    "sparse_context_block": SparseContextBlock(),
+    "sparse_decode_block": SparseDecodeBlock(),
     "linear_prefill": LinearPrefill(),
     "linear_decode": LinearDecode(),
     "delta_prefill": DeltaPrefill(),
@@ -73,6 +75,8 @@ OPERATORS: dict[OperatorKind, OperatorForm] = {
     "conv_decode": ConvDecode(),
     "moe": Moe(),
     "elementwise": Elementwise(),
+    "hyper_pre": HyperPre(),
+    "hyper_post": HyperPost(),
     "sampling": Sampling(),
     "all_reduce": AllReduce(),
     "all_gather": OnePass(),

@@ -160,6 +160,8 @@ class OperatorForm(ABC):
     """False: the kind only moves bytes, and needs no peak rate of its dtype."""
     link: ClassVar[bool] = False
     """True: its bytes move between devices, not to and from memory."""
+    several_kernels: ClassVar[bool] = False
+    """True: a call is a whole block of kernels, whose launches a table may show as a floor below which no row is."""
     starts_with_latency: ClassVar[bool] = False
     """True: if nothing was measured, a call's overhead is the latency of the link."""
     curve: ClassVar[CurveForm | None] = None

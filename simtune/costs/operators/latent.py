@@ -97,6 +97,7 @@ class _LatentBlock(OperatorForm):
     are not shared among ranks. The dtype is that of the products; attention itself is in 16 bits.
     """
 
+    several_kernels = True
     overhead_s = 60e-6
     overlap = 0.5
 

@@ -44,3 +44,35 @@ class Sampling(OperatorForm):
         """Return four passes over the logits, and a block for each row."""
         rows, vocab = x["rows"], x["vocab"]
         return Terms(np.zeros_like(rows), 4 * setting.dtype_bytes * rows * vocab, rows)
+
+
+class _Hyper(OperatorForm):
+    """Mixing of `streams` residual streams of `hidden` values around a sublayer (mHC, `HyperConnections`)."""
+
+    shape = ("tokens", "streams", "hidden")
+    overhead_s = 8e-6
+    block_s = 1e-10
+    overlap = 1.0
+
+
+class HyperPre(_Hyper):
+    """Input of a sublayer from all streams: a product with the weights of each token, normalised, and their sum. A
+    block is a token."""
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Return the product; every stream once, the weights, and the input."""
+        m, streams, hidden = (x[name] for name in self.shape)
+        weights = streams * (streams + 2) * streams * hidden
+        return Terms(2 * m * weights, setting.dtype_bytes * m * (streams + 1) * hidden + _SINGLE * weights, m)
+
+
+_SINGLE = 4  # bytes of a weight, which is not quantised
+
+
+class HyperPost(_Hyper):
+    """Streams after a sublayer: mixed with one another, and its output added to each. A block is a token."""
+
+    def terms(self, x: Shape, setting: Setting) -> Terms:
+        """Return the sums; every stream read and written, and the output."""
+        m, streams, hidden = (x[name] for name in self.shape)
+        return Terms(2 * m * streams * streams * hidden, setting.dtype_bytes * m * (2 * streams + 1) * hidden, m)

@@ -26,7 +26,15 @@ from pathlib import Path
 import numpy as np
 
 from simtune.costs.operators import operator_key
-from simtune.costs.tables import aiconfigurator, aiconfigurator_attention, aiconfigurator_moe, llmservingsim, own, vidur
+from simtune.costs.tables import (
+    aiconfigurator,
+    aiconfigurator_attention,
+    aiconfigurator_moe,
+    aiconfigurator_sparse,
+    llmservingsim,
+    own,
+    vidur,
+)
 from simtune.costs.tables.common import (
     AICONFIGURATOR,
     ENGINES,
@@ -67,7 +75,12 @@ __all__ = [
 ]
 
 SOURCES: dict[str, FormatReaders] = {
-    "AIConfigurator": {**aiconfigurator.FORMATS, **aiconfigurator_attention.FORMATS, **aiconfigurator_moe.FORMATS},
+    "AIConfigurator": {
+        **aiconfigurator.FORMATS,
+        **aiconfigurator_attention.FORMATS,
+        **aiconfigurator_sparse.FORMATS,
+        **aiconfigurator_moe.FORMATS,
+    },
     "Vidur": vidur.FORMATS,
     "LLMServingSim": llmservingsim.FORMATS,
 }

@@ -170,6 +170,41 @@ def _by_dtype(
     return content
 
 
+_HYPER: dict[str, OperatorKind] = {"pre": "hyper_pre", "post": "hyper_post"}
+
+
+def _hyper_connections(columns: Columns) -> FileContent:
+    """Read the mixing of residual streams before and after a sublayer; a row counts `num_sites` sublayers.
+
+    Streams are made and summed once a model (`expand`, `contract`), and mixed after and before at once by some engines
+    (`fused_post_pre`): those rows belong to no operator.
+    """
+    columns.require("latency")
+    names = columns.text("op_name")
+    shape = {
+        "tokens": columns.numbers("num_tokens"),
+        "streams": columns.numbers("hc_mult"),
+        "hidden": columns.numbers("hidden_size"),
+    }
+    content = FileContent()
+    content.skip(sum(name not in _HYPER for name in names), "neither before nor after a sublayer")
+    for name, kind in _HYPER.items():
+        rows = np.flatnonzero(columns.equal("op_name", name))
+        if len(rows):
+            all_rows = Table(
+                kind=kind,
+                dtype="bf16",
+                shape=shape,
+                seconds=columns.numbers("latency") * MS / columns.numbers("num_sites"),
+                origin=AICONFIGURATOR,
+                files=(columns.file,),
+                device=columns.device(),
+                software=_software(columns),
+            )
+            content.tables.append(finish(take(all_rows, rows)))
+    return content
+
+
 def _software(columns: Columns) -> str | None:
     """Return engine and release of the kernels; NCCL's tables also name the engine that launched them."""
     made_by = "NCCL" if "nccl_dtype" in columns.names else columns.only("framework")
@@ -181,4 +216,5 @@ FORMATS: FormatReaders = {
     ("quant_dtype",): _quantise,
     ("allreduce_dtype",): _custom_all_reduce,
     ("nccl_dtype",): _nccl,
+    ("hc_mult", "num_sites"): _hyper_connections,
 }

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array, Mask
+from simtune.costs.tables import aiconfigurator_sparse
 from simtune.costs.tables.common import AICONFIGURATOR, MS, Columns, FileContent, FormatReaders, Table, finish, take
 from simtune.specs.base import Dtype
 from simtune.specs.hardware import OperatorKind
@@ -193,6 +194,8 @@ def _latent_products(columns: Columns) -> FileContent:
 
 def _blocks(columns: Columns) -> FileContent:
     """Read whole blocks of latent and of sparse attention; those that skip the indexer have no index heads."""
+    if all(name.startswith("msa_") for name in columns.text("op_name")):
+        return aiconfigurator_sparse.modules(columns)
     names = [name.rpartition("/")[2] for name in columns.text("model")]
     operations = columns.text("op_name")
     skips = np.array([name.endswith("_skip_indexer") for name in operations], dtype=np.bool_)
@@ -226,12 +229,21 @@ def _blocks(columns: Columns) -> FileContent:
 
 
 def _delta_nets(columns: Columns) -> FileContent:
-    """Read gated delta nets: the rule and the convolution before it, in 16 bits, states in 32."""
+    """Read gated delta nets and delta rules by channel (KDA): the rule and the convolution before it.
+
+    Values have 16 bits, states 32.
+    """
     heads, key_heads = columns.numbers("num_v_heads"), columns.numbers("num_k_heads")
     key_dim, value_dim = columns.numbers("head_k_dim"), columns.numbers("head_v_dim")
     channels = 2 * key_heads * key_dim + heads * value_dim
-    common = {"batch": columns.numbers("batch_size")}
-    rule = common | {"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim}
+    by_channel = {"batch": columns.numbers("batch_size"), "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+    rule, tokens, is_kda = (
+        by_channel | {"key_heads": key_heads},
+        columns.numbers("seq_len"),
+        columns.equal("op_name", "kda"),
+    )
+    of_prompts = np.array([name.startswith(("chunk_kda", "flashkda_fwd")) for name in columns.text("kernel_source")])
+    convolves = _kernels(columns, "causal_conv1d")
     chunked, recurrent = (
         _kernels(columns, "chunk_gated_delta_rule"),
         _kernels(columns, "fused_recurrent_gated_delta_rule"),
@@ -239,8 +251,10 @@ def _delta_nets(columns: Columns) -> FileContent:
     return _content(
         columns,
         [
-            _MlaPart("delta_prefill", chunked, rule | {"tokens": columns.numbers("seq_len")}, kv_dtype="fp32"),
-            _MlaPart("delta_decode", recurrent, rule, kv_dtype="fp32"),
+            _MlaPart("delta_prefill", chunked & ~is_kda, rule | {"tokens": tokens}, kv_dtype="fp32"),
+            _MlaPart("delta_decode", recurrent & ~is_kda, rule, kv_dtype="fp32"),
+            _MlaPart("kda_prefill", is_kda & of_prompts, by_channel | {"tokens": tokens}, kv_dtype="fp32"),
+            _MlaPart("kda_decode", is_kda & ~of_prompts & ~convolves, by_channel, kv_dtype="fp32"),
             *_convolutions(columns, channels),
         ],
     )

@@ -153,6 +153,48 @@ def _exchange(columns: Columns) -> FileContent:
     return content
 
 
+_DISPATCHED_BYTES = 1 + 4 / 128
+"""Bytes of a value that DeepEP's low-latency kernels dispatch: 8 bits, and a scale in 32 for every 128, as the bandwidths
+in their tables count them."""
+_PROCESSORS = 20
+"""Processors that DeepEP's other kernels occupy unless an engine sets it (`Buffer.num_sms`)."""
+_GRACE_DEVICES, _NODE_DEVICES = 4, 8
+"""Devices of a node of Grace hosts, and of the usual ones: tables count nodes."""
+
+
+def _deep_ep(columns: Columns) -> FileContent:
+    """Read DeepEP's kernels, dispatch and combine in columns of their own, in us.
+
+    Low-latency ones dispatch in 8 bits. The others take about as long for dispatch as for combine: both send 16 bits.
+    """
+    low_latency = "dispatch_avg_t_us" in columns.names
+    node = (
+        _GRACE_DEVICES if (columns.device() or "").upper().removeprefix("NVIDIA ").startswith("GB") else _NODE_DEVICES
+    )
+    common = {
+        "tokens": columns.numbers("num_token"),
+        "experts_per_token": columns.numbers("num_topk"),
+        "experts": columns.numbers("num_experts"),
+        "ep": node * columns.numbers("node_num"),
+        "nodes": columns.numbers("node_num"),
+    }
+    content = FileContent()
+    for phase, kind in _PHASES.items():
+        eight_bits = low_latency and phase == "dispatch"
+        width = _DISPATCHED_BYTES if eight_bits else DTYPE_BYTES[_SENT]
+        shape = common | {"row_bytes": columns.numbers("hidden_size") * width}
+        seconds = columns.numbers(f"{phase}_avg_t_us" if low_latency else f"{phase}_transmit_us") * US
+        variant = "low_latency" if low_latency else "high_throughput"
+        table = _table(columns, kind, _SENT, shape, seconds, variant)
+        elsewhere = (
+            {}
+            if low_latency
+            else {f"on other than {_PROCESSORS} processors": columns.numbers(f"{phase}_sms") != _PROCESSORS}
+        )
+        content.tables.append(finish(table, elsewhere))
+    return content
+
+
 def _table(
     columns: Columns,
     kind: OperatorKind,
@@ -176,4 +218,4 @@ def _table(
     )
 
 
-FORMATS: FormatReaders = {("moe_dtype",): _experts, ("comm_backend",): _exchange}
+FORMATS: FormatReaders = {("moe_dtype",): _experts, ("comm_backend",): _exchange, ("num_topk", "node_num"): _deep_ep}

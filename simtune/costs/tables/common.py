@@ -91,6 +91,9 @@ class Table:
     known_scales: bool = False
     """True if products were timed with quantising their inputs by scales that were known before."""
 
+    launch_s: float | None = None
+    """Seconds in which the host launched the kernels of a call, if that was the time of the rows left out."""
+
     def __len__(self) -> int:
         return len(self.seconds)
 

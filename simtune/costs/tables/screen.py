@@ -81,6 +81,32 @@ def launches(table: Table, sheet: Sheet) -> str | None:
     )
 
 
+ABOVE_LAUNCHES = 1.5
+"""Times of a call over those of its launches from which the device is taken to have been the slower of the two."""
+_IDLE = 2.0
+"""Times of the shortest rows up to which rows that leave the device idle are launches."""
+_LEFT = 60  # rows above the launches that a fit needs
+
+
+def above_launches(table: Table, sheet: Sheet) -> Table:
+    """Return the rows of a table of launches that took the device longer than the host, with the time of the launches;
+    a table of kernels as it is, and a table of launches with too few such rows.
+
+    Of a block of several kernels a row is the greater of the two times. Of a single kernel rows just above its launch
+    say nothing of the kernel.
+    """
+    if launches(table, sheet) is None or not OPERATORS[table.kind].several_kernels:
+        return table
+    idle = _share(table, sheet) < _LAUNCHED_SHARE
+    shortest_s = float(np.quantile(table.seconds, 0.01))
+    launch_s = float(np.median(table.seconds[idle & (table.seconds < _IDLE * shortest_s)]))
+    launched = table.seconds < ABOVE_LAUNCHES * launch_s
+    if len(table) - launched.sum() < _LEFT:
+        return table
+    why = f"less than {ABOVE_LAUNCHES:g} times the {1e3 * launch_s:.3g} ms in which the host launched the kernels"
+    return replace(_without(table, launched, why), launch_s=launch_s)
+
+
 def screen(table: Table, sheet: Sheet, *, repair: bool = False) -> Table:
     """Return the table without outliers and impossible rows, which are counted.
 
