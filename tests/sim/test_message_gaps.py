@@ -80,7 +80,8 @@ def test_messages_of_one_token_are_tokens(policy: str, apart: bool, monkeypatch:
 
 
 @pytest.mark.parametrize(("policy", "apart"), WORLDS)
-def test_messages_divide_the_time_of_each_answer(policy: str, apart: bool) -> None:
+def test_messages_divide_the_time_of_each_answer(policy: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMTUNE_AUDIT", "1")
     stream = build_stream(LOAD, None, requests=50, seed=1)
     result = run(stream, policy, apart=apart, stream_interval=7)
     found = gaps(result)
