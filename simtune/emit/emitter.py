@@ -144,6 +144,8 @@ class Emitter(ABC):
             yield "batching.long_prefill_token_threshold: a long prompt may take a whole step here"
         if batching.scheduler_reserve_full_isl is not None and "scheduler_reserve_full_isl" not in self.knows:
             yield "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own"
+        if pool.message_tokens > 1 and "stream_interval" not in self.knows:
+            yield "stream_interval: every token is sent on its own here"
         if batching.safety_margin is not None:
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:

@@ -102,6 +102,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = {"sglang": "fcfs"}
+    knows = frozenset({"stream_interval"})
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
     server = Server(
         name="sglang",
@@ -123,6 +124,7 @@ class Sglang(ServingEmitter):
         "chunked-prefill-size": int,
         "max-prefill-tokens": int,
         "context-length": int,
+        "stream-interval": int,
         "mem-fraction-static": float,
         "max-total-tokens": int,
         "page-size": int,
@@ -174,6 +176,7 @@ class Sglang(ServingEmitter):
             "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
             "disable-radix-cache": pool.stated("kv_cache.prefix_caching") is False or None,
             "disable-overlap-schedule": not pool.async_scheduling or None,
+            "stream-interval": pool.stream_interval,
             **({} if pool.cuda_graphs else dict.fromkeys(self._eager, True)),
             "disaggregation-mode": None if pool.role == "mixed" else pool.role,
             "disaggregation-transfer-backend": None if pool.role == "mixed" else "nixl",

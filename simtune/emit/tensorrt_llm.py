@@ -64,6 +64,7 @@ class TensorrtLlm(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = {"tensorrt-llm": "GUARANTEED_NO_EVICT"}
+    knows = frozenset({"stream_interval"})
     own_defaults = (
         "kv_cache.prefix_caching",
         "kv_cache.block_size",
@@ -92,6 +93,7 @@ class TensorrtLlm(ServingEmitter):
         "disable_overlap_scheduler": bool,
         "kv_cache_config": dict,
         "scheduler_config": dict,
+        "stream_interval": int,
         "cuda_graph_config": dict,
         "speculative_config": dict,
         "cache_transceiver_config": dict,
@@ -130,6 +132,7 @@ class TensorrtLlm(ServingEmitter):
                 "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
                 **({} if chunking is None else {"context_chunking_policy": chunking}),
             },
+            "stream_interval": pool.stream_interval,
             "cuda_graph_config": graphs if pool.cuda_graphs else None,
             "cache_transceiver_config": None if pool.role == "mixed" else {"backend": "DEFAULT"},
         }

@@ -36,6 +36,7 @@ OPTIONS: dict[str, type] = {
     "max-num-seqs": int,
     "max-num-batched-tokens": int,
     "max-model-len": int,
+    "stream-interval": int,
     "gpu-memory-utilization": float,
     "num-gpu-blocks-override": int,
     "block-size": int,
@@ -287,6 +288,7 @@ class Vllm(Emitter):
             "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
+            "stream-interval": pool.stream_interval if "stream_interval" in self.knows else None,
             # vLLM refuses the option if it cannot schedule so.
             "async-scheduling": pool.schedules_async,
             "enforce-eager": not pool.cuda_graphs or None,

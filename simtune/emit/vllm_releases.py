@@ -15,7 +15,11 @@ NEWEST: ReleaseNumber = (0, 33)
 _FIRST: ReleaseNumber = (0, 10)
 """First release that is covered; an option that this release has is not listed."""
 
-_OPTIONS: Mapping[str, ReleaseNumber] = {"scheduler_reserve_full_isl": (0, 19), "watermark": (0, 24)}
+_OPTIONS: Mapping[str, ReleaseNumber] = {
+    "stream_interval": (0, 12),
+    "scheduler_reserve_full_isl": (0, 19),
+    "watermark": (0, 24),
+}
 _DRAFTS: Mapping[str, ReleaseNumber] = {
     "mtp": (0, 11),
     "suffix": (0, 12),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from simtune.engine.request import CachedRun, Request
@@ -17,6 +18,8 @@ class Hit(NamedTuple):
     """KV blocks found."""
     idle: int
     """Number of found blocks without a holder: they count as free until they are held."""
+    copied_tokens: int = 0
+    """Tokens found after `blocks`, in a block of which the request gets a copy."""
 
 
 NO_HIT = Hit([], None, 0, 0)
@@ -65,6 +68,11 @@ class KvBlocks:
     def find(self, request: Request) -> Hit:
         """Return the cached beginning of a waiting request; changes nothing."""
         return NO_HIT
+
+    def first_missing(self, request: Request) -> Hashable | None:
+        """Return the name of the first whole block of a request that is not cached; None if all are, or if no other
+        request can have it."""
+        return None
 
     def hold(self, request: Request, hit: Hit) -> None:
         """Let a request hold the blocks of a hit: their tokens count as computed."""

@@ -11,7 +11,8 @@ its owner can when it comes back from preemption; until then it is in the queue 
 
 With one KV block per hash block this is the engine's rule exactly: tests/engine/test_steplogs.py. With more (traces
 name larger blocks), a run of which another request uses a part is not extended by a second one that computes the
-rest; and the rest of an idle run, of which a request may use only the beginning, is forgotten.
+rest; and the rest of an idle run, of which a request may use only the beginning, is forgotten. A KV block of several
+hash blocks is named by the last of them, since a name includes the text before it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from simtune.engine.request import CachedRun, Request
 class PrefixCache(KvBlocks):
     """KV blocks that can be found by their content."""
 
-    __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
+    __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "_names_each", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:
         """Make the cache of `total` blocks; with `drops_last_hit` the last KV block of every hit counts as not found.
 
-        Raises ValueError unless hash_block_tokens is a multiple of block_size.
+        Raises ValueError unless one of hash_block_tokens and block_size is a multiple of the other.
         """
         super().__init__(total, block_size, caches=True)
-        if hash_block_tokens < block_size or hash_block_tokens % block_size:
-            raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
-        self._hash_blocks = hash_block_tokens // block_size
+        if hash_block_tokens % block_size and block_size % hash_block_tokens:
+            raise ValueError(
+                f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size}), or divide it"
+            )
+        self._hash_blocks = max(1, hash_block_tokens // block_size)
+        self._names_each = max(1, block_size // hash_block_tokens)
         self._drops = drops_last_hit
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -56,7 +60,7 @@ class PrefixCache(KvBlocks):
         cached, run_blocks = self._cached, self._hash_blocks
         runs: list[CachedRun] = []
         blocks = idle = 0
-        for name in request.blocks:
+        for name in request.blocks if self._names_each == 1 else self._names(request):
             run = cached.get(name)
             if run is None or blocks == limit:
                 break
@@ -78,9 +82,14 @@ class PrefixCache(KvBlocks):
         hit = Hit(runs, private, blocks, idle)
         return self._less_one(hit, request.shared) if self._drops and blocks else hit
 
+    def _names(self, request: Request) -> tuple[Hashable, ...]:
+        """Return the names of a request's blocks, or runs of blocks."""
+        each = self._names_each
+        return request.blocks if each == 1 else request.blocks[each - 1 :: each]
+
     def _less_one(self, hit: Hit, shared: int) -> Hit:
         """Return a hit without its last block; in one with a private run, `shared` blocks are shared."""
-        runs, private, blocks, idle = hit
+        runs, private, blocks, idle = hit[:4]
         if private is not None:
             return Hit(runs, private if blocks - 1 > shared else None, blocks - 1, idle - 1)
         last_blocks = blocks - (len(runs) - 1) * self._hash_blocks
@@ -115,7 +124,7 @@ class PrefixCache(KvBlocks):
 
     def name(self, request: Request, tokens: int) -> None:
         """Let others find the first `tokens` tokens of a request, for which it holds blocks."""
-        run_blocks, full, names = self._hash_blocks, tokens // self.block_size, request.blocks
+        run_blocks, full, names = self._hash_blocks, tokens // self.block_size, self._names(request)
         runs = request.runs
         if runs is None:
             runs = request.runs = []

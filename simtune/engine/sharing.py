@@ -17,14 +17,26 @@ from simtune.engine.request import Request
 class SharedBlocks(KvBlocks):
     """KV blocks that several requests may share. Blocks are counted, and complete ones identified by name."""
 
-    __slots__ = ("_blank", "_complete", "_hash_blocks", "_holders", "_idle", "hit_tokens", "queried_tokens")
+    __slots__ = (
+        "_blank",
+        "_complete",
+        "_hash_blocks",
+        "_holders",
+        "_idle",
+        "_names_each",
+        "hit_tokens",
+        "queried_tokens",
+    )
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int) -> None:
-        """Make the pool. Raises ValueError unless hash_block_tokens is a multiple of block_size."""
+        """Make the pool. Raises ValueError unless hash_block_tokens is a multiple of block_size, or divides it."""
         super().__init__(total, block_size)
-        if hash_block_tokens < block_size or hash_block_tokens % block_size:
-            raise ValueError(f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size})")
-        self._hash_blocks = hash_block_tokens // block_size
+        if hash_block_tokens % block_size and block_size % hash_block_tokens:
+            raise ValueError(
+                f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size}), or divide it"
+            )
+        self._hash_blocks = max(1, hash_block_tokens // block_size)
+        self._names_each = max(1, block_size // hash_block_tokens)
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.clear()
@@ -107,6 +119,8 @@ class SharedBlocks(KvBlocks):
         """Return the name of a full block's content, the text before it included. Answers are named by their
         request."""
         index, part = divmod(block, self._hash_blocks)
+        # a block of several hash blocks has the name of the last, which includes the text before it
+        index = index * self._names_each + self._names_each - 1
         if index < len(request.blocks) and (block + 1) * self.block_size <= request.prompt_tokens:
             return request.blocks[index], part
         return request, block

@@ -240,7 +240,7 @@ class VllmFcfs(BatchScheduler):
             room = kv.free - (self.watermark_blocks if num_running else 0)
             if caches:
                 hit = kv.find(request)
-                _, _, hit_blocks, idle = hit
+                hit_blocks, idle = hit.blocks, hit.idle
                 past += hit_blocks * block_size
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle

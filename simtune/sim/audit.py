@@ -95,21 +95,22 @@ def _of_use(cores: Sequence[EngineCore]) -> Iterator[str]:
 
 
 def _of_tokens(plan: Plan, outcome: Outcome, stream: RequestStream) -> Iterator[str]:
-    """Every token of an answer is counted once, and its time between two tokens is what passed between them, if each
-    message carries one token."""
+    """Every message of an answer is counted once, and the times between messages are what passed between them."""
     drafted = any(core.drafting != Tally() for core in outcome.cores)
     once = not outcome.resent.any() and not outcome.stopped and (outcome.finish >= 0).all()
-    if drafted or outcome.aborted or not once or not len(outcome.intervals):
+    sizes = {pool.message_tokens for pool in plan.pools if pool.role != "prefill"}
+    if drafted or outcome.aborted or not once or not len(outcome.intervals) or len(sizes) > 1:
         return
+    (size,) = sizes
     first, slope, steps, decodes = outcome.intervals.T
     between = int((steps * decodes).sum())
-    wanted_tokens = int(stream.output_tokens.sum()) - len(stream)
+    wanted_messages = int((-(-(stream.output_tokens - 1) // size)).sum())
     passed = int((outcome.finish - outcome.first_token).sum())
     counted = int(((steps * first + slope * (steps * (steps - 1) // 2)) * decodes).sum())
     # Which of several that wait is preempted is not looked up, so that their times are not exact.
     share = 0.01 if outcome.preemptions.any() else 0.0
-    if abs(between - wanted_tokens) > share * wanted_tokens:
-        yield f"{between:,} tokens followed first tokens, and answers have {wanted_tokens:,} more"
+    if abs(between - wanted_messages) > share * wanted_messages:
+        yield f"{between:,} messages followed first tokens, and answers have {wanted_messages:,} more"
     # Static batches return all answers at their end; stages come before, beside or after the engine.
     late_answers = plan.stages or any(pool.batching.policy == "static" for pool in plan.pools)
     if not late_answers and abs(counted - passed) > share * passed:

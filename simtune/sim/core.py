@@ -336,6 +336,9 @@ class EngineCore:
         """Schedule the next step and compute its time; return False if nothing can run. `launch` must follow."""
         inbox = self.inbox
         if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
+            self.gaps.note_aborted(inbox.aborted)
+            for request in inbox.arrived:
+                self.gaps.note_arrived(request, self.recorder.first_token[request.id])
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)

@@ -13,6 +13,7 @@ from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
+from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.specs.hardware import Hardware
@@ -70,7 +71,7 @@ class DeployedPool:
         """
         settings = self._settings(hash_block_tokens, speculation)
         stepping = [self._stepping() for _ in range(instances)]
-        return [
+        cores = [
             EngineCore(
                 make_policy(self.spec.batching, settings),
                 self.costs,
@@ -82,6 +83,10 @@ class DeployedPool:
             for _ in range(self.cores_each)
             for instance in range(instances)
         ]
+        if self.spec.message_tokens > 1 and speculation is None:
+            for core in cores:
+                core.gaps = MessageGaps(self.spec.message_tokens)
+        return cores
 
     def _stepping(self) -> Stepping:
         """Return a new object that shares an instance's GPUs among its cores."""

@@ -126,10 +126,10 @@ def _hash_block_tokens(pools: Sequence[DeployedPool], stream: RequestStream) -> 
         return None
     for pool in caching:
         size = pool.kv_cache.block_size
-        if stream.block_tokens % size:
+        if stream.block_tokens % size and size % stream.block_tokens:
             raise UsageError(
                 f"the workload names what prompts share in blocks of {stream.block_tokens} tokens, which must "
-                f"be a multiple of the KV block size of pool {pool.name} ({size}); change it"
+                f"be a multiple of the KV block size of pool {pool.name} ({size}), or divide it; change either"
             )
     return stream.block_tokens
 

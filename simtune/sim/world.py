@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 
-from simtune.engine import PrefixCache, Progress, Request
+from simtune.engine import Progress, Request
 from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.agenda import (
     ARRIVAL,
@@ -196,6 +196,6 @@ class World:
 
 def _use(core: EngineCore) -> EngineCoreUse:
     kv, tally = core.scheduler.kv, core.scheduler.tally
-    looked = (kv.queried_tokens, kv.hit_tokens) if isinstance(kv, PrefixCache) else ()
-    use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *looked)
+    hits = (kv.queried_tokens, kv.hit_tokens)
+    use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *hits)
     return use._replace(sampled=core.sampler.steps(), most_tokens=core.most_tokens)

@@ -204,6 +204,8 @@ class FrontEndTimes(Part):
     token_s: Annotated[float, Field(ge=0, le=1)] = Field(description="additional seconds for each token of its prompt")
 
 
+StreamInterval = Annotated[int, Field(ge=1, le=10_000)]
+
 FusedKernel = Literal["norm", "rope", "attention"]
 Quantising = Literal["fused", "queries", "apart"]
 ExchangeKind = Literal["deepep", "all_gather"]
@@ -290,6 +292,11 @@ class Pool(Part):
         "of the batch beside the products of the other, from 32 decodes or, with prompts, 512 tokens on, as in vLLM; "
         "split_sequence: all communication, with halves of a prompt (ISO), in steps with prompts; ladder: of a layer "
         "beside those of the next; without communication it changes nothing",
+    )
+    stream_interval: StreamInterval | None = Field(
+        None,
+        description="tokens of an answer that the engine sends to the client at a time, after the first one, which it "
+        "sends at once; times between tokens are then those between messages, but for pools that draft; 1 unless given",
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(
@@ -396,6 +403,11 @@ class Pool(Part):
     def awaits(self, drafter: Drafter) -> bool:
         """True if drafts of this drafter must be known before the next step is scheduled."""
         return drafter.awaited or bool(self.drafts_awaited)
+
+    @property
+    def message_tokens(self) -> int:
+        """Tokens in a message to the client: `stream_interval`, or 1 without it."""
+        return self.stream_interval or 1
 
     @property
     def hides_host(self) -> bool:

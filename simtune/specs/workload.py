@@ -216,7 +216,7 @@ class SharedPrefix(Part):
     groups: Tokens
     tokens: Tokens
     block_tokens: BlockSize = Field(
-        16, description="tokens of a block, in which sharing is counted: a multiple of KV blocks"
+        16, description="tokens of a block, in which sharing is counted: a multiple of KV blocks, or a divisor of them"
     )
 
 

@@ -622,8 +622,8 @@ def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message:
             "policy transformers-prefill-first always cuts prompts at the token budget; leave chunked_prefill out",
         ),
         (
-            ("batching.policy=sarathi", "kv_cache.prefix_caching=true"),
-            "policy sarathi has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or transformers",
+            ("batching.policy=skip-join-mlfq", "kv_cache.prefix_caching=true"),
+            "policy skip-join-mlfq has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or sglang",
         ),
         (
             ("batching.policy=skip-join-mlfq", "kv_cache.preemption=swap"),
@@ -668,7 +668,7 @@ def test_prefixes_named_in_blocks_that_are_no_multiple_of_kv_blocks(desk: Any) -
     )
     assert message == (
         "the workload names what prompts share in blocks of 24 tokens, which must be a multiple of the KV block size "
-        "of pool b (16); change it"
+        "of pool b (16), or divide it; change either"
     )
 
 

@@ -173,7 +173,7 @@ def test_plans_around_one_are_run_for_real(call: Call, at: Path) -> None:
     refused = call("validate", "run", *loads, "--engine", "http://127.0.0.1:1", *USUAL)
     assert refused.code == 2
     assert "starts an engine for every plan" in refused.err
-    shared = (at / "load.yaml").read_text() + "shared_prefix: {groups: 2, tokens: 8, block_tokens: 8}\n"
+    shared = (at / "load.yaml").read_text() + "shared_prefix: {groups: 2, tokens: 9, block_tokens: 9}\n"
     (at / "shared.yaml").write_text(shared)
     (at / "said").write_text("")
     unlike = call("validate", "run", *loads[2:], "--workload", "shared.yaml", "--plans", 9, *engine, *USUAL, "--force")

@@ -40,6 +40,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "whole prompts": {"batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384}},
     "cache": {"kv_cache": {"dtype": "fp8", "num_blocks": 9000}, "weight_dtype": "fp8"},
     "conservative": {"batching": {"options": {"schedule_conservativeness": 0.5}}},
+    "messages of several tokens": {"stream_interval": 10},
     "prefill": {"role": "prefill", "name": "a"},
 }
 DRAFTS: dict[str, dict[str, Any]] = {

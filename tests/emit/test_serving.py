@@ -33,7 +33,7 @@ def plan_of(folder: Path, engine: str, **pool: Any) -> Plan:
 
 def written(plan: Plan, engine: str) -> dict[str, Any]:
     files = engine_files(plan, MODEL, 8, {})
-    dynamo = {"engine/dynamo.yaml"} if engine == "sglang" else set()
+    dynamo = {"engine/dynamo.yaml"} if engine != "tensorrt-llm" else set()
     assert set(files) == {f"engine/{engine}-mixed.yaml", "engine/launch.sh"} | dynamo
     checked = subprocess.run(["sh", "-n"], input=files["engine/launch.sh"], text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
@@ -93,6 +93,26 @@ def test_tensorrt_llm(tmp_path: Path) -> None:
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": 512},
     }
+
+
+@pytest.mark.parametrize(
+    ("preset", "engine", "option"),
+    [
+        ("sglang-0.5", "sglang", "stream-interval"),
+        ("trtllm-1.2", "tensorrt-llm", "stream_interval"),
+        ("vllm-0.33", "vllm", "stream-interval"),
+    ],
+)
+def test_an_engine_sends_several_tokens_at_a_time(tmp_path: Path, preset: str, engine: str, option: str) -> None:
+    assert option not in written(plan_of(tmp_path, preset), engine)
+    assert written(plan_of(tmp_path, preset, stream_interval=10), engine)[option] == 10
+
+
+def test_vllm_before_release_12_sends_every_token(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "vllm-0.11", stream_interval=10)
+    text = engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]
+    assert "stream-interval" not in yaml.safe_load(text)
+    assert "stream_interval: every token is sent on its own here" in text
 
 
 def test_tensorrt_llm_drafts_under_a_key_of_their_own(tmp_path: Path) -> None:

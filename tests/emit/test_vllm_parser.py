@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "long prompts": {"batching": {"long_prefill_token_threshold": 256}},
     "first chunks": {"batching": {"scheduler_reserve_full_isl": False}},
     "quantised": {"weight_dtype": "fp8"},
+    "messages of several tokens": {"stream_interval": 10},
     "prefill": {"role": "prefill"},
 }
 OF_THE_CPU = ("on the CPU backend is not compatible with FP8 KV cache", "not supported with --kv-cache-dtype")

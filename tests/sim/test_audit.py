@@ -75,7 +75,7 @@ def test_a_run_keeps_all_laws(over: tuple[Deployment, Any, Result]) -> None:
             "ticks lie between tokens, and",
             lambda o: {"intervals": np.add(o.intervals, [1, 0, 0, 0])},
         ),
-        ("tokens followed first tokens, and answers have 760 more", lambda o: {"intervals": o.intervals[1:]}),
+        ("messages followed first tokens, and answers have 760 more", lambda o: {"intervals": o.intervals[1:]}),
         ("40 KV caches were sent in 0 bytes", lambda o: {"transferred_bytes": 0}),
         ("KV caches arrived before their prompts were done", lambda o: {"transferred": moved(o.transferred, 1, 0)}),
         ("instances, and 1 were simulated", lambda o: {"cores": o.cores[:2]}),

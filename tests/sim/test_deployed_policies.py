@@ -10,10 +10,10 @@ from simtune.costs.estimate import link_of
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
-from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Pool
-from simtune.specs.workload import FixedLength, Lognormal, Poisson, Slo, Workload
+from simtune.specs.workload import FixedLength, Lognormal, Poisson, SharedPrefix, Slo, Workload
 from simtune.workload.requests import build_stream
 
 LOAD = Workload(
@@ -78,3 +78,27 @@ def test_swapped_blocks_go_over_the_host_link() -> None:
     assert core.swap == round(16 * 131_072 / host.bytes_per_s * TICKS_PER_SECOND)
     stepped = swapping.simulate(stream, single_steps=True)
     assert stepped.outcome.finish.tolist() == runs["swap"].outcome.finish.tolist()
+
+
+CACHING = [name for name, policy in POLICIES.items() if "prefix_caching" in policy.offers]
+
+
+@pytest.mark.parametrize("policy", CACHING)
+def test_a_policy_with_a_prefix_cache_finds_what_prompts_share(policy: str) -> None:
+    """All prompts begin with the same 96 tokens, which lie in KV blocks of 32: all requests but the first find them."""
+    load = LOAD.model_copy(
+        update={
+            "prompt": FixedLength(tokens=97),
+            "arrivals": Poisson(rate_rps=0.2),
+            "shared_prefix": SharedPrefix(groups=1, tokens=96),
+        }
+    )
+    cache = KvCache(prefix_caching=True, block_size=32)
+    summary = deployed(policy, kv_cache=cache).simulate(build_stream(load, None, requests=20, seed=0)).summary()
+    (use,) = summary.prefix_cache or ()
+    assert (use.queried_tokens, use.hit_tokens) == (20 * 97, 19 * 96)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "sglang@0.5.14", "trtllm"])
+def test_a_plain_plan_of_an_engine_caches_prefixes(engine: str) -> None:
+    assert load_engine(engine).pool["kv_cache"]["prefix_caching"] is True

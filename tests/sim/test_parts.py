@@ -60,6 +60,8 @@ def test_a_policy_takes_the_settings_of_what_it_offers(name: str) -> None:
     assert keywords(policy).keys() & told <= policy.settings() | {
         "watermark_blocks",
         "async_scheduling",
+        "hash_block_tokens",
+        "prefix_caching",
         "speculation",
     }  # a base's
 

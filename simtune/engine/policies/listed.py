@@ -8,13 +8,17 @@ step costs O(residents).
 With drafts, if a policy offers them, a request that decodes verifies several tokens in a step (`width`) and keeps some;
 such steps are not repeated, because their contexts grow unevenly.
 
+With prefix caching, if a policy offers it, a newcomer holds the cached beginning of its text, which counts as computed
+(`lookup`, `seat`); others find what it has computed when the step is over (`remember`).
+
 With asynchronous scheduling, if a policy offers it, the step after the running one is dispatched before a newcomer
 is seen. That the end of an answer is also known one step late is not modelled.
 
 `StallFree` is the form of most policies: all requests that decode run in each step, and prompts share the rest.
 
-Policies override `choose`, `key`, `steady_steps`, and of `StallFree` also `decode_all`, `serve_prompts`, `admit` and
-`reservation`; they call `allocate`, `preempt`, `missing_blocks` and `room`.
+Policies override `choose`, `key`, `steady_steps`, with prefix caching `new_cache` and `remember`, and of `StallFree`
+also `decode_all`, `serve_prompts`, `admit` and `reservation`; they call `allocate`, `lookup`, `seat`, `preempt`,
+`missing_blocks` and `room`.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ from typing import Any, Unpack
 from simtune.engine.batch import Tally
 from simtune.engine.drafting.round_by_round import RoundByRound
 from simtune.engine.drafting.terms import DraftingTerms
+from simtune.engine.kv import NO_HIT, Hit, KvBlocks
 from simtune.engine.policy_traits import Settings
+from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler
 from simtune.engine.step import Chunk, Progress, Step
@@ -48,11 +54,18 @@ class ListScheduler(Scheduler):
         self,
         *,
         async_scheduling: bool = False,
+        prefix_caching: bool = False,
+        hash_block_tokens: int | None = None,
         speculation: DraftingTerms | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Raise ValueError for drafts whose number differs between rounds."""
+        """`hash_block_tokens` is the size of the blocks that requests name for prefix caching: block_size unless given.
+
+        Raises ValueError for drafts whose number differs between rounds.
+        """
         super().__init__(**settings)
+        if prefix_caching:
+            self.kv = self.new_cache(hash_block_tokens or self.kv.block_size)
         self.async_scheduling = async_scheduling
         self.drafts = None if speculation is None else RoundByRound(speculation, self.max_model_len)
         """Drafts of the residents; None without drafts."""
@@ -60,6 +73,10 @@ class ListScheduler(Scheduler):
         self.residents: dict[Request, None] = {}
         self._scheduled: ScheduledTokens = {}
         self._preempted: list[Request] = []  # since the latest step
+
+    def new_cache(self, hash_block_tokens: int) -> KvBlocks:
+        """Return an empty prefix cache, as the policy's engine has it."""
+        return PrefixCache(self.kv.total, self.kv.block_size, hash_block_tokens)
 
     @abstractmethod
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
@@ -180,6 +197,8 @@ class ListScheduler(Scheduler):
                     self._finish(request, finished)
                 continue
             request.computed += tokens * repetitions
+            if self.kv.caches:
+                self.remember(request)
             if request.computed == request.known_tokens:
                 request.decoding = True
                 request.emitted += 1
@@ -210,6 +229,22 @@ class ListScheduler(Scheduler):
         request.reserved_tokens += blocks * self.kv.block_size
         return True
 
+    def lookup(self, request: Request) -> Hit:
+        """Return the cached beginning of a waiting request, to be passed to `seat`."""
+        return self.kv.find(request) if self.kv.caches else NO_HIT
+
+    def seat(self, request: Request, tokens: int, hit: Hit) -> None:
+        """Give a newcomer a seat, the blocks that were found, and others for `tokens` tokens together."""
+        if self.kv.caches:
+            self.kv.hold(request, hit)
+            request.reserved_tokens = hit.blocks * self.kv.block_size
+        self.allocate(request, tokens)
+        self.residents[request] = None
+
+    def remember(self, request: Request) -> None:
+        """Let others find the tokens of a prompt that a step has computed."""
+        self.kv.name(request, request.computed)
+
     def _leave(self, request: Request) -> None:
         del self.residents[request]
         request.decoding = False
@@ -217,7 +252,7 @@ class ListScheduler(Scheduler):
     def preempt(self, victim: Request) -> None:
         """Take all blocks from a resident; it waits, before its equals, to be computed again."""
         self._leave(victim)
-        self.kv.release(victim)
+        self.kv.release(victim, returns=True)
         victim.computed = 0
         victim.preemptions += 1
         insort_left(self.waiting, victim, key=self.key)
@@ -249,6 +284,8 @@ class StallFree(ListScheduler):
     that a prompt in prefill never lacks memory. When a decode finds no block, the resident that comes last by `key`
     loses all of its blocks, to be computed again; such a step admits no request.
     """
+
+    offers = frozenset({"prefix_caching", "watermark"})
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Return decodes first, then prompts; no newcomers if a request was preempted."""
@@ -287,13 +324,16 @@ class StallFree(ListScheduler):
 
     def admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request a seat and its blocks, if it can be admitted now; True if so."""
-        if self.num_running >= self.max_num_seqs or (not self.chunked_prefill and request.known_tokens > budget):
+        if self.num_running >= self.max_num_seqs:
+            return False
+        hit = self.lookup(request)
+        if not self.chunked_prefill and request.known_tokens - hit.blocks * self.kv.block_size > budget:
             return False
         tokens = self.reservation(request)
-        if self.kv.blocks_for(tokens) > self.room:
+        # blocks that other requests hold need no free block, idle ones do
+        if self.kv.blocks_for(tokens) - hit.blocks + hit.idle > self.room:
             return False
-        self.allocate(request, tokens)
-        self.residents[request] = None
+        self.seat(request, tokens, hit)
         return True
 
     def reservation(self, request: Request) -> int:

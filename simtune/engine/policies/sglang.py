@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
+from simtune.engine.kv import Hit
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.policy_traits import Settings
+from simtune.engine.radix import RadixCache
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
 
@@ -34,11 +36,14 @@ class SglangScheduler(ListScheduler):
     *Drafts.* Every request that decodes has room for all drafts of a round before it runs, and prompts never share a
     step with them.
 
+    *Cache.* With `prefix_caching` a newcomer needs no room for the beginning of its prompt that is in the radix tree
+    (`simtune.engine.radix`); pages of it that no other request holds are free no more.
+
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
-    the radix cache and the orders of the queue that go by it, and that under overlap an end is known one step late.
+    the orders of the queue that go by the radix cache, and that under overlap an end is known one step late.
     """
 
-    offers = frozenset({"async_scheduling", "speculation"})
+    offers = frozenset({"async_scheduling", "prefix_caching", "speculation"})
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
     DECAY_STEPS = 600
@@ -69,6 +74,10 @@ class SglangScheduler(ListScheduler):
         # A budget below a page counts as one.
         self._page = min(self.kv.block_size, self.max_num_batched_tokens)
         self._begin_anew()
+
+    def new_cache(self, hash_block_tokens: int) -> RadixCache:
+        """Return an empty radix tree."""
+        return RadixCache(self.kv.total, self.kv.block_size, hash_block_tokens)
 
     @property
     def new_token_ratio(self) -> float:
@@ -164,12 +173,16 @@ class SglangScheduler(ListScheduler):
 
     def _admit(self, scheduled: ScheduledTokens, budget: int, least: int) -> None:
         """Add prompts of newcomers, as long as more than `least` of the budget is left."""
-        spare = self._spare()
+        spare, page = self._spare(), self.kv.block_size
         while self.waiting and budget > least:
             request = self.waiting[0]
-            tokens = request.known_tokens
-            needed_tokens = tokens + min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
-            if self.num_running >= self.max_num_seqs or not self._has_room(request, needed_tokens, spare):
+            if self.num_running >= self.max_num_seqs:
+                self._full = True
+                break
+            hit = self.lookup(request)
+            tokens = request.known_tokens - hit.blocks * page
+            answer_tokens = min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
+            if not self._has_room(request, hit, tokens + answer_tokens, spare):
                 self._full = True
                 break
             if tokens > budget:
@@ -179,11 +192,11 @@ class SglangScheduler(ListScheduler):
             if not tokens:
                 break
             self.waiting.popleft()
-            self.allocate(request, request.known_tokens)
-            self.residents[request] = None
+            free = self.kv.free
+            self.seat(request, request.known_tokens, hit)
             scheduled[request] = tokens
             budget -= tokens
-            spare -= request.reserved_tokens + needed_tokens - request.known_tokens
+            spare -= (free - self.kv.free) * page + answer_tokens
 
     def _polls(self) -> bool:
         """True if the engine polls for newcomers before this step: the first of every interval of steps that decode."""
@@ -200,9 +213,12 @@ class SglangScheduler(ListScheduler):
         steps = super().steady_steps(decoding)
         return min(steps, self._interval - self._unpolled) if self.waiting and not self._full else steps
 
-    def _has_room(self, request: Request, needed: int, spare: float) -> bool:
+    def _has_room(self, request: Request, hit: Hit, needed: int, spare: float) -> bool:
         """True if a newcomer fits by the estimate; a newcomer that is alone needs no estimate."""
-        return self.kv.blocks_for(request.known_tokens) <= self.kv.free and (needed < spare or not self.num_running)
+        # pages that were found and nobody holds are free no more
+        if self.kv.blocks_for(request.known_tokens) - hit.blocks + hit.idle > self.kv.free:
+            return False
+        return needed + hit.idle * self.kv.block_size < spare or not self.num_running
 
     def _decode(self, preempted: list[Request]) -> ScheduledTokens:
         decoding = list(self.residents)

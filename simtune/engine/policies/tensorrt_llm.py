@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
+from simtune.engine.block_reuse import ReusedBlocks
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
@@ -32,13 +33,18 @@ class TensorRtLlmScheduler(StallFree):
     *Waiting.* While others decode, prompts are held back for up to `batch_wait_timeout_iters` steps as long as the step
     would have fewer tokens with them than `batch_wait_max_tokens_ratio` of the budget.
 
+    *Block reuse.* With `prefix_caching` a newcomer that is started holds the stored blocks of its prompt
+    (`simtune.engine.block_reuse`). Room and the token budget are asked for whole prompts all the same; a step then
+    computes the rest, and the budget that is left over stays unused. A newcomer waits for another prompt in prefill
+    that will store the first block it lacks; those behind it do not. Prompts are stored when they are complete.
+
     Under the overlap scheduler (`async_scheduling`) a newcomer waits for one more dispatched step.
 
-    Facts: capacityScheduler.cpp, microBatchScheduler.cpp and py_executor.py of TensorRT-LLM 1.x. Left out: blocks for a
-    second step that MAX_UTILIZATION asks for under the overlap scheduler, re-use of blocks, and encoders.
+    Facts: capacityScheduler.cpp, microBatchScheduler.cpp, kvCacheManager.cpp and py_executor.py of TensorRT-LLM 1.x.
+    Left out: blocks for a second step that MAX_UTILIZATION asks for under the overlap scheduler, and encoders.
     """
 
-    offers = frozenset({"async_scheduling"})
+    offers = frozenset({"async_scheduling", "prefix_caching"})
 
     def __init__(
         self,
@@ -73,6 +79,15 @@ class TensorRtLlmScheduler(StallFree):
         self._waited = 0  # steps for which prompts were held back
         self._holding = False  # in the step under way
 
+    def new_cache(self, hash_block_tokens: int) -> ReusedBlocks:
+        """Return an empty cache of reused blocks."""
+        return ReusedBlocks(self.kv.total, self.kv.block_size, hash_block_tokens)
+
+    def remember(self, request: Request) -> None:
+        """Store a prompt that is complete, but for its last token."""
+        if request.computed == request.known_tokens:
+            self.kv.name(request, request.computed - 1)
+
     @classmethod
     def recomputes_with(cls, options: Mapping[str, Any]) -> bool:
         """True under MAX_UTILIZATION; a request admitted by GUARANTEED_NO_EVICT keeps its blocks to the end."""
@@ -98,10 +113,7 @@ class TensorRtLlmScheduler(StallFree):
         if shares:
             self._waited = 0
         for request, tokens in shares.items():
-            scheduled[request] = tokens
-            if request not in self.residents:
-                self.allocate(request, self.reservation(request))
-                self.residents[request] = None
+            scheduled[request] = tokens if request in self.residents else self._start(request, tokens)
         if any(request in shares for request in newcomers):
             queue = [request for request in self.waiting if request not in shares]
             self.waiting.clear()
@@ -128,12 +140,40 @@ class TensorRtLlmScheduler(StallFree):
         self._waited, self._holding = 0, False
         return super()._lose_residents()
 
+    def _start(self, request: Request, share: int) -> int:
+        """Give a newcomer its seat and blocks; return the tokens that are computed of its share of the step."""
+        hit = self.lookup(request)
+        # what it will need later is only promised, so that stored blocks are evicted no sooner than they have to be
+        self.seat(request, request.known_tokens, hit)
+        rest = request.known_tokens - request.computed
+        if share >= rest or not request.computed:
+            return min(share, rest)
+        size = self.kv.block_size
+        return (request.computed + share) // size * size - request.computed or share
+
+    def _promised(self) -> int:
+        """Return the blocks that residents may still need, beyond those they have."""
+        if self._evicts:
+            return 0
+        kv = self.kv
+        return sum(
+            max(0, kv.blocks_for(self.reservation(request)) - request.reserved_tokens // kv.block_size)
+            for request in self.residents
+        )
+
     def _with_room(self) -> list[Request]:
         """Return waiting requests that have a seat and blocks after those before them."""
-        seats, room = self.max_num_seqs - self.num_running, self.room
+        seats, room = self.max_num_seqs - self.num_running, self.room - self._promised()
+        kv = self.kv
+        to_come = {kv.first_missing(r) for r in self.residents if not r.decoding} if kv.caches else set()
         admitted: list[Request] = []
         for request in self.waiting:
-            room -= self.kv.blocks_for(self.reservation(request))
+            if kv.caches:
+                missing = kv.first_missing(request)
+                if missing is not None and missing in to_come:
+                    continue
+                to_come.add(missing)
+            room -= kv.blocks_for(self.reservation(request))
             if len(admitted) == seats or room < 0:
                 break
             admitted.append(request)
