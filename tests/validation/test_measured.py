@@ -93,3 +93,13 @@ def test_a_wrong_file_is_refused_by_line_and_key(tmp_path: Path, text: str, said
     file.write_text(text)
     with pytest.raises(SpecError, match=said):
         read_measured(file)
+
+
+@pytest.mark.parametrize("label", ["", "../../x", ".hidden", "a/b", "a\\\\b", "1" * 5000, "a\\nb"])
+def test_a_label_that_can_name_no_file_is_refused(tmp_path: Path, label: str) -> None:
+    """Files are named after it, in one folder."""
+    file = tmp_path / "measured.jsonl"
+    header, rest = RUN.to_text().split("\n", 1)
+    file.write_text(header.replace(f'"label":"{RUN.facts.label}"', f'"label":"{label}"') + "\n" + rest)
+    with pytest.raises(SpecError, match=":1: label: "):
+        read_measured(file)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simtune.errors import EngineError, UsageError
+from simtune.specs.folder_lock import release
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, Pool
 from simtune.validation.client.measured_run import EngineFacts, MeasuredFacts, MeasuredRequest, MeasuredRun
@@ -64,6 +65,7 @@ def test_a_folder_goes_on_for_the_same_question_only(tmp_path: Path) -> None:
         ValidationFolder(out, {"asked": 1}, force=False)
     ValidationFolder(out, {"asked": 1}, force=True)
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "question.json"]
+    release()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -76,7 +76,7 @@ def _run(path: Path, engine: EngineFacts, tool: str, rows: Sequence[dict[str, An
         moved = {key: None if row[key] is None else row[key] - begun for key in ("sent_s", "first_token_s", "finish_s")}
         times = None if row["times_s"] is None else tuple(t - begun for t in row["times_s"])
         requests.append(MeasuredRequest(**{**row, **moved, "times_s": times, "request": number, "due_s": None}))
-    facts = MeasuredFacts(label=path.stem, engine=engine, source=f"{tool}, {path.name}")
+    facts = MeasuredFacts(label=path.stem[:100], engine=engine, source=f"{tool}, {path.name}")
     return MeasuredRun(facts, tuple(requests))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
@@ -23,6 +23,9 @@ from simtune.arrays import Array, Ints, Mask
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Count, NonNegative, Record, Seconds, Seq, Share
 from simtune.specs.input_files import parse_json, read_text
+
+Label = Annotated[str, Field(max_length=100, pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]
+"""Name of a load that can be the beginning of a file's name: not hidden, in no other folder."""
 
 MEASURED_SCHEMA: Literal["simtune/measured@1"] = "simtune/measured@1"
 R = TypeVar("R", bound=Record)
@@ -93,7 +96,7 @@ class MeasuredFacts(Record):
     """Facts about a whole run: the header of its file."""
 
     schema_id: Literal["simtune/measured@1"] = Field(MEASURED_SCHEMA, alias="schema")
-    label: str = Field(description="of the load, e.g. light")
+    label: Label = Field(description="of the load, e.g. light; it names files too")
     engine: EngineFacts
     clock: Clock = Field("wall", description="cpu: times are those of the engine's own processor time")
     source: str | None = Field(None, description="the tool and file it was read from")
