@@ -148,6 +148,15 @@ def test_times_of_launches_are_no_times_of_kernels() -> None:
     assert launches(replace(launched, origin=own), SHEET) is None
 
 
+def test_an_exchange_that_passes_its_link_is_refused() -> None:
+    one = np.ones(100)
+    shape = {"tokens": 1e4 * one, "row_bytes": 4096 * one, "experts_per_token": 22 * one, "experts": 512 * one}
+    shape |= {"ep": 8 * one, "nodes": one}
+    table = Table("moe_dispatch", "bf16", shape, 1e-4 * one, AICONFIGURATOR, ("a.csv",), variant="high_throughput")
+    with pytest.raises(UsageError, match="times faster than the data sheet allows"):
+        screen(table, LINK)
+
+
 def blocks_of_launches(rows: int = 100) -> Table:
     """Blocks of one sequence of growing length that take 20 ns a token, or 2 ms to launch."""
     tokens = np.arange(1, rows + 1) * 4000.0

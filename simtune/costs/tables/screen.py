@@ -145,7 +145,7 @@ def _possible(table: Table, sheet: Sheet, repair: bool) -> Table:
         return _without(table, impossible, f"more than {limit:g} times faster than the data sheet allows")
     # bytes that were read as elements make messages `width` times too large: the one unit that can be repaired
     width = Setting.of(1, table.dtype, None).dtype_bytes
-    if link and width > 1:
+    if link and width > 1 and "bytes" in table.shape:
         smaller = replace(table, shape={**table.shape, "bytes": table.shape["bytes"] / width})
         if not (_share(smaller, sheet) > limit).any():
             if not repair:
