@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from simtune.errors import UsageError, suggest
@@ -53,8 +55,15 @@ def quantised(pool: Pool, model: Model) -> bool:
 
 def _of_preset(pool: Pool, key: str) -> HostTimes | str | None:
     """Return the host setting of the shipped preset that a pool names; None if it has none, or no preset is named."""
-    setting = load_engine(pool.engine).pool.get(key) if pool.engine in names("engine") else None
+    setting = _shipped(pool.engine, os.environ.get("SIMTUNE_PATH", "")).get(key) if pool.engine else None
     return HostTimes.model_validate(setting) if isinstance(setting, dict) else setting
+
+
+@cache
+def _shipped(engine: str, path: str) -> Mapping[str, Any]:
+    """Return the settings of pools of a preset by its name; empty for a path. `path` is where presets are looked for:
+    a report asks for every plan that was simulated."""
+    return load_engine(engine).pool if engine in names("engine") else {}
 
 
 class Emitter(ABC):

@@ -62,5 +62,6 @@ def section(run: Run) -> str | None:
         rows=rows(run.swimlanes),
         kinds=KINDS,
         note=note(run.swimlanes),
+        of_search=run.summary.study is not None,
         packed=Markup(base64.b64encode(run.swimlanes.to_bytes()).decode()),
     )

@@ -144,10 +144,10 @@ def of_study(
     progress: Done | None = None,
 ) -> Contents:
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
-    `progress` is called for the windows of a day.
+    `progress` is called for the windows of a day. trace.json.gz is not made: `simtune simulate --timeline` writes it.
     """
     study, of_variant = tuned.question.study, bool(tuned.chosen.candidate.decoding.shape.variant)
-    files = _files(tuned.deployment, tuned.result, simulated_only=of_variant)
+    files = _files(tuned.deployment, tuned.result, ("trace",), simulated_only=of_variant)
     files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))

@@ -29,7 +29,7 @@ from tests.cli.conftest import ROOT, STUDY, Desk
 
 FILES = {
     "plan.yaml", "engine/launch.sh", "engine/vllm-mixed.yaml", "engine/dynamo.yaml", "summary.json", "candidates.csv",
-    "requests.csv", "trace.json.gz", "report.html", "manifest.json", "certificate.json",
+    "requests.csv", "report.html", "manifest.json", "certificate.json",
     "swimlanes.json.gz", "search.csv",
 }  # fmt: skip
 
@@ -52,7 +52,6 @@ def test_run_directory_holds_exactly_the_documented_files(tiny_run: Path, bytes_
     with (tiny_run / "candidates.csv").open() as file:
         candidates = list(csv.DictReader(file))
     assert (candidates[0]["candidate"], candidates[0]["status"]) == (plan.name, "chosen")
-    assert json.loads(gzip.decompress((tiny_run / "trace.json.gz").read_bytes()))["traceEvents"]
     engine = yaml.safe_load((tiny_run / "engine" / "vllm-mixed.yaml").read_text())
     assert engine["max-num-seqs"] == plan.pools[0].batching.max_num_seqs
 

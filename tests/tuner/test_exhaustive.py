@@ -21,6 +21,7 @@ from simtune.tuner.bounds.best_case import slo_bound
 from simtune.tuner.objectives import Judged, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import BestFirst, optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import SimulationFinding, longer, too_short
@@ -174,6 +175,17 @@ def test_no_plan_ends_a_batch_sooner_than_the_search_says(seed: int, objective: 
     counts = check(replace(q, workload=load, study=study))
     assert counts is not None
     assert counts[0] < counts[1], "some plans are ruled out by their bounds"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_that_a_short_run_ruled_out_is_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a quarter and a sixteenth, which studies of this size are too short for."""
+    monkeypatch.setattr(short_runs, "LEAST", 100)
+    q = random_question(3000 + seed, 8)
+    load = q.workload.model_copy(update={"requests": 1600})
+    objective = ("goodput", "goodput_per_gpu")[seed % 2]
+    check(replace(q, workload=load, study=q.study.model_copy(update={"objective": objective})))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -20,7 +21,7 @@ from simtune.specs.pool import Batching, KvCache, Parallelism, Pool, Role
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.search.implied_results import first_tokens_miss, tell_apart, uses
+from simtune.tuner.search.implied_results import DECODE_MARGIN, decodes_miss, first_tokens_miss, tell_apart, uses
 from simtune.workload.requests import RequestStream, build_stream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -64,14 +65,19 @@ def deployed(*pools: Pool, costs: Mapping[str, StepCosts] | None = None) -> Depl
     return deploy(plan, MODEL, HARDWARE, costs, drafting=drafting)
 
 
+def _cached(plain: Pool, caching: bool) -> Pool:
+    kv_cache = plain.kv_cache.model_copy(update={"prefix_caching": caching})
+    return plain.model_copy(update={"kv_cache": kv_cache})
+
+
 LIMITS = [(seats, tokens, blocks) for seats in (8, 64, 128) for tokens in (256, 1024, 4096) for blocks in (900, 6000)]
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(("pp", "caching"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("rate_rps", [3.0, 12.0, 30.0])
-def test_plans_that_are_told_what_they_do_do_it(rate_rps: float, pp: int) -> None:
+def test_plans_that_are_told_what_they_do_do_it(rate_rps: float, pp: int, caching: bool) -> None:
     requests, told = stream(rate_rps), 0
-    plans = [deployed(pool(*limits, pp=pp)) for limits in LIMITS]
+    plans = [deployed(_cached(pool(*limits, pp=pp), caching)) for limits in LIMITS]
     outcomes = [plan.simulate(requests) for plan in plans]
     for one, its in zip(plans, outcomes, strict=True):
         used = uses(one, its)
@@ -163,6 +169,32 @@ def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
             assert all(value is not None and value > 0.3 for value in ttft)
         assert not any(misses) or blocks == 12_000, "a full decode pool fills a small prefill pool"
     assert told > 0, "there was to be a prefill pool that misses the SLO alone"
+
+
+def test_a_cache_that_prompts_share_tells_nothing() -> None:
+    deployment = deployed(_cached(pool(64, 1024, 6000), True))
+    requests = replace(stream(3.0), hash_ids=tuple((0, i) for i in range(120)), block_tokens=16)
+    assert uses(deployment, deployment.simulate(requests)) is None
+    assert uses(deployment, deployment.simulate(stream(3.0))) is not None
+
+
+def test_a_decode_pool_that_is_too_slow_misses_whatever_prefills() -> None:
+    requests, slo = stream(40.0), Slo(ttft_s={"p90": 60.0}, tpot_s={"mean": 0.0075})
+    plans = [
+        deployed(pool(64, tokens, 12_000, "prefill"), pool(128, 1024, 12_000, "decode")) for tokens in (256, 1024, 8192)
+    ]
+    results = [plan.simulate(requests, slo) for plan in plans]
+    means = [
+        float((r.decode_s / np.maximum(requests.output_tokens - 1, 1))[requests.output_tokens > 1].mean())
+        for r in results
+    ]
+    assert max(means) < min(means) * (1 + DECODE_MARGIN / 2), "prefill pools hardly matter"
+    tight, loose = (slo.model_copy(update={"tpot_s": {"mean": min(means) * share}}) for share in (0.94, 0.97))
+    for plan in plans:
+        assert decodes_miss(plan, plan.simulate(requests, tight))
+        assert not decodes_miss(plan, plan.simulate(requests, loose)), "within the margin nothing follows"
+    mixed = deployed(pool(64, 1024, 6000))
+    assert not decodes_miss(mixed, mixed.simulate(requests, tight))
 
 
 def test_mixed_pools_say_nothing_of_first_tokens_alone() -> None:

@@ -30,7 +30,7 @@ from simtune.tuner.certificate.differences import Differences, all_near, near
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
-from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter, as_full
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import judged_together, num_draws, part_requests
 from simtune.tuner.space.candidates import Candidate
@@ -420,7 +420,7 @@ class Audit:
         self.bounds += 1
         if fate.simulated:
             self._resimulations.looked_at[fate.plan] = bounded_candidate, fate
-        decisive = _decisive(fate)
+        decisive = _decisive(fate, self.question.num_requests(bounded_candidate.candidate), self.question.requests)
         best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
         for attempt in decisive:
             best = self._after(
@@ -550,10 +550,11 @@ def _confirmed_by(
     return judged_together(question, facts, rate_rps, findings).confirmed
 
 
-def _decisive(fate: PlanFate) -> Seq[Tried]:
+def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:
     """Return the simulation that decides the bound of a plan; empty if there is none.
 
-    If the load is given it is the last simulation, and else that at the lowest rate that missed the SLO; if the plan
+    If the load is given it is the last simulation, and else that at the lowest rate that missed the SLO, where a run
+    of fewer than `requests` requests (`over_all` of them over all cores) counts as one at a higher rate; if the plan
     breaks a limit of the study, that at the highest rate that met the SLO.
     """
     if any(attempt.rate_rps is None for attempt in fate.simulated):
@@ -564,7 +565,12 @@ def _decisive(fate: PlanFate) -> Seq[Tried]:
         return (max(met, key=_rate),)
     # Of two at one rate the later one counts: that of all cores.
     missed = [attempt for attempt in reversed(fate.simulated) if not attempt.met]
-    return (min(missed, key=_rate),) if missed else ()
+
+    def proves_rps(tried: Tried) -> float:
+        simulated = (tried.requests or over_all) * requests // over_all
+        return as_full(Miss(_rate(tried), simulated), requests)
+
+    return (min(missed, key=proves_rps),) if missed else ()
 
 
 def _rate(tried: Tried) -> float:

@@ -28,7 +28,7 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.choice_on_draws import best_on_draws
-from simtune.tuner.search.climb import LOWEST, Climb, SimulationFinding
+from simtune.tuner.search.climb import LOWEST, SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
@@ -233,9 +233,8 @@ class BestFirst:
                 return
             (plan,) = item.plans
             low = self._low(plan)
-            rate = Climb(plan.ceiling_rps, self.step, low).rate_rps if self.question.searches_rate else None
             if self._judge.seen.tell(plan, low) is None:
-                yield (plan.candidate.name, rate, 0), self._judge.task(plan, rate)
+                yield self._judge.first(plan, low)
 
     def _met(self, plan: BoundedCandidate) -> None:
         """Make a plan that meets the SLO the best one, if it is better, and report."""

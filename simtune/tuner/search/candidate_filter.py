@@ -9,6 +9,7 @@ from functools import cached_property
 from simtune.sim.deployment import Deployment
 from simtune.tuner.bounds.best_case import least_s, most_favourable, slo_bound
 from simtune.tuner.bounds.floors import Floor
+from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -69,7 +70,18 @@ class BoundedCandidate:
     @property
     def ceiling_rps(self) -> float:
         """Requests per second that bound the plan, the lowest rate at which it missed the SLO included."""
-        return self.bound_rps if self.missed is None else min(self.bound_rps, self.missed.rate_rps)
+        return self.bound_rps if self.missed is None else min(self.bound_rps, self._as_full(self.missed))
+
+    def miss(self, miss: Miss) -> None:
+        """Record that the plan missed the SLO at a rate, unless a lower rate was missed before."""
+        objective = self.plan_cache.question.objective
+        assert isinstance(objective, RateObjective)
+        if self.missed is None or self._as_full(miss) <= self._as_full(self.missed):
+            self.missed, self.row.best = miss, self._as_full(miss) * objective.worth(self.facts)
+
+    def _as_full(self, miss: Miss) -> float:
+        """Return the rate at which a run of the study's own length would prove as much as a miss."""
+        return as_full(miss, self.plan_cache.question.requests)
 
     @property
     def reaches(self) -> float | None:
@@ -93,8 +105,10 @@ class BoundedCandidate:
     @property
     def shared_keys(self) -> list[tuple[object, ...]]:
         """Keys under which simulations of other plans apply to this one."""
-        prefill = self.candidate.prefilling
-        return [self.kind] if prefill is None else [self.kind, (prefill, self.candidate.router)]
+        candidate, prefill = self.candidate, self.candidate.prefilling
+        if prefill is None:
+            return [self.kind]
+        return [self.kind, ("prefill", prefill, candidate.router), ("decode", candidate.decoding, candidate.router)]
 
     def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
         """Return why this plan misses the SLO if another one did, at a rate no lower; empty if it might meet the
@@ -102,8 +116,11 @@ class BoundedCandidate:
         name = other.candidate.name
         if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
             return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
-        if finding.first_tokens_miss and self.shared_keys[1:] == other.shared_keys[1:] != []:
+        shared = {key[0] for key in self.shared_keys[1:] if key in other.shared_keys[1:]}
+        if finding.first_tokens_miss and "prefill" in shared:
             return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
+        if finding.decodes_miss and "decode" in shared:
+            return f"has the decode pool of {name}, which takes too long for a token whatever prefills"
         return ""
 
     def order(self) -> tuple[float, ...]:
@@ -112,6 +129,11 @@ class BoundedCandidate:
         budget = sum(pool.max_num_batched_tokens for pool in self.candidate.pools)
         seats = sum(pool.max_num_seqs for pool in self.candidate.pools)
         return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
+
+
+def as_full(miss: Miss, requests: int) -> float:
+    """Return the rate at which a run of `requests` requests would prove as much as a miss of fewer."""
+    return miss.rate_rps * max(1.0, allowance(miss.requests) / allowance(requests))
 
 
 class CandidateFilter:

@@ -13,7 +13,7 @@ from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
-from simtune.tuner.search.implied_results import Use, first_tokens_miss, uses
+from simtune.tuner.search.implied_results import Use, decodes_miss, first_tokens_miss, uses
 from simtune.workload.requests import RequestStream
 
 LOWER = 0.75
@@ -43,6 +43,8 @@ class SimulationFinding:
     first_tokens_miss: bool
     """True if plans with the same prefill pool miss the SLO as well, whatever pool decodes
     (`simtune.tuner.search.implied_results`)."""
+    decodes_miss: bool
+    """True if plans with the same decode pool miss the SLO as well, whatever pool prefills."""
     strain: float | None
     """Largest share of a limit that was used, above 1 if the limit was missed; None if requests piled up."""
     wander: float | None = None
@@ -85,6 +87,7 @@ class Simulation:
             reason="" if met else violation(result) or problem,
             used=uses(self.deployment, result),
             first_tokens_miss=not result.meets_slo and first_tokens_miss(self.deployment, result),
+            decodes_miss=not result.meets_slo and decodes_miss(self.deployment, result),
             strain=_strain(result),
             wander=result.wander,
         )
@@ -164,6 +167,8 @@ class Climb:
     missed: Rung | None = None
     """The lowest rate known to miss it."""
     tried: int = 0
+    hints: tuple[float, ...] = ()
+    """Rates to try first, the most promising first: shorter runs met the SLO at the first of them."""
 
     @property
     def rate_rps(self) -> float | None:
@@ -173,6 +178,9 @@ class Climb:
         low, high = self.met.rate_rps, self.bound_rps if self.missed is None else self.missed.rate_rps
         if high <= low * self.step:
             return None
+        hint = next((rate for rate in self.hints if low * self.step <= rate < high), None)
+        if hint is not None:
+            return hint
         if high <= low * self.step**2 or self.tried >= GUESSES:
             return math.sqrt(low * high)
         guess = max(self._guess(low, high), low * self.step)
@@ -182,11 +190,13 @@ class Climb:
     def _lower(self) -> float | None:
         """Return the rate to try next while no rate is known to meet the SLO; None to give the plan up."""
         if self.missed is None:
-            return self.bound_rps * LOWER if self.beats_rps is None else self.beats_rps
+            start = self.hints[0] if self.hints else self.bound_rps * LOWER
+            return start if self.beats_rps is None else self.beats_rps
         rate, strain = self.missed
         if self.beats_rps is not None or rate < self.bound_rps * LOWEST:
             return None
-        return rate * (LOWER if strain is None or strain <= 1 else max(FASTEST, 1 / (strain * self.step)))
+        # A run that is given up underestimates the strain, so that 1 / strain alone approaches the limit slowly.
+        return rate * (LOWER if strain is None or strain <= 1 else min(LOWER, max(FASTEST, 1 / (strain * self.step))))
 
     def _guess(self, low: float, high: float) -> float:
         """Return a rate a little below the one at which the limit is likely to be reached, so that one step above it is

@@ -276,7 +276,7 @@ class Confirmer:
                 return verdicts[rung].confirmed is not None
             verdicts[rung] = self._fresh.verdict(plan, highest / self.step**rung)
             if verdicts[rung].missed:
-                self._missed(plan, Miss(highest / self.step**rung, verdicts[rung].missed))
+                plan.miss(Miss(highest / self.step**rung, verdicts[rung].missed))
             return verdicts[rung].confirmed is not None
 
         most = max(0, math.floor(math.log(highest / least) / math.log(self.step) + 1e-9))
@@ -289,13 +289,6 @@ class Confirmer:
             return None
         row.rate_rps = highest / self.step**rung
         return verdicts[rung]
-
-    def _missed(self, plan: BoundedCandidate, miss: Miss) -> None:
-        """Record that a plan missed the SLO at a rate."""
-        objective = self.question.objective
-        assert isinstance(objective, RateObjective)
-        if plan.missed is None or miss.rate_rps <= plan.missed.rate_rps:
-            plan.missed, plan.row.best = miss, miss.rate_rps * objective.worth(plan.facts)
 
     def _on_all_cores(self, best: BoundedCandidate, draws: Confirmed | None) -> ConfirmedPlan | None:
         """Simulate all cores of a plan on the draw of the search; return None if it misses the SLO."""
@@ -318,7 +311,7 @@ class Confirmer:
                 row.best = objective.value(best.facts, row.judged)
             return ConfirmedPlan(best, deployment, result, draws)
         if isinstance(objective, RateObjective) and row.rate_rps is not None:
-            self._missed(best, Miss(row.rate_rps, len(stream)))
+            best.miss(Miss(row.rate_rps, len(stream)))
             row.rate_rps /= self.step
         else:
             row.take(judged.summary(), rate)

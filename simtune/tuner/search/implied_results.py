@@ -9,6 +9,12 @@ are present, and as if the scheduler took those of two steps for accepted.
 A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If all
 requests that arrived would have fitted at once, first tokens come at the same time whatever pool decodes; and if these
 first tokens alone miss the SLO, no plan with the same prefill pool meets it.
+
+A decode pool gets its requests from the prefill pool, later and more evenly than they arrive. While steps grow
+linearly with the requests in them, the time of a token hardly depends on that: of Poisson arrivals it is
+(t0 + a) / (1 - rho), of even ones t0 / (1 - rho), where a step takes t0 and a for each of its requests. So if the mean
+time per token, counted from the arrival of each KV cache, exceeds the limit by DECODE_MARGIN, no plan with the same
+decode pool is taken to keep it at this rate. That is an assumption, which `docs/tuning.md` states, and no proof.
 """
 
 from __future__ import annotations
@@ -29,6 +35,12 @@ from simtune.specs.routing import RoundRobinRouting
 from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62
+DECODE_MARGIN = 0.05
+"""Share by which the mean time per token of a decode pool exceeds a limit that it misses whatever pool prefills."""
+HIGH = 90.0
+"""Percentile that is above the mean."""
+ENOUGH_DECODED = 100
+"""Fewest requests of such a mean."""
 POLICIES = ("vllm-fcfs", "vllm-priority")
 """Policies whose decisions depend on limits only when a limit is reached."""
 
@@ -97,7 +109,8 @@ class DraftRoom:
 
 def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     """Return the use of each pool in a simulation; None if limits matter even when they are not reached."""
-    if not all(map(_asks_only, deployment.pools)):
+    shared = result.stream.hash_ids is not None
+    if not all(_asks_only(pool, shared=shared) for pool in deployment.pools):
         return None
     return tuple(Use(Allowed.of(pool), _reached(pool, result)) for pool in deployment.pools)
 
@@ -105,10 +118,32 @@ def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
 def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
     """True if first tokens alone miss the SLO, and would miss it whatever pool decodes."""
     pool = deployment.pools[0]
-    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool):
+    shared = result.stream.hash_ids is not None
+    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool, shared=shared):
         return False
     lost = _lost_by(result)
     return lost is not None and _dealt_alone(deployment) and _holds_all(pool, result, lost)
+
+
+def decodes_miss(deployment: Deployment, result: Result) -> bool:
+    """True if the decode pool alone takes too long for a token, by so much that it does not matter which pool
+    prefills."""
+    stream, outcome = result.stream, result.outcome
+    if len(deployment.pools) != 2 or deployment.pools[1].spec.role != "decode" or deployment.plan.events:
+        return False
+    decoded = np.isfinite(result.decode_s) & (outcome.transferred >= 0) & (stream.output_tokens > 1)
+    per_token_s = result.decode_s / np.maximum(stream.output_tokens - 1, 1)
+    for index, _, objective in objectives(stream, result.slo):
+        counted = decoded if index is None else decoded & (stream.class_index == index)
+        if int(counted.sum()) < ENOUGH_DECODED:
+            continue
+        mean_s = float(per_token_s[counted].mean())
+        for metric, statistic, limit_s in objective.limits():
+            # The mean is less than a high percentile.
+            high = statistic == "mean" or float(statistic[1:]) >= HIGH
+            if metric == "tpot" and high and mean_s > limit_s * (1 + DECODE_MARGIN):
+                return True
+    return False
 
 
 def _dealt_alone(deployment: Deployment) -> bool:
@@ -157,15 +192,21 @@ def _lost_by(result: Result) -> int | None:
 
 
 def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:
-    """True if a deployment that differs from the simulated one in its limits alone could have done anything else."""
+    """True if a deployment that differs from the simulated one in its limits alone could have done anything else.
+
+    That a prefix cache is of no use to the requests was checked by `uses`.
+    """
     pools = zip(deployment.pools, used, strict=True)
-    return not all(_asks_only(pool) and use.tells(Allowed.of(pool)) for pool, use in pools)
+    return not all(_asks_only(pool, shared=False) and use.tells(Allowed.of(pool)) for pool, use in pools)
 
 
-def _asks_only(pool: DeployedPool) -> bool:
-    """True if limits of a pool matter only when they are reached."""
+def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
+    """True if limits of a pool matter only when they are reached; `shared` if prompts may share blocks."""
     kv_cache, speculation = pool.spec.kv_cache, pool.spec.speculation
-    plain = not kv_cache.prefix_caching and not kv_cache.watermark
+    # A prefix cache keeps blocks until others need them, so that hits depend on the number of blocks. Prompts without
+    # names of their blocks find nothing in it but their own after a preemption, and preemptions count as a limit
+    # that was reached.
+    plain = not (kv_cache.prefix_caching and shared) and not kv_cache.watermark
     in_turn = speculation is None or speculation.scheme.shape.in_turn
     return plain and in_turn and pool.spec.batching.policy in POLICIES
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from simtune.tuner.objectives import Miss, RateObjective
+from simtune.tuner.objectives import Miss
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
-from simtune.tuner.search.climb import Climb, Simulation, SimulationFinding
+from simtune.tuner.search.climb import Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
+from simtune.tuner.search.short_runs import lower_rate, short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
 
@@ -39,18 +41,20 @@ class PlanJudge:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
         self.looked_at[id(plan.row)] = plan.row
         plan.row.same_as = ""
-        climb = Climb(plan.ceiling_rps, self._step, low)
-        objective = self.question.objective
-        if not objective.searches_rate:
+        if not self.question.objective.searches_rate:
             self.take(plan, None, self.simulated(plan, None))
             return
-        assert isinstance(objective, RateObjective)
+        lengths = short_lengths(self.question, plan.candidate)
+        if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
+            return
+        climb = Climb(plan.ceiling_rps, self._step, low, hints=self._hints(plan, lengths[-1:]) if low is None else ())
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
+            if finding.met and low is not None and not climb.hints:
+                climb = replace(climb, hints=self._hints(plan, lengths[-1:], rate))
             if not finding.met:
-                plan.missed = Miss(rate, finding.summary.requests)
-                plan.row.best = rate * objective.worth(plan.facts)
+                plan.miss(Miss(rate, finding.summary.requests))
             if finding.met or climb.met is None:
                 self.take(plan, rate, finding)
             else:
@@ -65,6 +69,57 @@ class PlanJudge:
         finding = self._evaluator.finding((plan.candidate.name, rate, 0), self.task(plan, rate), self._upcoming())
         plan.row.tried.append(Attempt(rate, finding.met))
         return finding
+
+    def _misses_when_shorter(self, plan: BoundedCandidate, low: float, requests: int) -> bool:
+        """Rule a plan out by a short run that proves as much as a full one at the rate `low`; return False if the short
+        run meets the SLO."""
+        rate = lower_rate(low, self.question.requests, requests)
+        finding = self._simulated_shorter(plan, rate, requests)
+        if finding.met:
+            return False
+        # The number over all cores; the run is repeated by it.
+        over_all = self.question.num_requests(plan.candidate, requests)
+        plan.row.tried.append(Attempt(rate, False, requests=over_all))
+        plan.miss(Miss(rate, finding.summary.requests))
+        self.take(plan, rate, finding)
+        return True
+
+    def _hints(self, plan: BoundedCandidate, lengths: Sequence[int], met: float | None = None) -> tuple[float, ...]:
+        """Return rates around the highest one that short runs meet the SLO at, which decide nothing; `met` is a rate
+        that a full run met."""
+        if not lengths:
+            return ()
+        climb = Climb(plan.ceiling_rps, self._step, met)
+        if met is not None:
+            climb = replace(climb, met=Rung(met, None))
+        while (rate := climb.rate_rps) is not None:
+            climb = climb.after(rate, self._simulated_shorter(plan, rate, lengths[0]))
+        if climb.met is None:
+            return ()
+        highest = climb.met.rate_rps
+        return highest, highest * self._step, highest / self._step
+
+    def _simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
+        """Simulate the beginning of a plan's load."""
+        plan.row.simulations += 1
+        return self._evaluator.finding(*self._shorter(plan, rate, requests), self._upcoming())
+
+    def _shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> Keyed:
+        stream = self.question.stream(plan.candidate, requests=requests)
+        key = (plan.candidate.name, rate, -requests)
+        return key, Simulation(plan.deployment, stream, self.question.study.slo, rate)
+
+    def first(self, plan: BoundedCandidate, low: float | None) -> Keyed:
+        """Return the first simulation that judging a plan takes, with its key."""
+        if not self.question.searches_rate:
+            return (plan.candidate.name, None, 0), self.task(plan, None)
+        lengths = short_lengths(self.question, plan.candidate)
+        climb = Climb(plan.ceiling_rps, self._step, low)
+        if low is not None and lengths:
+            return self._shorter(plan, lower_rate(low, self.question.requests, lengths[0]), lengths[0])
+        rate = climb.rate_rps
+        assert rate is not None
+        return (plan.candidate.name, rate, 0), self.task(plan, rate)
 
     def task(self, plan: BoundedCandidate, rate: float | None) -> Simulation:
         """Return the simulation of a plan at a rate, or at the workload's own for None."""
@@ -95,12 +150,12 @@ class PlanJudge:
         """Write into the row of a plan what the simulation of another plan implies."""
         self.looked_at[id(plan.row)] = plan.row
         (simulated_plan, rate, finding), reason = result
-        row, objective = plan.row, self.question.objective
+        row = plan.row
         row.same_as = simulated_plan.candidate.name
         if finding.met:
             self.take(plan, rate, finding)
             return
         row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
         row.best = None
-        if rate is not None and isinstance(objective, RateObjective):
-            plan.missed, row.best = Miss(rate, finding.summary.requests), rate * objective.worth(plan.facts)
+        if rate is not None and self.question.searches_rate:
+            plan.miss(Miss(rate, finding.summary.requests))

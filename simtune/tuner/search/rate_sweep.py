@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from simtune.results.result import Result
@@ -14,12 +14,10 @@ from simtune.tuner.trial import Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
-LIGHT = 0.8
-"""Fraction up to which no requests pile up, so that a point is `SHORTER` times shorter than a simulation of the search.
-
-Beyond it a short load would end before its queue has grown, and appear to meet limits that the plan does not keep.
-"""
+OF_RIVALS = FRACTIONS[:6]
+"""Rates of the rivals: up to where the chosen plan is past its own."""
 SHORTER = 4
+"""Factor by which a point is shorter than the longest run of the search: a curve needs less than a verdict."""
 LEAST = 1000
 """Fewest requests of a point, if the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
@@ -51,25 +49,27 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """Return the sweeps of the chosen plan, first, and of its rivals. The answer does not depend on `jobs`, the number
     of processes.
 
-    The chosen plan's own rate is that of the search; light loads are shorter ones, the beginning of the same.
+    The point at the chosen plan's own rate is that of the search; the others are the beginning of the same load.
     """
     question = tuned.question
     chosen_rps = tuned.chosen.rate_rps if question.searches_rate else None
     confirmed = 0 if tuned.confirmed is None else question.arrivals(tuned.confirmed.requests)
     most = max(question.requests, confirmed)
-    loads = () if chosen_rps is None else tuple((f * chosen_rps, _requests(most, f)) for f in FRACTIONS)
-    tasks = [_SweepTask(question, row, tuned.deployment.max_model_len, loads) for row in [tuned.chosen, *rivals(tuned)]]
-    tasks[0] = replace(tasks[0], loads=tuple(load for load in loads if load[0] != chosen_rps), judged=False)
+    longest = tuned.deployment.max_model_len
+
+    def loads(fractions: Iterable[float], most: int) -> tuple[tuple[float, int], ...]:
+        requests = min(most, max(LEAST, most // SHORTER))
+        return () if chosen_rps is None else tuple((fraction * chosen_rps, requests) for fraction in fractions)
+
+    around = loads((fraction for fraction in FRACTIONS if fraction != 1.0), most)
+    tasks = [_SweepTask(question, tuned.chosen, longest, around, judged=False)]
+    rival_loads = loads(OF_RIVALS, question.requests)
+    tasks += [_SweepTask(question, row, longest, rival_loads) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
         chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
     points = tuple(sorted((*chosen.points, *chosen_point), key=lambda point: point[0]))
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
-
-
-def _requests(most: int, fraction: float) -> int:
-    shorter = max(LEAST, most // SHORTER) if fraction <= LIGHT else most
-    return min(most, shorter)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simtune.tuner.search.candidate_filter import BoundedCandidate
+from simtune.tuner.objectives import Miss
+from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
 from simtune.tuner.search.climb import SimulationFinding
 
 
@@ -15,6 +16,14 @@ class SeenPlan(NamedTuple):
     rate_rps: float | None
     finding: SimulationFinding
 
+    @property
+    def proves_rps(self) -> float | None:
+        """Rate at which a run of the study's own length would prove as much; None at the given load."""
+        if self.rate_rps is None:
+            return None
+        requests = self.plan.plan_cache.question.requests
+        return as_full(Miss(self.rate_rps, self.finding.summary.requests), requests)
+
 
 class SeenPlans:
     """All simulated plans that imply results of other plans."""
@@ -24,7 +33,7 @@ class SeenPlans:
 
     def remember(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Store a finding that may imply results of other plans."""
-        if finding.used is not None or finding.first_tokens_miss:
+        if finding.used is not None or finding.first_tokens_miss or finding.decodes_miss:
             for key in plan.shared_keys:
                 self._of.setdefault(key, []).append(SeenPlan(plan, rate, finding))
 
@@ -37,7 +46,8 @@ class SeenPlans:
             if low is None:
                 no_higher = seen_plan.rate_rps is None
             else:
-                no_higher = seen_plan.rate_rps is None or seen_plan.rate_rps <= low * (1 + 1e-12)
+                proves = seen_plan.proves_rps
+                no_higher = proves is None or proves <= low * (1 + 1e-12)
             if no_higher and (reason := plan.ruled_out_by(seen_plan.plan, seen_plan.finding)):
                 return (
                     seen_plan,
