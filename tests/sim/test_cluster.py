@@ -17,7 +17,7 @@ from simtune.specs.plan import FirstToken
 from simtune.testing.clusters import Cluster, Incident, SmallPool, Way, check, clusters, controlled
 from simtune.workload.requests import RequestStream
 
-many = hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = hypothesis_settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @given(clusters(apart=False, failing=False))

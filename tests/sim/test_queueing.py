@@ -88,7 +88,7 @@ def test_batch_of_one_is_pollaczek_khinchine(oracle_dir: Path) -> None:
     oracle = json.loads((oracle_dir / "queueing.json").read_text())
     md1 = oracle["md1"]
     per_token = md1["D"] / 1000
-    stream = poisson(md1["lam"], FixedLength(tokens=1000), FixedLength(tokens=1), 400_000, seed=2)
+    stream = poisson(md1["lam"], FixedLength(tokens=1000), FixedLength(tokens=1), 200_000, seed=2)
     fixed = simulate(stream, LinearCosts(step_s=0.0, per_token_s=per_token), seqs=1)
     assert fixed.queue_s.mean() == pytest.approx(md1["mean_wait"], rel=0.02)
     for point in md1["cdf"]:

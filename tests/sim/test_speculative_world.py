@@ -128,7 +128,7 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
     saved = 0
 
     @given(st.data())
-    @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def check(data: st.DataObject) -> None:
         nonlocal saved
         scheme, rates = SCHEMES[name]
@@ -202,7 +202,7 @@ def test_drafts_in_clusters(name: str, apart: bool) -> None:
     spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
 
     @given(clusters(apart=apart, failing=True), st.booleans(), st.booleans())
-    @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @hypothesis_settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     def drafting(cluster: Cluster, ahead: bool, caching: bool) -> None:
         options = {
             "speculation": drafting_terms(spec, sampler(scheme, rates, cluster.stream)),
