@@ -18,16 +18,19 @@ end, those with prompt tokens and those without, until the fit adds up to the to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from itertools import accumulate
+from math import exp
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.costs.calibration import TimedStep, read_steps
 from simtune.costs.iteration import StepWork
-from simtune.costs.predict import Basis
+from simtune.costs.predict import GROWTH, OUTSIDE, Z90, Basis, octaves
 from simtune.costs.protocol import ChunkList
 from simtune.costs.residual import CLIP, Process, cover, fit_process
 from simtune.costs.ticks import to_ticks
@@ -41,8 +44,21 @@ MOST = 250
 """Steps that the residual keeps as points; the base is fitted to all."""
 
 _KNEES = (16, 128)
+_FOLDS = 5
+_SIZES = (0, 2, 4)
+"""Tokens, context and pairs among the aggregates: the larger half of each is left out, to see how far off a fit is
+beyond its log."""
 BatchKey = tuple[int, int, tuple[tuple[int, int], ...], int]
 """Decodes, context tokens, chunks, draft tokens."""
+
+
+class StepErrors(NamedTuple):
+    """Log errors of a fit on steps that it did not see: standard deviations, of which 1.645 hold 90 %."""
+
+    inside: dict[bool, float]
+    """Of steps with chunks and without, among the steps measured."""
+    beyond: float
+    """Of steps larger than those measured, an octave beyond or less."""
 
 
 class EngineSteps:
@@ -66,6 +82,7 @@ class EngineSteps:
         self._low, self._high = features.min(axis=0), features.max(axis=0)
         self._seconds: dict[BatchKey, float] = {}
         self._scales = self._smeared(by_key)
+        self._off: dict[bool, float] = {}
 
     def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
         """See `StepCosts.decode`; the step's time is given, and nothing about the next step."""
@@ -80,8 +97,74 @@ class EngineSteps:
         key = _key(work)
         step_s = self._seconds.get(key)
         if step_s is None:
-            step_s = self._seconds[key] = float(self._unscaled([key])[0]) * self._scales.get(bool(key[2]), 1.0)
+            step_s = float(self._unscaled([key])[0]) * self._scales.get(bool(key[2]), 1.0)
+            if off := self._off.get(bool(key[2])):
+                step_s *= exp(off * self._log_sd_of(key))
+            self._seconds[key] = step_s
         return step_s
+
+    def in_world(self, decodes: float, prompts: float) -> Self:
+        """Return the costs in a world in which steps without chunks, and those with, are off by these numbers of
+        standard deviations."""
+        world = copy(self)
+        world._seconds, world._off = {}, {False: decodes, True: prompts}
+        world.errors = self.errors  # found once, for all worlds
+        return world
+
+    def _log_sd_of(self, key: BatchKey) -> float:
+        """Return the standard deviation of the log error of a step, wider the farther it is beyond those measured."""
+        inside, x = self.errors.inside[bool(key[2])], np.array(_aggregates(key))
+        beyond = float(octaves(x, self._high).max())
+        return inside if not beyond else max(inside, self.errors.beyond) * (1 + beyond) ** GROWTH
+
+    @cached_property
+    def errors(self) -> StepErrors:
+        """Errors on steps left out of the fit: each fifth of the log, and its largest steps; those of all steps if the
+        log has too few of a kind."""
+        held = self._held_out()
+        typical = self.log_sd if held is None else _log_sd(held[1])
+        chunks = np.array([bool(key[2]) for key in self._keys])
+        inside = {
+            kind: _log_sd(held[1][chunks[held[0]] == kind])
+            if held is not None and (chunks[held[0]] == kind).sum() >= FEWEST
+            else typical
+            for kind in (True, False)
+        }
+        far = self._beyond()
+        return StepErrors(inside, max(typical, OUTSIDE * typical if far is None else far))
+
+    def _held_out(self) -> tuple[Ints, Array] | None:
+        """Return steps, and the log errors of a fit of the others; None if these are too few."""
+        order = np.random.default_rng(0).permutation(len(self._keys))
+        folds = [self._without(order[fold::_FOLDS]) for fold in range(_FOLDS)]
+        if any(logs is None for logs in folds):
+            return None
+        rows = np.concatenate([order[fold::_FOLDS] for fold in range(_FOLDS)])
+        return rows, np.concatenate([logs for logs in folds if logs is not None])
+
+    def _beyond(self) -> float | None:
+        """Return the standard deviation of log errors on the larger half of the steps by a fit of the others, reduced
+        to steps just beyond it: of tokens, of context or of pairs, whichever is farthest off; None if there are too few
+        steps."""
+        x = np.array([_aggregates(key) for key in self._keys])
+        log_sds = []
+        for feature in _SIZES:
+            larger = x[:, feature] > np.median(x[:, feature])
+            logs = self._without(np.flatnonzero(larger)) if larger.sum() >= FEWEST else None
+            if logs is not None:
+                beyond = octaves(x[larger, feature], x[~larger, feature].max())
+                log_sds.append(_log_sd(logs / (1 + beyond) ** GROWTH))
+        return max(log_sds, default=None)
+
+    def _without(self, rows: Ints) -> Array | None:
+        """Return log(measured / predicted) of some steps by a fit of all others; None if those are too few."""
+        left = [self._keys[row] for row in np.setdiff1d(np.arange(len(self._keys)), rows)]
+        if len(left) < FEWEST:
+            return None
+        steps = [TimedStep(_work(key), self._measured[key]) for key in left]
+        fit, chosen = EngineSteps(steps), [self._keys[row] for row in rows]
+        logs: Array = np.log([self._measured[key] for key in chosen]) - np.log(fit._unscaled(chosen))
+        return logs
 
     def basis(self, num_decodes: int, context_tokens: int, chunks: ChunkList) -> Basis:
         """Return the basis of a step: measured, within the measured steps, or outside."""
@@ -99,7 +182,7 @@ class EngineSteps:
             logs = np.log(measured / (_terms(self._keys) @ self._coefficients))
         else:
             logs, _ = self._residual.left_out()
-        return float(np.quantile(np.abs(logs), 0.9)) / 1.645
+        return _log_sd(logs)
 
     def _unscaled(self, keys: Sequence[BatchKey]) -> Array:
         """Seconds of each step by the fit to medians."""
@@ -158,9 +241,19 @@ def read_engine_costs(path: Path) -> EngineSteps:
     return engine_costs(read_steps(path).steps, str(path))
 
 
+def _log_sd(logs: Array) -> float:
+    """Return the standard deviation of which 1.645 hold 90 % of these log errors."""
+    return float(np.quantile(np.abs(logs), 0.9)) / Z90
+
+
 def _key(work: StepWork) -> BatchKey:
     chunks = tuple((int(past), int(new)) for past, new in work.chunks)
     return work.num_decodes, work.context_tokens, chunks, work.draft_tokens
+
+
+def _work(key: BatchKey) -> StepWork:
+    decodes, context, chunks, drafts = key
+    return StepWork(decodes, context, chunks, draft_tokens=drafts)
 
 
 def _aggregates(key: BatchKey) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.basis import KindBasis
+from simtune.costs.engine_steps import EngineSteps
 from simtune.costs.host import HostCosts
 from simtune.costs.iteration import HOST, KINDS, REDRAWN_KINDS
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Profile
@@ -31,9 +32,15 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 
+DECODE_STEPS, PROMPT_STEPS = "steps of decodes", "steps with prompts"
+"""Names of the errors of steps whose times are those of an engine's own log, without and with prompt tokens."""
 ACCEPTANCE = "acceptance"
 """Name of the error that belongs to no operator kind: that of the acceptance of drafts."""
 _PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, continued
+
+
+_NAMES = (*KINDS, ACCEPTANCE, HOST, DECODE_STEPS, PROMPT_STEPS)
+"""Errors in the order of their random streams, to which new ones are added at the end."""
 
 
 def widest(bases: Mapping[str, Mapping[str, KindBasis]]) -> dict[str, float]:
@@ -68,6 +75,9 @@ class PerturbedWorld(NamedTuple):
 
     factors: Mapping[str, float] | None = None
     acceptance_errors: float = 0.0
+    step_errors: tuple[float, float] = (0.0, 0.0)
+    """Errors of steps of an engine's own log, of decodes alone and with prompts, in standard deviations of each step
+    (`simtune.costs.engine_steps`)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class DrawnWorlds:
     @classmethod
     def of(cls, count: int, seed: int) -> DrawnWorlds:
         """Draw `count` worlds."""
-        return cls({name: _normal(seed, i, count) for i, name in enumerate((*KINDS, ACCEPTANCE, HOST))})
+        return cls({name: _normal(seed, i, count) for i, name in enumerate(_NAMES)})
 
     @property
     def acceptance(self) -> Array:
@@ -93,7 +103,11 @@ class DrawnWorlds:
         """Return the worlds of a plan: factors are lognormal with these standard deviations by kind."""
         kinds = [kind for kind in REDRAWN_KINDS if kind in log_sd]
         return [
-            PerturbedWorld({kind: math.exp(log_sd[kind] * float(self.errors[kind][i])) for kind in kinds}, off)
+            PerturbedWorld(
+                {kind: math.exp(log_sd[kind] * float(self.errors[kind][i])) for kind in kinds},
+                off,
+                (float(self.errors[DECODE_STEPS][i]), float(self.errors[PROMPT_STEPS][i])),
+            )
             for i, off in enumerate(self.acceptance.tolist())
         ]
 
@@ -121,18 +135,22 @@ class Blueprint:
     model: Model
     hardware: Mapping[str, Hardware]
     drafting: Mapping[str, Drafting]
+    steps: Mapping[str, EngineSteps]
+    """Step costs of pools by an engine's own log, by the name of the pool."""
 
     @classmethod
     def of(cls, deployment: Deployment) -> Blueprint:
-        """Return the inputs of a deployment. Raise UsageError if the costs of a pool come from outside: the times of
-        their operators are not known."""
+        """Return the inputs of a deployment. Raise UsageError if the costs of a pool come from outside and are no log
+        of an engine's steps: how far off they are is not known."""
         d = deployment
-        if pool_names := [pool.spec.name for pool in d.pools if isinstance(pool.costs, OwnCosts)]:
+        own = {pool.spec.name: pool.costs.own for pool in d.pools if isinstance(pool.costs, OwnCosts)}
+        steps = {name: costs for name, costs in own.items() if isinstance(costs, EngineSteps)}
+        if pool_names := [name for name in own if name not in steps]:
             raise UsageError(
                 f"pool {pool_names[0]}: its step costs were brought from outside, and --uncertainty perturbs the times "
                 "of operators; leave --uncertainty out, or simulate with the hardware's operators"
             )
-        return cls(d.plan, d.model, d.profiles, d.drafting)
+        return cls(d.plan, d.model, d.profiles, d.drafting, steps)
 
     def deploy(self, world: PerturbedWorld) -> Deployment:
         """Return the deployment in a world."""
@@ -140,4 +158,7 @@ class Blueprint:
             pool: replace(loaded, acceptance=loaded.acceptance.shifted(world.acceptance_errors))
             for pool, loaded in self.drafting.items()
         }
-        return deploy(self.plan, self.model, self.hardware, factors=world.factors, drafting=drafting)
+        steps = {pool: OwnCosts(costs.in_world(*world.step_errors)) for pool, costs in self.steps.items()}
+        return deploy(
+            self.plan, self.model, self.hardware, factors=world.factors, drafting=drafting, costs=steps or None
+        )

@@ -206,7 +206,10 @@ def test_vllm_is_stepped_by_its_own_processor_time(call: Call, at: Path, monkeyp
         (("--engine", "http://127.0.0.1:1"), "name the load to send"),
         (("--engine", "vlm", "--workload", "load.yaml"), "did you mean vllm?"),
         (("--engine", "vllm", "--workload", "load.yaml"), "--weights DIR"),
-        (("--engine", "torch", "--workload", "load.yaml"), "plan one: the torch engine has no async_scheduling (set"),
+        (
+            ("--engine", "torch", "--workload", "load.yaml"),
+            "has no async_scheduling (set `async_scheduling: false` in the pool",
+        ),
         (("--engine", "vllm", "--workload", "load.yaml", "--device", "cpu"), "of engines in this process"),
         (("--engine", "vllm", "--workload", "load.yaml", "--clock", "wall"), "steps it without a server"),
         (("--engine", "transformers", "--workload", "load.yaml"), "--engine transformers: name the folder to serve"),

@@ -20,6 +20,8 @@ from simtune.costs.step_files import read_costs
 from simtune.costs.step_table import StepTable
 from simtune.errors import SpecError, UsageError
 from simtune.testing import CostSuite
+from simtune.validation.judge.prediction import predict
+from simtune.validation.loads import NamedLoad
 
 LOAD = {"arrival_s": np.arange(20) * 0.05, "prompt_tokens": np.full(20, 300), "output_tokens": np.full(20, 20)}
 
@@ -162,3 +164,58 @@ def test_anything_else_is_a_table(tmp_path: Path) -> None:
     assert isinstance(read_costs(table), StepTable)
     with pytest.raises(UsageError, match="no such file"):
         read_costs(tmp_path / "nowhere.jsonl")
+
+
+def log_errors(fit: EngineSteps, fresh: list[TimedStep]) -> tuple[np.ndarray, np.ndarray]:
+    """Log errors without their signs on fresh steps, and the standard deviations that the fit states for them."""
+    off = [abs(np.log(step.seconds / fit.seconds(step.batch))) for step in fresh]
+    stated = [np.log(fit.in_world(1.0, 1.0).seconds(step.batch) / fit.seconds(step.batch)) for step in fresh]
+    return np.array(off), np.array(stated)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_errors_of_held_out_steps_cover_steps_that_the_log_lacks(noise: float) -> None:
+    fit, fresh = (noisy_fit() if noise == 0.1 else shared_fit()), steps(1, 60, noise)
+    off, stated = log_errors(fit, fresh)
+    assert 0.8 <= np.mean(off <= 1.645 * stated) <= 1
+    assert stated.max() < 4 * noise + 0.05, "no wider than it has to be"
+
+
+def test_steps_beyond_the_log_are_less_sure_and_covered() -> None:
+    small = [step for step in steps(0, 200) if step.batch.num_tokens < 60 and step.batch.context_tokens < 8000]
+    large = [step for step in steps(1, 100) if step.batch.num_tokens > 150]
+    fit = EngineSteps(small)
+    off, stated = log_errors(fit, large)
+    assert np.mean(off <= 1.645 * stated) >= 0.8
+    assert stated.min() > max(fit.errors.inside.values())
+
+
+def test_worlds_of_steps_are_off_by_kind() -> None:
+    fit, decode, prompt = shared_fit(), StepWork(4, 2000), StepWork(4, 2000, ((0, 100),))
+    slow_decodes = fit.in_world(2.0, 0.0)
+    assert slow_decodes.seconds(decode) == pytest.approx(
+        fit.seconds(decode) * float(np.exp(2 * fit.errors.inside[False]))
+    )
+    assert slow_decodes.seconds(prompt) == fit.seconds(prompt)
+    assert fit.in_world(0.0, 0.0).seconds(decode) == fit.seconds(decode)
+
+
+def test_a_log_too_short_to_hold_steps_back_takes_the_error_of_all() -> None:
+    fit = EngineSteps(steps(0, 13))
+    assert set(fit.errors.inside.values()) == {fit.log_sd}
+    assert fit.errors.beyond >= fit.log_sd
+
+
+@cache
+def noisy_fit() -> EngineSteps:
+    return EngineSteps(steps(0, 60, 0.1))
+
+
+def test_a_simulation_by_a_log_has_intervals_that_hold_the_truth() -> None:
+    """A longer and quieter log of the same engine predicts the duration within the interval of the first."""
+    specs = api.load_specs("llama-3.1-8b", None, LOAD)
+    of_few, of_many = (api.set_up(specs, costs=fit) for fit in (noisy_fit(), shared_fit()))
+    predicted = predict(of_few.deployment, NamedLoad("a", of_few.stream), 20, 0)
+    assert predicted.drawn is not None
+    low, high = predicted.drawn.intervals["duration_s"]
+    assert low < of_many.run().duration_s < high < 2 * low

@@ -154,8 +154,8 @@ def _exchange(columns: Columns) -> FileContent:
 
 
 _DISPATCHED_BYTES = 1 + 4 / 128
-"""Bytes of a value that DeepEP's low-latency kernels dispatch: 8 bits, and a scale in 32 for every 128, as the
-bandwidths in their tables count them."""
+"""Bytes of a value that DeepEP's low-latency kernels dispatch: 8 bits, and a scale in 32 for every 128; the bandwidths
+in their tables are of as many."""
 _PROCESSORS = 20
 """Processors that DeepEP's other kernels occupy unless an engine sets it (`Buffer.num_sms`)."""
 _GRACE_DEVICES, _NODE_DEVICES = 4, 8

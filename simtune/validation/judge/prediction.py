@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from simtune.costs.engine_steps import EngineSteps
 from simtune.errors import EngineError
 from simtune.results.result import Result
 from simtune.results.summary import Uncertainty
@@ -17,7 +18,7 @@ from simtune.validation.loads import NamedLoad
 
 
 class Predicted(NamedTuple):
-    """Simulation of a load; the interval is None if a pool has step costs of its own, which have none."""
+    """Simulation of a load; the interval is None if a pool has step costs whose errors are not known."""
 
     result: Result
     drawn: Uncertainty | None
@@ -26,10 +27,9 @@ class Predicted(NamedTuple):
 def predict(deployment: Deployment, load: NamedLoad, worlds: int, seed: int) -> Predicted:
     """Simulate the requests of a load, recorded, and once more in each of `worlds` redrawn worlds."""
     result = deployment.simulate(load.stream, record=True, seed=seed)
-    has_own_costs = any(isinstance(pool.costs, OwnCosts) for pool in deployment.pools)
-    intervals = (
-        None if has_own_costs or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
-    )
+    own = [pool.costs.own for pool in deployment.pools if isinstance(pool.costs, OwnCosts)]
+    unknown = not all(isinstance(costs, EngineSteps) for costs in own)
+    intervals = None if unknown or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
     return Predicted(result, intervals)
 
 

@@ -8,6 +8,9 @@ from simtune.specs.plan import Plan
 from simtune.validation.client.measured_run import MeasuredRun
 from simtune.workload.requests import RequestStream
 
+SYNCHRONOUS_ONLY = "async_scheduling (set `async_scheduling: false` in the pool, beside `engine`)"
+"""Setting that engines stepped by simtune lack, with the remedy, for a message."""
+
 
 class Engine(Protocol):
     """A real engine on a real clock.

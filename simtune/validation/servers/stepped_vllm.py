@@ -28,6 +28,7 @@ from simtune.validation.servers.driven_engines import Driven, EngineSize, StepDr
 from simtune.validation.servers.engine_profile import warm_up
 from simtune.validation.servers.in_process import queue_samples
 from simtune.validation.servers.pair import CONNECTOR, EnginePair
+from simtune.validation.servers.server import SYNCHRONOUS_ONLY
 from simtune.workload.requests import RequestStream
 
 MakeStepped = Callable[[EngineSize, Mapping[str, Any], float | None], StepDriver]
@@ -59,7 +60,7 @@ def check_plan(plan: Plan) -> None:
         "several instances of a kind": roles not in (["mixed"], ["decode", "prefill"])
         or any(pool.instances > 1 or pool.devices > 1 for pool in pools),
         "weight_dtype": any(pool.weight_dtype is not None for pool in pools),
-        "async_scheduling (set it to false)": any(pool.schedules_async for pool in pools),
+        SYNCHRONOUS_ONLY: any(pool.schedules_async for pool in pools),
         "no max_model_len (give it one)": any(pool.max_model_len is None for pool in pools),
         "drafts beside pools": len(pools) > 1 and any(pool.speculation is not None for pool in pools),
     }

@@ -18,6 +18,7 @@ from simtune.validation.loads import warm_up
 from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, ProcessorClock
 from simtune.validation.servers.executed_scheduler import EngineLoop, Executor, MeasuredStep, QueueLength, TokenShare
 from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
+from simtune.validation.servers.server import SYNCHRONOUS_ONLY
 from simtune.workload.requests import RequestStream
 
 INSTALL = "the torch engine needs torch, which is not installed: pip install torch (or 'simtune[gpu]')"
@@ -56,7 +57,7 @@ def check(deployment: Deployment) -> None:
         "weight_dtype": pool.weight_dtype is not None,
         "prefix_caching": pool.kv_cache.prefix_caching,
         "preemption: swap": pool.kv_cache.preemption == "swap",
-        "async_scheduling (set it to false)": pool.schedules_async,
+        SYNCHRONOUS_ONLY: pool.schedules_async,
     }
     has = [name for name, present in wrong.items() if present]
     if has:

@@ -27,6 +27,7 @@ from simtune.validation.client.prompts import Prompts
 from simtune.validation.loads import warm_up
 from simtune.validation.servers.engine_clocks import CLOCKS, EngineClock, processor_s
 from simtune.validation.servers.in_process import TokenTimes, check_clock, queue_samples, redeployed, version_of
+from simtune.validation.servers.server import SYNCHRONOUS_ONLY
 from simtune.workload.requests import RequestStream
 
 INSTALL = "the transformers engine needs transformers and torch, which are missing: pip install transformers torch"
@@ -41,7 +42,7 @@ def check_plan(deployment: Deployment) -> None:
         "several pools or instances": deployment.num_cores > 1 or deployment.plan.pools[0].devices > 1,
         "speculation": pool.speculation is not None,
         "weight_dtype": pool.weight_dtype is not None,
-        "async_scheduling (set it to false)": pool.schedules_async,
+        SYNCHRONOUS_ONLY: pool.schedules_async,
         f"batching.policy {pool.batching.policy} (name {' or '.join(SCHEDULERS)})": (
             pool.batching.policy not in SCHEDULERS
         ),
