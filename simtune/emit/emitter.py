@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
@@ -91,6 +92,8 @@ class Emitter(ABC):
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
+    tiers_written: ClassVar[frozenset[str]] = frozenset()
+    """Rules by which the engine writes to a tier of its prefix cache in host memory (`CacheTier.written`)."""
     quantizations: ClassVar[Mapping[str, str]] = {}
     """The engine's words for dtypes to which it quantises the weights of a checkpoint as it loads them."""
     policies: ClassVar[Mapping[str, str]] = {}
@@ -143,6 +146,13 @@ class Emitter(ABC):
         """
         return self.quantizations[str(pool.weight_dtype)] if quantised(pool, model) else None
 
+    def host_tier(self, pool: Pool) -> CacheTier | None:
+        """Return the tier that the engine can be given as its part of the host's memory; None if the plan has none."""
+        for tier in (pool.kv_cache.tiers or ())[:1]:
+            if tier.bytes and not tier.shared and tier.written in self.tiers_written:
+                return tier
+        return None
+
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """Yield, key by key, the settings of a pool that the engine cannot be given, with what it does instead."""
         batching, cache = pool.batching, pool.kv_cache
@@ -159,9 +169,16 @@ class Emitter(ABC):
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
+        yield from self._tiers_unsaid(pool)
         for key in ("host", "exposed_host"):
             if getattr(pool, key) not in (None, _of_preset(pool, key)):
                 yield f"{key}: its times are the engine's own"
+
+    def _tiers_unsaid(self, pool: Pool) -> Iterator[str]:
+        host = self.host_tier(pool)
+        for tier in pool.kv_cache.tiers or ():
+            if tier is not host:
+                yield f"kv_cache.tiers: {tier.name} is not set here; the engine keeps nothing in it"
 
     def left_open(self, pool: Pool) -> Iterator[str]:
         """Name each of `own_defaults` that is left to the engine, with the value that the simulation took."""

@@ -10,6 +10,7 @@ from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.launch import Endpoint, Server, router_script
 from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -68,6 +69,17 @@ def _ngram(drafter: Ngram, checkpoint: str | None) -> LaunchArgs:
     }
 
 
+def _hicache(host: CacheTier | None, ranks: int) -> LaunchArgs:
+    """Return the settings of a tier in host memory, whose size SGLang has in gigabytes of each rank."""
+    if host is None:
+        return {}
+    return {
+        "enable-hierarchical-cache": True,
+        "hicache-size": max(1, round((host.bytes or 0.0) / ranks / 1e9)),
+        "hicache-write-policy": "write_through" if host.written == "computed" else "write_back",
+    }
+
+
 def _router(placed: list[Endpoint]) -> str:
     """Return the router's command with the address of every instance, and the bootstrap port of those that prefill."""
     lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
@@ -103,6 +115,7 @@ class Sglang(ServingEmitter):
     }
     policies: ClassVar[Mapping[str, str]] = {"sglang": "fcfs"}
     knows = frozenset({"stream_interval"})
+    tiers_written = frozenset({"computed", "evicted"})
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
     server = Server(
         name="sglang",
@@ -125,6 +138,9 @@ class Sglang(ServingEmitter):
         "max-prefill-tokens": int,
         "context-length": int,
         "stream-interval": int,
+        "enable-hierarchical-cache": bool,
+        "hicache-size": int,
+        "hicache-write-policy": str,
         "mem-fraction-static": float,
         "max-total-tokens": int,
         "page-size": int,
@@ -176,6 +192,7 @@ class Sglang(ServingEmitter):
             "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
             "disable-radix-cache": pool.stated("kv_cache.prefix_caching") is False or None,
             "disable-overlap-schedule": not pool.async_scheduling or None,
+            **_hicache(self.host_tier(pool), p.devices),
             "stream-interval": pool.stream_interval,
             **({} if pool.cuda_graphs else dict.fromkeys(self._eager, True)),
             "disaggregation-mode": None if pool.role == "mixed" else pool.role,

@@ -65,6 +65,7 @@ class TensorrtLlm(ServingEmitter):
     }
     policies: ClassVar[Mapping[str, str]] = {"tensorrt-llm": "GUARANTEED_NO_EVICT"}
     knows = frozenset({"stream_interval"})
+    tiers_written = frozenset({"evicted"})
     own_defaults = (
         "kv_cache.prefix_caching",
         "kv_cache.block_size",
@@ -106,11 +107,13 @@ class TensorrtLlm(ServingEmitter):
         """See `ServingEmitter.serving`. Attention of its own is one rank's, so groups are ranks."""
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         ranks = p.tp * p.attention_dp
+        host = self.host_tier(pool)
         kv_cache = {
             "free_gpu_memory_fraction": pool.stated("kv_cache.memory_utilization"),
             "tokens_per_block": pool.stated("kv_cache.block_size"),
             "enable_block_reuse": pool.stated("kv_cache.prefix_caching"),
             "dtype": self.kv_dtype(pool, model),
+            "host_cache_size": None if host is None else round((host.bytes or 0.0) / p.devices),
             "max_tokens": None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
         }
         chosen = own_options(pool)

@@ -21,10 +21,12 @@ from simtune.emit.vllm_releases import (
 )
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
+from simtune.specs.preset import GIB
 from simtune.specs.schemes import ByBatch, Chain, Scheme
 from simtune.specs.speculation import Speculation
 
@@ -37,6 +39,7 @@ OPTIONS: dict[str, type] = {
     "max-num-batched-tokens": int,
     "max-model-len": int,
     "stream-interval": int,
+    "kv-offloading-size": float,
     "gpu-memory-utilization": float,
     "num-gpu-blocks-override": int,
     "block-size": int,
@@ -89,6 +92,11 @@ def _proxy(placed: list[Endpoint]) -> str:
 
 
 # --- drafts -----------------------------------------------------------------------------------------------
+
+
+def _gib(tier: CacheTier | None) -> float | None:
+    """Return the size of a tier in GiB."""
+    return None if tier is None or tier.bytes is None else float(f"{tier.bytes / GIB:.6g}")
 
 
 def _chain(scheme: Chain) -> LaunchArgs:
@@ -147,10 +155,16 @@ class Vllm(Emitter):
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 
+    tiers_written = frozenset({"computed"})
+
     def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
         self.version = words(release)
         self.knows = knows(release)
+
+    def host_tier(self, pool: Pool) -> CacheTier | None:
+        """See `Emitter.host_tier`; early releases have none."""
+        return super().host_tier(pool) if "tiers" in self.knows else None
 
     def of(self, engine: str | None) -> Self:
         """See `Emitter.of`."""
@@ -288,6 +302,8 @@ class Vllm(Emitter):
             "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
             "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
             "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
+            # of all ranks together
+            "kv-offloading-size": _gib(self.host_tier(pool)),
             "stream-interval": pool.stream_interval if "stream_interval" in self.knows else None,
             # vLLM refuses the option if it cannot schedule so.
             "async-scheduling": pool.schedules_async,

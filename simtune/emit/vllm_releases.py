@@ -17,6 +17,7 @@ _FIRST: ReleaseNumber = (0, 10)
 
 _OPTIONS: Mapping[str, ReleaseNumber] = {
     "stream_interval": (0, 12),
+    "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
 }

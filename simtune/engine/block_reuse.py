@@ -35,8 +35,8 @@ class ReusedBlocks(PrefixCache):
 
     def find(self, request: Request) -> Hit:
         """Return the longest stored beginning of a request, tokens of a block to copy included; changes nothing."""
-        hit, each = super().find(request), self._names_each
-        if each == 1 or hit.private is not None:
+        hit, each = super().find(request), self._each
+        if each == 1 or hit.private is not None or hit.copied_tokens:
             return hit
         first = hit.blocks * each
         most = (request.known_tokens - 1) // self._hash_tokens
@@ -45,17 +45,10 @@ class ReusedBlocks(PrefixCache):
                 return hit._replace(copied_tokens=(index + 1 - first) * self._hash_tokens)
         return hit
 
-    def hold(self, request: Request, hit: Hit) -> None:
-        """Let a request hold the blocks of a hit: their tokens, and those to copy, count as computed."""
-        super().hold(request, hit)
-        request.computed += hit.copied_tokens
-        if not request.preemptions:
-            self.hit_tokens += hit.copied_tokens
-
     def name(self, request: Request, tokens: int) -> None:
         """Store the blocks that the first `tokens` tokens of a request fill."""
         super().name(request, tokens)
-        each, blocks = self._names_each, request.blocks
+        each, blocks = self._each, request.blocks
         if each > 1:
             for end in range(each, min(len(blocks), tokens // self._hash_tokens) + 1, each):
                 self._whole.update(dict.fromkeys(blocks[end - each : end - 1], blocks[end - 1]))

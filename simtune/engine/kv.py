@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from simtune.engine.request import CachedRun, Request
+from simtune.engine.tiers import TierStack
 
 
 class Hit(NamedTuple):
@@ -19,7 +20,9 @@ class Hit(NamedTuple):
     idle: int
     """Number of found blocks without a holder: they count as free until they are held."""
     copied_tokens: int = 0
-    """Tokens found after `blocks`, in a block of which the request gets a copy."""
+    """Tokens found after `blocks`, which are copied into new blocks of the request."""
+    fetched: tuple[int, ...] = ()
+    """Number of these that come from each tier below the device; () if none do."""
 
 
 NO_HIT = Hit([], None, 0, 0)
@@ -28,7 +31,7 @@ NO_HIT = Hit([], None, 0, 0)
 class KvBlocks:
     """A pool of `total` equal blocks of `block_size` tokens, without a prefix cache. Blocks are counted, not named."""
 
-    __slots__ = ("block_size", "caches", "free", "total")
+    __slots__ = ("block_size", "caches", "free", "tiers", "total")
 
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
@@ -42,6 +45,8 @@ class KvBlocks:
         self.block_size = block_size
         self.caches = caches
         """True if content can be found; if not, `find`, `hold` and `name` need not be called."""
+        self.tiers: TierStack | None = None
+        """Tiers below the prefix cache; only caches that find content by name have any."""
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens of one request fill, the last of them perhaps in part."""

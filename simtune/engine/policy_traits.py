@@ -56,6 +56,8 @@ class PolicyTraits:
     """True if the policy, with drafts, has schemes whose number of drafts differs between rounds."""
     takes_over: ClassVar[bool] = True
     """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
+    extends_cache: ClassVar[bool] = True
+    """True if the policy's prefix cache, if it offers one, can have tiers below it (`KvBlocks.tiers`)."""
     first_come: ClassVar[bool] = False
     """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
     admitted while a preempted one waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not

@@ -27,7 +27,7 @@ from simtune.engine.request import CachedRun, Request
 class PrefixCache(KvBlocks):
     """KV blocks that can be found by their content."""
 
-    __slots__ = ("_blank", "_cached", "_drops", "_hash_blocks", "_idle", "_names_each", "hit_tokens", "queried_tokens")
+    __slots__ = ("_blank", "_cached", "_drops", "_each", "_hash_blocks", "_idle", "hit_tokens", "queried_tokens")
 
     def __init__(self, total: int, block_size: int, hash_block_tokens: int, drops_last_hit: bool = False) -> None:
         """Make the cache of `total` blocks; with `drops_last_hit` the last KV block of every hit counts as not found.
@@ -40,7 +40,7 @@ class PrefixCache(KvBlocks):
                 f"hash_block_tokens ({hash_block_tokens}) must be a multiple of block_size ({block_size}), or divide it"
             )
         self._hash_blocks = max(1, hash_block_tokens // block_size)
-        self._names_each = max(1, block_size // hash_block_tokens)
+        self._each = max(1, block_size // hash_block_tokens)
         self._drops = drops_last_hit
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -52,6 +52,8 @@ class PrefixCache(KvBlocks):
         self._blank = self.total  # free blocks with nothing to find in them
         self._idle: deque[CachedRun] = deque()  # the others, in order of eviction, among runs that are held again
         self._cached: dict[Hashable, CachedRun] = {}
+        if self.tiers is not None:
+            self.tiers.clear()
 
     def find(self, request: Request) -> Hit:
         """Return the longest cached beginning of a request; changes nothing."""
@@ -60,7 +62,7 @@ class PrefixCache(KvBlocks):
         cached, run_blocks = self._cached, self._hash_blocks
         runs: list[CachedRun] = []
         blocks = idle = 0
-        for name in request.blocks if self._names_each == 1 else self._names(request):
+        for name in request.blocks if self._each == 1 else self._names(request):
             run = cached.get(name)
             if run is None or blocks == limit:
                 break
@@ -80,20 +82,17 @@ class PrefixCache(KvBlocks):
         else:
             private = None
         hit = Hit(runs, private, blocks, idle)
-        return self._less_one(hit, request.shared) if self._drops and blocks else hit
+        if self.tiers is not None and private is None:
+            size, unit = self.block_size, run_blocks * self.block_size
+            hits = self.tiers.find(self._names(request), unit, size, blocks * size, limit * size)
+            hit = hit._replace(copied_tokens=sum(hits), fetched=hits)
+        drops = self._drops and blocks + hit.copied_tokens
+        return _less_one(hit, request.shared, self.block_size, run_blocks) if drops else hit
 
     def _names(self, request: Request) -> tuple[Hashable, ...]:
         """Return the names of a request's blocks, or runs of blocks."""
-        each = self._names_each
+        each = self._each
         return request.blocks if each == 1 else request.blocks[each - 1 :: each]
-
-    def _less_one(self, hit: Hit, shared: int) -> Hit:
-        """Return a hit without its last block; in one with a private run, `shared` blocks are shared."""
-        runs, private, blocks, idle = hit[:4]
-        if private is not None:
-            return Hit(runs, private if blocks - 1 > shared else None, blocks - 1, idle - 1)
-        last_blocks = blocks - (len(runs) - 1) * self._hash_blocks
-        return Hit(runs if last_blocks > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
 
     def hold(self, request: Request, hit: Hit) -> None:
         """Let a request hold the blocks of a hit: their tokens count as computed."""
@@ -116,7 +115,9 @@ class PrefixCache(KvBlocks):
             self.free -= private_blocks
             hit.private.size -= private_blocks
         request.runs = hit.runs
-        request.computed = hit.blocks * self.block_size
+        request.computed = hit.blocks * self.block_size + hit.copied_tokens
+        if self.tiers is not None:
+            self.tiers.fetch(hit.fetched, self._names(request), not request.preemptions)
         # A request that comes back finds its own blocks, which is no merit of the cache.
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
@@ -129,6 +130,9 @@ class PrefixCache(KvBlocks):
         if runs is None:
             runs = request.runs = []
             request.shared = 0
+        if self.tiers is not None:
+            unit = run_blocks * self.block_size
+            self.tiers.note_computed(names, unit, max(0, len(runs) - 1), full * self.block_size)
         if runs:
             part = request.shared - (len(runs) - 1) * run_blocks
             if part < run_blocks:
@@ -172,6 +176,8 @@ class PrefixCache(KvBlocks):
                 continue
             blank += run.size
             name = run.name
+            if self.tiers is not None:
+                self.tiers.note_evicted(None if isinstance(name, Request) else name, run.size * self.block_size)
             if blank > 0:
                 run.size, blank = blank, 0
                 run.queued = 1
@@ -218,6 +224,8 @@ class PrefixCache(KvBlocks):
             self.name(request, named_tokens)
         held_blocks, full = self.held_by(request), max(named_tokens // self.block_size, request.shared)
         self.give(held_blocks - full)
+        if self.tiers is not None and not returns:
+            self.tiers.note_ended(self._names(request), (full - request.shared) * self.block_size)
         if full > request.shared:
             self._idle_run(request if returns else None, full - request.shared)
         if request.runs:
@@ -263,6 +271,19 @@ class PrefixCache(KvBlocks):
             assert first.twin is not None
             first = first.twin
         first.twin = run.twin
+
+
+def _less_one(hit: Hit, shared: int, block_size: int, run_blocks: int) -> Hit:
+    """Return a hit without its last block; in one with a private run, `shared` blocks are shared."""
+    if hit.copied_tokens:
+        last = max(number for number, tokens in enumerate(hit.fetched) if tokens)
+        fetched = tuple(tokens - block_size * (number == last) for number, tokens in enumerate(hit.fetched))
+        return hit._replace(copied_tokens=sum(fetched), fetched=fetched)
+    runs, private, blocks, idle = hit[:4]
+    if private is not None:
+        return Hit(runs, private if blocks - 1 > shared else None, blocks - 1, idle - 1)
+    last_blocks = blocks - (len(runs) - 1) * run_blocks
+    return Hit(runs if last_blocks > 1 else runs[:-1], None, blocks - 1, idle - (not runs[-1].holders))
 
 
 def hit_rate(prompts: Iterable[Sequence[Hashable]], capacity: int | None = None) -> float:

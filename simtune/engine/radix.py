@@ -25,6 +25,7 @@ from typing import cast
 
 from simtune.engine.kv import NO_HIT, Hit, KvBlocks
 from simtune.engine.request import CachedRun, Request
+from simtune.engine.tiers import TierStack
 
 
 class RadixNode:
@@ -74,29 +75,38 @@ class RadixCache(KvBlocks):
         self._root = RadixNode(None, None, 0, 0, 0)
         self._leaves: list[tuple[int, int, RadixNode]] = []  # (use, order of entry, node): a heap, perhaps out of date
         self._paths: dict[Request, RadixNode] = {}  # node where the locked text of each request ends
+        if self.tiers is not None:
+            self.tiers.clear()
 
     # --- lookups ----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Hit:
         """Return the longest beginning of a request in the tree, which counts as used."""
         node = self._walk(request, request.known_tokens - 1)
-        if node is self._root:
+        if node is self._root and self.tiers is None:
             return NO_HIT
         idle, up = 0, node
         while up is not self._root and not up.locks:
             idle += up.end - up.start
             up = cast(RadixNode, up.parent)
         size = self.block_size
-        return Hit(cast(list[CachedRun], []), None, node.end // size, idle // size)
+        hit = Hit(cast(list[CachedRun], []), None, node.end // size, idle // size)
+        if self.tiers is None:
+            return hit
+        hits = self.tiers.find(request.blocks, self._hash_tokens, size, node.end, request.known_tokens - 1)
+        return hit._replace(copied_tokens=sum(hits), fetched=hits) if hits else hit
 
     def hold(self, request: Request, hit: Hit) -> None:
         """Lock the path of a hit, the latest lookup of this request: its tokens count as computed."""
-        request.computed = hit.blocks * self.block_size
+        present = hit.blocks * self.block_size
+        request.computed = present + hit.copied_tokens
         request.shared = hit.blocks
-        node = self._walk(request, request.computed)
-        assert node.end == request.computed, "a hit is held before anything else happens"
+        node = self._walk(request, present)
+        assert node.end == present, "a hit is held before anything else happens"
         self._lock(node)
         self._paths[request] = node
+        if self.tiers is not None:
+            self.tiers.fetch(hit.fetched, request.blocks, not request.preemptions)
         # A request that comes back finds its own text, which is no merit of the cache.
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
@@ -161,6 +171,8 @@ class RadixCache(KvBlocks):
         stop = tokens // page * page
         if stop <= before.end:
             return
+        if self.tiers is not None:
+            self.tiers.note_computed(request.blocks, self._hash_tokens, before.end // self._hash_tokens, stop)
         node = self._walk(request, stop)
         present = node.end
         # If names of other texts collide with this one's, the rest of it cannot be entered.
@@ -189,6 +201,9 @@ class RadixCache(KvBlocks):
         held_blocks = self.held_by(request)
         if not returns:
             self.name(request, request.computed if named_tokens is None else named_tokens)
+            if self.tiers is not None:
+                private = request.shared * self.block_size - len(request.blocks) * self._hash_tokens
+                self.tiers.note_ended(request.blocks, max(0, private))
         self.give(held_blocks - request.shared)
         self._unlock(self._paths.pop(request, self._root))
         request.reserved_tokens = request.shared = 0
@@ -225,12 +240,24 @@ class RadixCache(KvBlocks):
         if node.used != used:
             self._queue(node)
             return
+        if self.tiers is not None:
+            self._evict_to_tiers(self.tiers, node)
         parent = cast(RadixNode, node.parent)
         assert node.text is not None
         del parent.children[self._name(node.text, node.start)]
         self._blank += (node.end - node.start) // self.block_size
         if parent is not self._root:
             self._queue(parent)
+
+    def _evict_to_tiers(self, tiers: TierStack, node: RadixNode) -> None:
+        """Write the hash blocks of a node to the tiers, and take room for its private tokens."""
+        assert node.text is not None
+        names, size = node.text.blocks, self._hash_tokens
+        private = node.end - max(node.start, len(names) * size)
+        if private > 0:
+            tiers.note_evicted(None, private)
+        for index in range(min(len(names), -(-node.end // size)) - 1, node.start // size - 1, -1):
+            tiers.note_evicted(names[index], min(size, node.end - index * size))
 
     def _queue(self, node: RadixNode) -> None:
         """Let a node be evicted, if it is a leaf without locks."""

@@ -43,6 +43,7 @@ class TransformersFifo(ListScheduler):
 
     offers = frozenset({"prefix_caching", "safety_margin"})
     cuts_prompts = "always"
+    extends_cache = False
     DEFAULT_MARGIN: ClassVar[float] = 0.15
     PREFILL_FIRST: ClassVar[bool] = False
 

@@ -241,7 +241,7 @@ class VllmFcfs(BatchScheduler):
             if caches:
                 hit = kv.find(request)
                 hit_blocks, idle = hit.blocks, hit.idle
-                past += hit_blocks * block_size
+                past += hit_blocks * block_size + hit.copied_tokens
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
             # Of the whole prompt, not of its rest: what is found in the cache has blocks as well.

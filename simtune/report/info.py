@@ -194,6 +194,10 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
             (f"prefix cache{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")
             for x in s.prefix_cache
         ),
+        *(
+            (f"tier {x.tier}{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")
+            for x in s.cache_tiers
+        ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
 

@@ -45,6 +45,8 @@ class EngineCoreUse(NamedTuple):
     """Prompt tokens looked up in the prefix cache."""
     hit_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    tier_tokens: tuple[tuple[str, int], ...] = ()
+    """Number of them found in each tier below the device, by its name."""
     sampled: tuple[SampledStep, ...] = ()
     """Some of its steps, evenly spaced in its busy time."""
     most_tokens: int = 0

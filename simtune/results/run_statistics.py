@@ -14,7 +14,7 @@ from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
 from simtune.results.summary import Distribution, HeldBack, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import instances, prefix_cache, verifications
+from simtune.results.summing import cache_tiers, instances, prefix_cache, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -208,6 +208,8 @@ class RunStatistics(ABC):
         where_it_applies: dict[str, Any] = {}
         if cached := prefix_cache(self.outcome.cores):
             where_it_applies["prefix_cache"] = cached
+        if tiers := cache_tiers(self.outcome.cores):
+            where_it_applies["cache_tiers"] = tiers
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, sums.answered, duration)

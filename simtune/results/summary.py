@@ -99,6 +99,15 @@ class PrefixCacheUse(Record):
     hit_rate: Uncertain[Share]
 
 
+class CacheTierUse(Record):
+    """Prompt tokens that a pool found in one tier below its devices, among `PrefixCacheUse.hit_tokens`."""
+
+    pool: str
+    tier: str
+    hit_tokens: Uncertain[Whole]
+    hit_rate: Uncertain[Share]
+
+
 class Verifications(Record):
     """Totals of drafting. A wasted token was verified and not delivered."""
 
@@ -175,6 +184,7 @@ class SimulationSummary(Record):
     )
     instances: Seq[InstanceUse]
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
+    cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 

@@ -12,7 +12,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.results.outcome import EngineCoreUse
 from simtune.results.statistics import TokenIntervals, batch_means
-from simtune.results.summary import Distribution, HeldBack, InstanceUse, PrefixCacheUse, Verifications
+from simtune.results.summary import CacheTierUse, Distribution, HeldBack, InstanceUse, PrefixCacheUse, Verifications
 
 
 def held_back(held_s: Array, most: int) -> HeldBack | None:
@@ -92,6 +92,21 @@ def prefix_cache(cores: Sequence[EngineCoreUse]) -> tuple[PrefixCacheUse, ...]:
         PrefixCacheUse(pool=pool, queried_tokens=queried, hit_tokens=hit, hit_rate=hit / queried)
         for pool, (queried, hit) in tokens.items()
         if queried
+    )
+
+
+def cache_tiers(cores: Sequence[EngineCoreUse]) -> tuple[CacheTierUse, ...]:
+    """Return the use of each tier below the prefix cache of a pool that looked prompt tokens up."""
+    queried: Counter[str] = Counter()
+    hits: dict[tuple[str, str], int] = {}
+    for core in cores:
+        queried[core.pool] += core.queried_tokens
+        for tier, tokens in core.tier_tokens:
+            hits[core.pool, tier] = hits.get((core.pool, tier), 0) + tokens
+    return tuple(
+        CacheTierUse(pool=pool, tier=tier, hit_tokens=tokens, hit_rate=tokens / queried[pool])
+        for (pool, tier), tokens in hits.items()
+        if queried[pool]
     )
 
 

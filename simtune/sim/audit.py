@@ -94,14 +94,19 @@ def _of_use(cores: Sequence[EngineCore]) -> Iterator[str]:
             yield f"core {core.number} of pool {core.pool} was busy for {core.busy:,} ticks of {core.ended:,}"
 
 
+def _message_tokens(plan: Plan) -> int | None:
+    """Return the tokens of each message, None if pools differ."""
+    sizes = {pool.message_tokens for pool in plan.pools if pool.role != "prefill"}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _of_tokens(plan: Plan, outcome: Outcome, stream: RequestStream) -> Iterator[str]:
     """Every message of an answer is counted once, and the times between messages are what passed between them."""
     drafted = any(core.drafting != Tally() for core in outcome.cores)
     once = not outcome.resent.any() and not outcome.stopped and (outcome.finish >= 0).all()
-    sizes = {pool.message_tokens for pool in plan.pools if pool.role != "prefill"}
-    if drafted or outcome.aborted or not once or not len(outcome.intervals) or len(sizes) > 1:
+    size = _message_tokens(plan)
+    if drafted or outcome.aborted or not once or not len(outcome.intervals) or size is None:
         return
-    (size,) = sizes
     first, slope, steps, decodes = outcome.intervals.T
     between = int((steps * decodes).sum())
     wanted_messages = int((-(-(stream.output_tokens - 1) // size)).sum())

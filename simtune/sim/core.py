@@ -20,6 +20,7 @@ from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
 from simtune.sim.sampling import StepSampler
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
+from simtune.sim.tier_links import TierFetches
 from simtune.sim.token_gaps import TokenGaps
 
 
@@ -217,6 +218,7 @@ class EngineCore:
     """The sharing of GPUs, one object for all cores of the instance."""
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
+    fetches: TierFetches | None = None  # from tiers below its prefix cache; steps wait for them
     up: bool = True
     """True if the core accepts new requests."""
     number: int = 0
@@ -336,9 +338,7 @@ class EngineCore:
         """Schedule the next step and compute its time; return False if nothing can run. `launch` must follow."""
         inbox = self.inbox
         if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
-            self.gaps.note_aborted(inbox.aborted)
-            for request in inbox.arrived:
-                self.gaps.note_arrived(request, self.recorder.first_token[request.id])
+            self.gaps.note_joining(inbox.arrived, inbox.aborted, self.recorder)
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
@@ -419,7 +419,8 @@ class EngineCore:
         if of_step:
             chunks, completing, chunk_tokens = recorder.note_chunks(now, of_step)
             self.most_tokens = max(self.most_tokens, step.num_decodes + chunk_tokens)
-            time.first = self.timer.mixed(step, chunks, completing)
+            ticks = self.timer.mixed(step, chunks, completing)
+            time.first = ticks if self.fetches is None else self.fetches.around(now, ticks)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat

@@ -70,8 +70,7 @@ def _refusals(pool: Pool) -> Iterator[str]:
     sigma_unless_given = Batching.model_fields["prediction_sigma"].default
     if "predicted_tokens" not in policy.reads and batching.prediction_sigma != sigma_unless_given:
         yield f"policy {name} predicts no output lengths; leave prediction_sigma out, or choose {_predicting()}"
-    if kv_cache.prefix_caching and kv_cache.preemption == "swap":
-        yield "prefix_caching and preemption by swap do not go together; choose one"
+    yield from _refused_caches(pool)
     if pool.role == "decode" and not policy.takes_over:
         yield f"policy {name} forms its batches of prompts; a decode pool needs another policy"
     if not batching.chunked_prefill and policy.cuts_prompts == "always":
@@ -79,6 +78,15 @@ def _refusals(pool: Pool) -> Iterator[str]:
     if kv_cache.watermark and "watermark" not in policy.offers:
         instead = "keeps blocks free by safety_margin" if "safety_margin" in policy.offers else "has no watermark"
         yield f"policy {name} {instead}; leave kv_cache.watermark out"
+
+
+def _refused_caches(pool: Pool) -> Iterator[str]:
+    """Yield a message for each part of a prefix cache that does not go with the pool's policy or with another part."""
+    kv_cache, name = pool.kv_cache, pool.batching.policy
+    if kv_cache.prefix_caching and kv_cache.preemption == "swap":
+        yield "prefix_caching and preemption by swap do not go together; choose one"
+    if kv_cache.tiers and not POLICY.find(name).extends_cache:
+        yield f"policy {name} has no tiers below its prefix cache; leave kv_cache.tiers out"
 
 
 def _refused_drafts(pool: Pool) -> Iterator[str]:

@@ -53,17 +53,16 @@ class MessageGaps(TokenGaps):
             if request in self._answers:
                 self._answers[request].order = 0
 
-    def note_arrived(self, request: Request, first_token: int) -> None:
-        """Note a request that joins with its KV cache and got its first token at tick `first_token`; -1: not yet."""
-        answer = self._answers[request] = Answer()
-        if first_token >= 0:
-            answer.sent, answer.at = 1, first_token
-        self._expect(request, answer, self._steps, request.emitted)
-
-    def note_aborted(self, requests: Iterable[Request]) -> None:
-        """Forget requests whose clients have given up."""
-        for request in requests:
+    def note_joining(self, arrived: Iterable[Request], aborted: Iterable[Request], recorder: Recorder) -> None:
+        """Note requests that join with their KV caches, perhaps after their first token; forget those that were
+        aborted."""
+        for request in aborted:
             self._answers.pop(request, None)
+        for request in arrived:
+            answer = self._answers[request] = Answer()
+            if (first_token := recorder.first_token[request.id]) >= 0:
+                answer.sent, answer.at = 1, first_token
+            self._expect(request, answer, self._steps, request.emitted)
 
     def note_step(self, step: Step, time: JumpTime, started: int, ended: int, decodes: int, recorder: Recorder) -> None:
         """Record the times between messages that end with a step. To be called before the scheduler completes it."""

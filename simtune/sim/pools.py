@@ -16,6 +16,7 @@ from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
+from simtune.sim.tier_links import TierMaker
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Parallelism, Pool
@@ -83,6 +84,10 @@ class DeployedPool:
             for _ in range(self.cores_each)
             for instance in range(instances)
         ]
+        if self.spec.kv_cache.tiers:
+            maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
+            for core in cores:
+                core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
         if self.spec.message_tokens > 1 and speculation is None:
             for core in cores:
                 core.gaps = MessageGaps(self.spec.message_tokens)

@@ -40,11 +40,8 @@ class TokenGaps:
             if request.emitted:
                 self._lost[request.id] = self._last_token(request.id, now)
 
-    def note_arrived(self, request: Request, first_token: int) -> None:
-        """Note a request that joins with its KV cache and got its first token at tick `first_token`; -1: not yet."""
-
-    def note_aborted(self, requests: Iterable[Request]) -> None:
-        """Note requests whose clients have given up."""
+    def note_joining(self, arrived: Iterable[Request], aborted: Iterable[Request], recorder: Recorder) -> None:
+        """Note requests that join with their KV caches, and those whose clients have given up."""
 
     def _last_token(self, number: int, now: int) -> int:
         for tick, numbers in self._joined:

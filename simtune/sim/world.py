@@ -196,6 +196,7 @@ class World:
 
 def _use(core: EngineCore) -> EngineCoreUse:
     kv, tally = core.scheduler.kv, core.scheduler.tally
-    hits = (kv.queried_tokens, kv.hit_tokens)
+    tiers = () if kv.tiers is None else tuple((tier.name, tier.hit_tokens) for tier in kv.tiers.tiers)
+    hits = (kv.queried_tokens, kv.hit_tokens, tiers)
     use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *hits)
     return use._replace(sampled=core.sampler.steps(), most_tokens=core.most_tokens)

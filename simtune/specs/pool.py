@@ -24,6 +24,7 @@ from simtune.specs.base import (
     Seq,
     TokensPerStep,
 )
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import Drafter
 from simtune.specs.part_names import PartName
 from simtune.specs.research import IN_RESEARCH, Research
@@ -152,8 +153,25 @@ class KvCache(Part):
     )
     num_blocks: Annotated[Count, Field(le=2**40)] | None = None
     prefix_caching: bool = Field(False, description="re-use the blocks of prompts that begin alike")
+    tiers: Seq[CacheTier] | None = Field(
+        None,
+        description="levels of the prefix cache below the devices, the fastest first: where the device's own cache "
+        "ends, what they have of a prompt is fetched instead of computed",
+    )
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
+
+    @model_validator(mode="after")
+    def _tiers_extend_a_cache(self) -> Self:
+        if not self.tiers:
+            return self
+        if not self.prefix_caching:
+            raise ErrorAt("requires a prefix cache, which they extend; set prefix_caching, or remove them", "tiers")
+        names = [tier.name for tier in self.tiers]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise ErrorAt(f"{name} is the name of another tier; rename one", "tiers", number, "name")
+        return self
 
 
 class HostTimes(Part):

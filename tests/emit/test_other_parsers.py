@@ -41,6 +41,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "cache": {"kv_cache": {"dtype": "fp8", "num_blocks": 9000}, "weight_dtype": "fp8"},
     "conservative": {"batching": {"options": {"schedule_conservativeness": 0.5}}},
     "messages of several tokens": {"stream_interval": 10},
+    "tier": {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}]}},
     "prefill": {"role": "prefill", "name": "a"},
 }
 DRAFTS: dict[str, dict[str, Any]] = {

@@ -108,6 +108,30 @@ def test_an_engine_sends_several_tokens_at_a_time(tmp_path: Path, preset: str, e
     assert written(plan_of(tmp_path, preset, stream_interval=10), engine)[option] == 10
 
 
+HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
+
+
+def test_a_tier_in_host_memory_is_written(tmp_path: Path) -> None:
+    tiers = {"tiers": [HOST, {"name": "store", "bytes_per_s": 5e9, "shared": True}]}
+    for engine, preset, wanted in (
+        ("vllm", "vllm-0.33", {"kv-offloading-size": 59.6046}),
+        (
+            "sglang",
+            "sglang-0.5",
+            {"enable-hierarchical-cache": True, "hicache-size": 32, "hicache-write-policy": "write_through"},
+        ),
+    ):
+        plan = plan_of(tmp_path, preset, kv_cache=tiers)
+        assert wanted.items() <= written(plan, engine).items()
+        text = engine_files(plan, MODEL, 8, {})[f"engine/{engine}-mixed.yaml"]
+        assert "kv_cache.tiers: store is not set here; the engine keeps nothing in it" in text
+        assert "tiers: host" not in text
+    plan = plan_of(tmp_path, "trtllm-1.2", kv_cache={"tiers": [{**HOST, "written": "evicted"}]})
+    assert written(plan, "tensorrt-llm")["kv_cache_config"]["host_cache_size"] == 32_000_000_000
+    plan = plan_of(tmp_path, "vllm-0.11", kv_cache=tiers)
+    assert "kv-offloading-size" not in written(plan, "vllm")
+
+
 def test_vllm_before_release_12_sends_every_token(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "vllm-0.11", stream_interval=10)
     text = engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]

@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "first chunks": {"batching": {"scheduler_reserve_full_isl": False}},
     "quantised": {"weight_dtype": "fp8"},
     "messages of several tokens": {"stream_interval": 10},
+    "tier": {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}]}},
     "prefill": {"role": "prefill"},
 }
 OF_THE_CPU = ("on the CPU backend is not compatible with FP8 KV cache", "not supported with --kv-cache-dtype")

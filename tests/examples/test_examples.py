@@ -134,6 +134,26 @@ def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
     assert 70e9 * 2 / plan.pools[0].parallelism.tp < memory["weights_bytes"] < memory["total_bytes"]
 
 
+def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
+    """Host and store keep what the devices' caches cannot: most of the tokens that are found come from them."""
+    run, folder = tmp_path / "run", "examples/cache-tiers"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
+         "--workload", f"{folder}/workload.yaml", "--requests", "600", "--out", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    host, store = summary["cache_tiers"]
+    (found,) = summary["prefix_cache"]
+    assert (host["tier"], store["tier"]) == ("host", "store")
+    assert 0.5 * found["hit_tokens"] < host["hit_tokens"] + store["hit_tokens"] < found["hit_tokens"]
+
+
 def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     """The plan that docs/inputs.md simulates: nobody is lost with the instance, and all that is sent arrives."""
     run = tmp_path / "run"

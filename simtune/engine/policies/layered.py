@@ -43,7 +43,8 @@ class LayeredPrefill(StallFree):
         tokens = 0
         while self.waiting:
             request = self.waiting[0]
-            request_tokens = request.known_tokens - self.lookup(request).blocks * self.kv.block_size
+            hit = self.lookup(request)
+            request_tokens = request.known_tokens - hit.blocks * self.kv.block_size - hit.copied_tokens
             if (tokens and tokens + request_tokens > self.group_tokens) or not self.admit(request, budget - tokens):
                 break
             self.waiting.popleft()

@@ -327,7 +327,8 @@ class StallFree(ListScheduler):
         if self.num_running >= self.max_num_seqs:
             return False
         hit = self.lookup(request)
-        if not self.chunked_prefill and request.known_tokens - hit.blocks * self.kv.block_size > budget:
+        cached_tokens = hit.blocks * self.kv.block_size + hit.copied_tokens
+        if not self.chunked_prefill and request.known_tokens - cached_tokens > budget:
             return False
         tokens = self.reservation(request)
         # blocks that other requests hold need no free block, idle ones do

@@ -180,11 +180,12 @@ class SglangScheduler(ListScheduler):
                 self._full = True
                 break
             hit = self.lookup(request)
-            tokens = request.known_tokens - hit.blocks * page
+            new_tokens = request.known_tokens - hit.blocks * page
             answer_tokens = min(self._to_come(request), self.CLIP_MAX_NEW_TOKENS)
-            if not self._has_room(request, hit, tokens + answer_tokens, spare):
+            if not self._has_room(request, hit, new_tokens + answer_tokens, spare):
                 self._full = True
                 break
+            tokens = new_tokens - hit.copied_tokens
             if tokens > budget:
                 tokens = budget // self._page * self._page if self.chunked_prefill else 0
                 # No prompt follows it.

@@ -1,0 +1,74 @@
+"""Fetches of cached tokens from the tiers below a device, in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.engine.tiers import Tier, TierStack, TierStore
+from simtune.specs.cache_tiers import CacheTier
+
+
+class TierLink:
+    """Link from a tier to the devices, which serves one fetch after the other; shared by all that read the tier."""
+
+    __slots__ = ("_free", "_latency", "_token_ticks", "beside")
+
+    def __init__(self, tier: CacheTier, token_bytes: float) -> None:
+        self.beside = tier.fetched == "beside"
+        """True if a step computes while it fetches, layer by layer; False if it computes afterwards."""
+        self._token_ticks = token_bytes / tier.bytes_per_s * TICKS_PER_SECOND
+        self._latency = to_ticks(tier.latency_s)
+        self._free = 0  # tick from which the link serves the next fetch
+
+    def fetched(self, now: int, tokens: int) -> int:
+        """Return the tick at which `tokens` tokens that are asked for now have come."""
+        self._free = max(now, self._free) + round(tokens * self._token_ticks)
+        return self._free + self._latency
+
+
+class TierFetches:
+    """Tiers of one engine core with their links."""
+
+    def __init__(self, tiers: Sequence[Tier], links: Sequence[TierLink]) -> None:
+        self._tiers = [*zip(tiers, links, strict=True)]
+
+    def around(self, now: int, ticks: int) -> int:
+        """Return the ticks of a step that computes for `ticks` and begins now, with what it fetches. Tiers are read at
+        the same time."""
+        before = beside = 0
+        for tier, link in self._tiers:
+            if tier.pending:
+                waits = link.fetched(now, tier.pending) - now
+                tier.pending = 0
+                if link.beside:
+                    beside = max(beside, waits)
+                else:
+                    before = max(before, waits)
+        return max(before + ticks, beside)
+
+
+class TierMaker:
+    """Makes the tiers of a pool's engine cores: one store for each instance, or one for all that share it."""
+
+    def __init__(self, tiers: Sequence[CacheTier], block_bytes: int, block_size: int) -> None:
+        self._tiers, self._token_bytes, self._block_size = tiers, block_bytes / block_size, block_size
+        self._made: dict[tuple[str, int | None], tuple[TierStore, TierLink]] = {}
+
+    def of_instance(self, instance: int) -> tuple[TierStack, TierFetches]:
+        """Return the tiers of a core of an instance, and their links."""
+        tiers, links = [], []
+        for spec in self._tiers:
+            key = spec.name, None if spec.shared else instance
+            if key not in self._made:
+                self._made[key] = TierStore(self._capacity(spec)), TierLink(spec, self._token_bytes)
+            store, link = self._made[key]
+            tiers.append(Tier(spec.name, store, spec.written, spec.shared))
+            links.append(link)
+        return TierStack(tiers), TierFetches(tiers, links)
+
+    def _capacity(self, tier: CacheTier) -> int | None:
+        """Return the tokens that a tier has room for, in whole KV blocks; None if it has no limit."""
+        if tier.bytes is None:
+            return None
+        return int(tier.bytes / self._token_bytes) // self._block_size * self._block_size

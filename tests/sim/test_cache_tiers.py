@@ -1,0 +1,123 @@
+"""Tiers below the prefix caches of instances, in time: none, without limits, and what a hit takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.errors import Infeasible
+from simtune.results.result import Result
+from simtune.sim.deployment import deploy
+from simtune.sim.tier_links import TierMaker
+from simtune.specs.cache_tiers import CacheTier
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Plan
+from simtune.specs.pool import Batching, KvCache, Pool
+from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
+from simtune.workload.requests import build_stream
+
+CHAT = Workload(
+    name="w",
+    arrivals=Poisson(rate_rps=3.0),
+    prompt=Lognormal(mean_tokens=200, sigma=0.6, max_tokens=600),
+    output=FixedLength(tokens=30),
+    sessions=Sessions(concurrent=40, turns=5),
+)
+"""Conversations of which few fit a cache of 600 blocks, and all the requests at once do."""
+TOKEN_BYTES = 131_072
+FAST = 1e24
+LATER = [("vllm-fcfs", 16), ("sglang", 1), ("tensorrt-llm", 32)]
+
+
+def run(
+    load: Workload, policy: str, block: int, tokens: int, *tiers: CacheTier, requests: int = 100, **more: Any
+) -> Result:
+    batching = Batching.model_validate(
+        {"policy": policy, "max_num_seqs": 64, "max_num_batched_tokens": 8192}, strict=False
+    )
+    cache = KvCache(num_blocks=tokens // block + 1, block_size=block, prefix_caching=True, tiers=tiers or None)
+    pool = Pool(hardware="h100-sxm", instances=1, batching=batching, max_model_len=8192, kv_cache=cache, **more)
+    plan = Plan(name="p", model="llama-3.1-8b", pools=(pool,))
+    stream = build_stream(load, None, requests=requests, seed=3)
+    return deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm")).simulate(stream)
+
+
+@pytest.mark.parametrize(("policy", "block"), LATER)
+def test_a_tier_of_size_0_changes_no_tick(policy: str, block: int) -> None:
+    without, none = (
+        run(CHAT, policy, block, 9600, *tiers) for tiers in ((), (CacheTier(name="a", bytes=0, bytes_per_s=1.0),))
+    )
+    assert none.outcome.finish.tolist() == without.outcome.finish.tolist()
+    (use,) = none.summary().cache_tiers
+    assert use.hit_tokens == 0
+
+
+@pytest.mark.parametrize(("policy", "block"), LATER)
+@pytest.mark.parametrize("written", ["computed", "evicted"])
+def test_an_unlimited_tier_behind_an_infinite_link_is_an_unlimited_cache(policy: str, block: int, written: Any) -> None:
+    tier = CacheTier(name="host", bytes_per_s=FAST, written=written)
+    small, large = run(CHAT, policy, block, 19_200, tier), run(CHAT, policy, block, 960_000)
+    assert small.outcome.finish.tolist() == large.outcome.finish.tolist()
+    assert small.outcome.first_token.tolist() == large.outcome.first_token.tolist()
+    (all_hits,), (large_hits,) = small.summary().prefix_cache, large.summary().prefix_cache
+    assert all_hits == large_hits
+    (tier_hits,) = small.summary().cache_tiers
+    assert 0.05 * all_hits.hit_tokens < tier_hits.hit_tokens < all_hits.hit_tokens
+
+
+@pytest.mark.parametrize("fetched", ["before", "beside"])
+def test_a_hit_takes_its_bytes_over_the_link(fetched: Any) -> None:
+    """Requests come one after the other, and few of the texts with which they begin fit the device's cache."""
+    load = CHAT.model_copy(
+        update={
+            "arrivals": Poisson(rate_rps=0.01),
+            "prompt": FixedLength(tokens=1601),
+            "sessions": None,
+            "shared_prefix": SharedPrefix(groups=8, tokens=1600),
+        }
+    )
+    rate, latency, prefill, found = 2e8, 0.002, {}, 0
+    for link, extra in ((FAST, 0.0), (rate, latency)):
+        tier = CacheTier(name="host", bytes_per_s=link, latency_s=extra, fetched=fetched)
+        result = run(load, "vllm-fcfs", 16, 8192, tier, requests=30)
+        prefill[link] = result.outcome.first_token - result.outcome.scheduled
+        found = result.summary().cache_tiers[0].hit_tokens
+    fetching = prefill[rate] > prefill[FAST]
+    waits = prefill[rate] - prefill[FAST] if fetched == "before" else prefill[rate][fetching]
+    assert found > 4000
+    ticks = (found * TOKEN_BYTES / rate + fetching.sum() * latency) * TICKS_PER_SECOND
+    assert waits.sum() == pytest.approx(ticks, rel=0, abs=int(fetching.sum())), "but for rounding to ticks"
+
+
+def test_fetches_wait_for_each_other_and_tiers_do_not() -> None:
+    host, disk = (
+        CacheTier(name="host", bytes_per_s=2.0**20, fetched="beside"),
+        CacheTier(name="disk", bytes_per_s=2.0**17),
+    )
+    store = CacheTier(name="store", bytes_per_s=2.0**20, shared=True)
+    ms = TICKS_PER_SECOND // 1024  # of a token from host or store
+    maker = TierMaker((host, disk, store), block_bytes=16 * 1024, block_size=16)
+    (one, first), (two, second), (three, third) = (maker.of_instance(number) for number in (0, 0, 1))
+    assert one.tiers[0].store is two.tiers[0].store is not three.tiers[0].store
+    assert one.tiers[2].store is three.tiers[2].store
+    one.fetch((20, 0, 0), (), True)
+    assert first.around(0, 5 * ms) == 20 * ms, "layer by layer, beside the step"
+    one.fetch((10, 1, 0), (), True)
+    assert first.around(20 * ms, 5 * ms) == 13 * ms, "the disk's before it; the host's are there by then"
+    two.fetch((0, 0, 7), (), True)
+    three.fetch((0, 0, 7), (), True)
+    assert second.around(50 * ms, ms) == 8 * ms
+    assert third.around(50 * ms, ms) == 15 * ms, "after the other's, over the same link"
+    assert third.around(90 * ms, ms) == ms
+
+
+def test_tiers_extend_a_cache_that_can_have_some() -> None:
+    tier = {"name": "host", "bytes_per_s": 1e9}
+    with pytest.raises(ValueError, match="requires a prefix cache"):
+        KvCache.model_validate({"tiers": (tier,)})
+    with pytest.raises(ValueError, match="is the name of another tier"):
+        KvCache.model_validate({"prefix_caching": True, "tiers": (tier, tier)})
+    with pytest.raises(Infeasible, match="policy transformers-fifo has no tiers"):
+        run(CHAT, "transformers-fifo", 16, 9600, CacheTier(name="host", bytes_per_s=1e9))
