@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from simtune.costs.other_engines import for_engine, load_kernels
 from simtune.costs.step_files import read_costs
@@ -47,11 +47,13 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
-from simtune.tuner.drafting import Draft
-from simtune.tuner.question import Question, StudyEngine
-from simtune.tuner.search.front import answer as _search
-from simtune.tuner.trial import Tuned
 from simtune.workload.requests import RequestStream, build_stream
+
+if TYPE_CHECKING:
+    # A simulation needs no tuner: importing it takes a third of the time in which a command starts.
+    from simtune.tuner.drafting import Draft
+    from simtune.tuner.question import Question, StudyEngine
+    from simtune.tuner.trial import Tuned
 
 Given = TypeVar("Given")
 Load = str | Path | Workload | Trace | Mapping[str, Any]
@@ -347,7 +349,9 @@ def optimize(
     `model`, `hardware` and `workload` take the place of those that the study names. `settings` override fields of a
     file.
     """
-    return _search(load_question(study, settings, model=model, hardware=hardware, workload=workload), jobs=jobs)
+    from simtune.tuner.search.front import answer
+
+    return answer(load_question(study, settings, model=model, hardware=hardware, workload=workload), jobs=jobs)
 
 
 def load_question(
@@ -359,6 +363,8 @@ def load_question(
     workload: Load | None = None,
 ) -> Question:
     """A study with everything it names. Names in its file that are paths are relative to its folder."""
+    from simtune.tuner.question import Question
+
     study, model, hardware = _named(study), _named(model), _named(hardware)
     if isinstance(study, str):
         folder = Path(study).parent
@@ -420,6 +426,8 @@ def _preset(engine: str | None) -> EnginePreset | None:
 
 def _variant_engines(study: Study, hardware: str | Hardware | None, folder: Path) -> dict[str, StudyEngine]:
     """Load the engines of variants, each with the profiles of the study with its kernels. Raises UsageError."""
+    from simtune.tuner.question import StudyEngine
+
     engines = {}
     for name in {variant.engine: None for variant in study.variants if variant.engine}:
         profiles = hardware
@@ -464,6 +472,7 @@ def load_draft(choice: DrafterChoice, target: Model, folder: Path | None = None)
 
     Raises UsageError if the draft model does not go with the target, or the acceptance not with the scheme.
     """
+    from simtune.tuner.drafting import Draft
 
     def placed(reference: str) -> str:
         return reference if folder is None else beside(folder, reference)

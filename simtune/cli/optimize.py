@@ -379,7 +379,7 @@ def _print_size(question: Question, as_json: bool) -> None:
 def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
     """The summary as far as it is the simulation's, the plan, and what it was chosen for."""
     from simtune.runs.engine_files import searched_data
-    from simtune.runs.schema import SUMMARY_SCHEMA
+    from simtune.runs.files import SUMMARY_SCHEMA
 
     basis, sure, uncertainty = summary.cost_basis, summary.confidence, summary.uncertainty
     stated = summary.slo_probability

@@ -11,6 +11,8 @@ from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 
 BATCHES = 20
+T_QUANTILE = 2.093024054408
+"""97.5 % quantile of Student's t with BATCHES - 1 degrees of freedom; importing scipy.special would take longer."""
 
 
 def warm_up(values: Array) -> int:
@@ -42,8 +44,6 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     batch is a little biased. None if the batches would have fewer values than the statistic needs: 10 for a mean,
     10 beyond the percentile.
     """
-    from scipy.special import stdtrit
-
     # The empty system at the start is no part of the long run.
     values = values[warm_up(values) :]
     size = len(values) // BATCHES
@@ -56,9 +56,7 @@ def batch_means(values: Array, statistic: str) -> tuple[float, float] | None:
     else:
         of_batches = np.percentile(batches, float(statistic[1:]), axis=1)
     centre = float(of_batches.mean())
-    # Further digits differ between releases of scipy.
-    quantile = round(float(stdtrit(BATCHES - 1, 0.975)), 12)
-    half = quantile * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
+    half = T_QUANTILE * float(of_batches.std(ddof=1)) / math.sqrt(BATCHES)
     return centre - half, centre + half
 
 

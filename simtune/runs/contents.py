@@ -25,12 +25,11 @@ from simtune.runs.engine_files import (
     searched_plan,
     speculation_facts,
 )
-from simtune.runs.files import FRONT, MANIFEST, Files
+from simtune.runs.files import FRONT, MANIFEST, SUMMARY_SCHEMA, Files
 from simtune.runs.price import price, priced
 from simtune.runs.request_columns import requests_csv
 from simtune.runs.schema import (
     COURSE,
-    SUMMARY_SCHEMA,
     CandidateRow,
     CourseRow,
     DraftedLoad,

@@ -13,12 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from typing import Literal
 
 from simtune.errors import UsageError
 from simtune.specs.folder_lock import lock, renew
 
 MANIFEST = "manifest.json"
 """File that marks a folder as a run directory of simtune."""
+
+SUMMARY_SCHEMA: Literal["simtune/summary@2"] = "simtune/summary@2"
+"""Schema of summary.json, and of what `simtune simulate --json` prints."""
 
 FRONT = "front.json"
 """File that a search for a front writes in place of a certificate."""

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
 from simtune.results.summary import SimulationSummary
-from simtune.runs.schema import CandidateRow, Price
 from simtune.sim.deployment import Deployment
+from simtune.specs.base import NonNegative, Positive, Record
+
+if TYPE_CHECKING:
+    from simtune.runs.schema import CandidateRow
 
 MILLION = 1e6
 HOUR_S = 3600.0
+
+
+class Price(Record):
+    """Price of the GPUs of a deployment, and per unit of what it delivers under its load."""
+
+    per_hour_usd: Positive = Field(description="of all GPUs")
+    per_million_output_tokens_usd: NonNegative | None
+    per_million_tokens_usd: NonNegative | None = Field(description="of prompts and outputs")
+    per_thousand_requests_usd: NonNegative | None
+    source: str
 
 
 def price(deployment: Deployment, simulated: SimulationSummary) -> Price | None:

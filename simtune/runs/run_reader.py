@@ -10,7 +10,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from simtune.errors import Problem, SpecError, UsageError
-from simtune.runs.schema import COURSE, MANIFEST_SCHEMA, SUMMARY_SCHEMA, CandidateRow, CourseRow, Manifest, Run, Summary
+from simtune.runs.files import SUMMARY_SCHEMA
+from simtune.runs.schema import COURSE, MANIFEST_SCHEMA, CandidateRow, CourseRow, Manifest, Run, Summary
 from simtune.runs.swimlanes import SWIMLANES, SWIMLANES_SCHEMA, Swimlanes
 from simtune.runs.tables import read_csv
 from simtune.specs import yamlfile

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from simtune.results.summary import CostBasis, LatencyQuantiles, SimulationSummary, Uncertainty
+from simtune.runs.files import SUMMARY_SCHEMA
+from simtune.runs.price import Price
 from simtune.runs.swimlanes import Swimlanes
 from simtune.specs.base import Count, ErrorAt, NonNegative, Positive, Record, Seq, Share, Spec, Whole
 from simtune.specs.plan import Plan
@@ -23,7 +25,6 @@ from simtune.tuner.search.day import DayPlan
 from simtune.tuner.search.front_points import FrontPoint
 from simtune.workload.load import LoadFacts
 
-SUMMARY_SCHEMA: Literal["simtune/summary@2"] = "simtune/summary@2"
 COURSE = "search.csv"
 MANIFEST_SCHEMA: Literal["simtune/manifest@1"] = "simtune/manifest@1"
 
@@ -63,16 +64,6 @@ class MemoryUse(Record):
     other_bytes: NonNegative
     kv_bytes_per_token: Positive
     num_blocks: Count
-
-
-class Price(Record):
-    """Price of the GPUs of a deployment, and per unit of what it delivers under its load."""
-
-    per_hour_usd: Positive = Field(description="of all GPUs")
-    per_million_output_tokens_usd: NonNegative | None
-    per_million_tokens_usd: NonNegative | None = Field(description="of prompts and outputs")
-    per_thousand_requests_usd: NonNegative | None
-    source: str
 
 
 class StepPart(Record):

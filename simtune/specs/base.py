@@ -120,7 +120,9 @@ ACTIVATION_BYTES: dict[str, float] = {
 class Part(BaseModel):
     """A block inside a spec: immutable, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )
 
 
 SpecCheck = Callable[[Any], Iterable[tuple[Sequence[str | int], str]]]

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from simtune.arrays import Array
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.result import Result
-from simtune.results.statistics import BATCHES, TokenIntervals, batch_means, warm_up
+from simtune.results.statistics import BATCHES, T_QUANTILE, TokenIntervals, batch_means, warm_up
 from simtune.testing.clusters import stream_of
 from tests.sim.worlds import Setting
 
@@ -147,3 +148,7 @@ def test_times_between_tokens_of_a_tiny_world() -> None:
     assert result.summary().metrics["itl"].max == itl.max_s() == 5.0
     # The same time is in the TPOT of both.
     assert (result.tpot_s * (stream.output_tokens - 1)).sum() == pytest.approx(itl.mean_s() * itl.count)
+
+
+def test_the_quantile_of_batch_means_is_that_of_student() -> None:
+    assert pytest.approx(float(stdtrit(BATCHES - 1, 0.975)), abs=1e-12) == T_QUANTILE

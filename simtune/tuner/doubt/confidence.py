@@ -24,11 +24,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
-from scipy.special import ndtr, ndtri
 
 from simtune.arrays import Array
 from simtune.costs.basis import AskedCall
@@ -322,8 +322,14 @@ def highest(meets: Callable[[int], bool], near: int) -> int | None:
 # --- what the worlds say ----------------------------------------------------------------------------------
 
 _LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
-_NORMAL: Array = ndtri((np.arange(2000) + 0.5) / 2000)
-"""Quantiles of the standard normal distribution at equally likely levels."""
+
+
+@cache
+def _normal() -> Array:
+    """Return quantiles of the standard normal distribution at equally likely levels."""
+    from scipy.special import ndtri
+
+    return np.asarray(ndtri((np.arange(2000) + 0.5) / 2000))
 
 
 def judge(names: Sequence[str], values: Array, errors: Mapping[str, Array]) -> Confidence:
@@ -378,7 +384,7 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
         ToMeasure(
             error=name,
             share=min(1.0, b * b / variance),
-            right_after=float(np.mean(_sure(mean + b * _NORMAL, variance - b * b))),
+            right_after=float(np.mean(_sure(mean + b * _normal(), variance - b * b))),
             points=(),
             acceptance=(),
         )
@@ -389,6 +395,8 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
 
 def _sure(mean: Array, variance: float) -> Array:
     """Return the probability that a normal number has the sign of its mean."""
+    from scipy.special import ndtr
+
     return np.asarray(ndtr(np.abs(mean) / math.sqrt(variance)) if variance > 0 else np.ones_like(mean))
 
 

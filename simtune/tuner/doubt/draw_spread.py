@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtrit
 
 CHANCE = 2.0
 """Standard deviation of the logarithm of the highest rate between draws, times the square root of the requests.
@@ -39,6 +38,8 @@ def spread_of_values(values: Sequence[float], requests: int, fewer: int) -> floa
 def interval_of_draws(values: Sequence[float], level: float) -> tuple[float, float] | None:
     """Return the interval that holds the value on one more draw in a share `level` of cases; None if fewer than two
     draws are known, or a value is not finite."""
+    from scipy.special import stdtrit
+
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     mean, deviation, n = float(np.mean(values)), float(np.std(values, ddof=1)), len(values)
