@@ -39,7 +39,7 @@ from simtune.errors import Problem, SpecError
 FEWEST = 12
 """Least number of different steps that a fit needs."""
 HICCUP = 2.0
-"""Factor over the predicted time above which a step was held up, and does not count for the scales."""
+"""Factor over the predicted time above which a step was unfitted up, and does not count for the scales."""
 MOST = 250
 """Steps that the residual keeps as points; the base is fitted to all."""
 
@@ -52,13 +52,13 @@ BatchKey = tuple[int, int, tuple[tuple[int, int], ...], int]
 """Decodes, context tokens, chunks, draft tokens."""
 
 
-class StepErrors(NamedTuple):
+class LogErrors(NamedTuple):
     """Log errors of a fit on steps that it did not see: standard deviations, of which 1.645 hold 90 %."""
 
     inside: dict[bool, float]
-    """Of steps with chunks and without, among the steps measured."""
+    """Error of steps among those measured, by whether they have chunks."""
     beyond: float
-    """Of steps larger than those measured, an octave beyond or less."""
+    """Error of steps larger than those measured, an octave beyond or less."""
 
 
 class EngineSteps:
@@ -118,20 +118,20 @@ class EngineSteps:
         return inside if not beyond else max(inside, self.errors.beyond) * (1 + beyond) ** GROWTH
 
     @cached_property
-    def errors(self) -> StepErrors:
+    def errors(self) -> LogErrors:
         """Errors on steps left out of the fit: each fifth of the log, and its largest steps; those of all steps if the
         log has too few of a kind."""
-        held = self._held_out()
-        typical = self.log_sd if held is None else _log_sd(held[1])
+        unfitted = self._held_out()
+        typical = self.log_sd if unfitted is None else _log_sd(unfitted[1])
         chunks = np.array([bool(key[2]) for key in self._keys])
         inside = {
-            kind: _log_sd(held[1][chunks[held[0]] == kind])
-            if held is not None and (chunks[held[0]] == kind).sum() >= FEWEST
+            kind: _log_sd(unfitted[1][chunks[unfitted[0]] == kind])
+            if unfitted is not None and (chunks[unfitted[0]] == kind).sum() >= FEWEST
             else typical
             for kind in (True, False)
         }
         far = self._beyond()
-        return StepErrors(inside, max(typical, OUTSIDE * typical if far is None else far))
+        return LogErrors(inside, max(typical, OUTSIDE * typical if far is None else far))
 
     def _held_out(self) -> tuple[Ints, Array] | None:
         """Return steps, and the log errors of a fit of the others; None if these are too few."""
@@ -158,10 +158,10 @@ class EngineSteps:
 
     def _without(self, rows: Ints) -> Array | None:
         """Return log(measured / predicted) of some steps by a fit of all others; None if those are too few."""
-        left = [self._keys[row] for row in np.setdiff1d(np.arange(len(self._keys)), rows)]
-        if len(left) < FEWEST:
+        remaining = [self._keys[row] for row in np.setdiff1d(np.arange(len(self._keys)), rows)]
+        if len(remaining) < FEWEST:
             return None
-        steps = [TimedStep(_work(key), self._measured[key]) for key in left]
+        steps = [TimedStep(_work(key), self._measured[key]) for key in remaining]
         fit, chosen = EngineSteps(steps), [self._keys[row] for row in rows]
         logs: Array = np.log([self._measured[key] for key in chosen]) - np.log(fit._unscaled(chosen))
         return logs

@@ -449,10 +449,9 @@ def fit_base(
 
     Minimises a soft-L1 loss of log(predicted / measured) plus Gaussian priors on the logarithms of the
     parameters: rates at 70 % of the data sheet, overhead at 0.9 of the shortest time (the kind's own if the shortest
-    were launches), block time, overlap
-    and, if a kernel goes ahead, its time per value by the operator kind. The priors keep a fit on a few dozen points
-    sane; a few hundred overrule them. If times were rounded, the rounding widens the scale of the loss. The search
-    runs from several starts, or only from `near`, a fit of nearly the same rows.
+    were launches), block time, overlap and, if a kernel goes ahead, its time per value by the operator kind. They keep
+    a fit on a few dozen points sane; a few hundred overrule them. If times were rounded, the rounding widens the scale
+    of the loss. The search runs from several starts, or only from `near`, a fit of nearly the same rows.
     """
     from scipy.optimize import least_squares
 
@@ -483,11 +482,9 @@ def fit_base(
         return np.concatenate([of_soft[:, None] * base_slopes(terms, theta), np.diag(1 / sd)])
 
     starts = [prior + shift * (np.arange(len(prior)) < 2) for shift in _STARTS]
-    if near is not None:
-        starts = [_logarithms(near, len(prior))]
+    starts = starts if near is None else [_logarithms(near, len(prior))]
     fits = [least_squares(residuals, at, slopes, method="lm", max_nfev=_MAX_EVALUATIONS) for at in starts]
-    best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
-    best[4] += 1
+    best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x) + np.eye(len(prior))[4]
     return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=False)})
 
 

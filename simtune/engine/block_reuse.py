@@ -35,12 +35,12 @@ class ReusedBlocks(PrefixCache):
 
     def find(self, request: Request) -> Hit:
         """Return the longest stored beginning of a request, tokens of a block to copy included; changes nothing."""
-        hit, each = super().find(request), self._each
-        if each == 1 or hit.private is not None or hit.copied_tokens:
+        hit, size = super().find(request), self._each
+        if size == 1 or hit.private is not None or hit.copied_tokens:
             return hit
-        first = hit.blocks * each
+        first = hit.blocks * size
         most = (request.known_tokens - 1) // self._hash_tokens
-        for index in range(min(first + each - 1, most, len(request.blocks)) - 1, first - 1, -1):
+        for index in range(min(first + size - 1, most, len(request.blocks)) - 1, first - 1, -1):
             if self._whole.get(request.blocks[index]) in self._cached:
                 return hit._replace(copied_tokens=(index + 1 - first) * self._hash_tokens)
         return hit
@@ -48,15 +48,15 @@ class ReusedBlocks(PrefixCache):
     def name(self, request: Request, tokens: int) -> None:
         """Store the blocks that the first `tokens` tokens of a request fill."""
         super().name(request, tokens)
-        each, blocks = self._each, request.blocks
-        if each > 1:
-            for end in range(each, min(len(blocks), tokens // self._hash_tokens) + 1, each):
-                self._whole.update(dict.fromkeys(blocks[end - each : end - 1], blocks[end - 1]))
+        size, blocks = self._each, request.blocks
+        if size > 1:
+            for end in range(size, min(len(blocks), tokens // self._hash_tokens) + 1, size):
+                self._whole.update(dict.fromkeys(blocks[end - size : end - 1], blocks[end - 1]))
 
     def first_missing(self, request: Request) -> Hashable | None:
         """Return the name of the first whole block of a request that is not stored; see `KvBlocks.first_missing`."""
-        whole = request.known_tokens // self.block_size // self._hash_blocks
-        for name in self._names(request)[:whole]:
+        complete = request.known_tokens // self.block_size // self._hash_blocks
+        for name in self._names(request)[:complete]:
             run = self._cached.get(name)
             if run is None or run.size < self._hash_blocks:
                 return name

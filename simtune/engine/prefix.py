@@ -91,8 +91,8 @@ class PrefixCache(KvBlocks):
 
     def _names(self, request: Request) -> tuple[Hashable, ...]:
         """Return the names of a request's blocks, or runs of blocks."""
-        each = self._each
-        return request.blocks if each == 1 else request.blocks[each - 1 :: each]
+        size = self._each
+        return request.blocks if size == 1 else request.blocks[size - 1 :: size]
 
     def hold(self, request: Request, hit: Hit) -> None:
         """Let a request hold the blocks of a hit: their tokens count as computed."""

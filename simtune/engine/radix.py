@@ -233,11 +233,11 @@ class RadixCache(KvBlocks):
 
     def _evict(self) -> None:
         """Remove the leaf that was used least recently."""
-        used, _, node = heapq.heappop(self._leaves)
+        at, _, node = heapq.heappop(self._leaves)
         node.queued = False
         if node.locks or node.children:
             return
-        if node.used != used:
+        if node.used != at:
             self._queue(node)
             return
         if self.tiers is not None:

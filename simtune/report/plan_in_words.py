@@ -59,9 +59,9 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
     )
     for tier in cache.tiers or ():
         size = "without a limit" if tier.bytes is None else f"of {tier.bytes / 1e9:,.4g} GB"
-        whose = ", shared by all instances" if tier.shared else ""
+        sharing = ", shared by all instances" if tier.shared else ""
         rate = f"{tier.bytes_per_s / 1e9:,.4g} GB/s"
-        yield f"tier {tier.name} {size}{whose}: blocks that were {tier.written} come back at {rate}"
+        yield f"tier {tier.name} {size}{sharing}: blocks that were {tier.written} come back at {rate}"
     yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
     if pool.speculation is not None:
         yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"

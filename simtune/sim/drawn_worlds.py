@@ -143,9 +143,9 @@ class Blueprint:
         """Return the inputs of a deployment. Raise UsageError if the costs of a pool come from outside and are no log
         of an engine's steps: how far off they are is not known."""
         d = deployment
-        own = {pool.spec.name: pool.costs.own for pool in d.pools if isinstance(pool.costs, OwnCosts)}
-        steps = {name: costs for name, costs in own.items() if isinstance(costs, EngineSteps)}
-        if pool_names := [name for name in own if name not in steps]:
+        brought = {pool.spec.name: pool.costs.own for pool in d.pools if isinstance(pool.costs, OwnCosts)}
+        steps = {name: costs for name, costs in brought.items() if isinstance(costs, EngineSteps)}
+        if pool_names := [name for name in brought if name not in steps]:
             raise UsageError(
                 f"pool {pool_names[0]}: its step costs were brought from outside, and --uncertainty perturbs the times "
                 "of operators; leave --uncertainty out, or simulate with the hardware's operators"

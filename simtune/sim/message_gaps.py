@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Answer:
+class SentAnswer:
     """Messages of one answer so far."""
 
     sent: int = 0
@@ -45,7 +45,7 @@ class MessageGaps(TokenGaps):
         self._order = 0
         # (step that ends with a message, order of entry, request, its tokens by then)
         self._due: list[tuple[int, int, Request, int]] = []
-        self._answers: dict[Request, Answer] = {}
+        self._answers: dict[Request, SentAnswer] = {}
 
     def note_preempted(self, requests: Iterable[Request], now: int) -> None:
         """Let no message be due until the tokens of these requests were computed again."""
@@ -59,7 +59,7 @@ class MessageGaps(TokenGaps):
         for request in aborted:
             self._answers.pop(request, None)
         for request in arrived:
-            answer = self._answers[request] = Answer()
+            answer = self._answers[request] = SentAnswer()
             if (first_token := recorder.first_token[request.id]) >= 0:
                 answer.sent, answer.at = 1, first_token
             self._expect(request, answer, self._steps, request.emitted)
@@ -84,18 +84,18 @@ class MessageGaps(TokenGaps):
     def _note_computed(self, request: Request, ended: int, recorder: Recorder) -> None:
         """Note the token of a request whose tokens so far were computed, for the first time or again, by tick
         `ended`."""
-        answer, tokens = self._answers.setdefault(request, Answer()), request.emitted + 1
+        answer, tokens = self._answers.setdefault(request, SentAnswer()), request.emitted + 1
         if not answer.sent or tokens in (answer.sent + self.interval, request.output_tokens):
             self._send(answer, tokens, ended, recorder)
         self._expect(request, answer, self._steps, tokens)
 
-    def _send(self, answer: Answer, tokens: int, at: int, recorder: Recorder) -> None:
+    def _send(self, answer: SentAnswer, tokens: int, at: int, recorder: Recorder) -> None:
         """Send the tokens of an answer that are not sent yet."""
         if answer.sent:
             recorder.note_gap(at - answer.at, 1)
         answer.sent, answer.at = tokens, at
 
-    def _expect(self, request: Request, answer: Answer, step: int, tokens: int) -> None:
+    def _expect(self, request: Request, answer: SentAnswer, step: int, tokens: int) -> None:
         """Let the next message be due, after step `step` with which a request has `tokens` tokens."""
         if tokens >= request.output_tokens:
             del self._answers[request]

@@ -405,9 +405,9 @@ def _kind_of_file(path: Path) -> str:
         if schema == spec.schema_id():
             return kind
     schemas = [spec.schema_id() for spec in KINDS.values()]
-    for wanted in schemas:
-        if str(schema).startswith(f"{wanted.rpartition('@')[0]}@"):
-            raise UsageError(f"{path}: schema: {schema_problem(schema, wanted, REWRITE)}")
+    for readable in schemas:
+        if str(schema).startswith(f"{readable.rpartition('@')[0]}@"):
+            raise UsageError(f"{path}: schema: {schema_problem(schema, readable, REWRITE)}")
     hint = suggest(str(schema), schemas)
     raise UsageError(f"{path}: `schema` is {schema!r}{hint or '; it must be one of ' + ', '.join(schemas)}")
 

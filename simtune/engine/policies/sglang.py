@@ -216,7 +216,7 @@ class SglangScheduler(ListScheduler):
 
     def _has_room(self, request: Request, hit: Hit, needed: int, spare: float) -> bool:
         """True if a newcomer fits by the estimate; a newcomer that is alone needs no estimate."""
-        # pages that were found and nobody holds are free no more
+        # Pages of a hit that no request holds are no longer free.
         if self.kv.blocks_for(request.known_tokens) - hit.blocks + hit.idle > self.kv.free:
             return False
         return needed + hit.idle * self.kv.block_size < spare or not self.num_running

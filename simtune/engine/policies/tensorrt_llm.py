@@ -145,9 +145,9 @@ class TensorRtLlmScheduler(StallFree):
         hit = self.lookup(request)
         # what it will need later is only promised, so that stored blocks are evicted no sooner than they have to be
         self.seat(request, request.known_tokens, hit)
-        rest = request.known_tokens - request.computed
-        if share >= rest or not request.computed:
-            return min(share, rest)
+        remaining = request.known_tokens - request.computed
+        if share >= remaining or not request.computed:
+            return min(share, remaining)
         size = self.kv.block_size
         return (request.computed + share) // size * size - request.computed or share
 
@@ -169,10 +169,10 @@ class TensorRtLlmScheduler(StallFree):
         admitted: list[Request] = []
         for request in self.waiting:
             if kv.caches:
-                missing = kv.first_missing(request)
-                if missing is not None and missing in to_come:
+                absent = kv.first_missing(request)
+                if absent is not None and absent in to_come:
                     continue
-                to_come.add(missing)
+                to_come.add(absent)
             room -= kv.blocks_for(self.reservation(request))
             if len(admitted) == seats or room < 0:
                 break

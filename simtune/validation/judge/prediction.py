@@ -27,8 +27,8 @@ class Predicted(NamedTuple):
 def predict(deployment: Deployment, load: NamedLoad, worlds: int, seed: int) -> Predicted:
     """Simulate the requests of a load, recorded, and once more in each of `worlds` redrawn worlds."""
     result = deployment.simulate(load.stream, record=True, seed=seed)
-    own = [pool.costs.own for pool in deployment.pools if isinstance(pool.costs, OwnCosts)]
-    unknown = not all(isinstance(costs, EngineSteps) for costs in own)
+    brought = [pool.costs.own for pool in deployment.pools if isinstance(pool.costs, OwnCosts)]
+    unknown = not all(isinstance(costs, EngineSteps) for costs in brought)
     intervals = None if unknown or not worlds else uncertainty(deployment, load.stream, count=worlds, seed=seed, jobs=1)
     return Predicted(result, intervals)
 
