@@ -186,6 +186,10 @@ class ListScheduler(Scheduler):
         assert 1 <= repetitions <= step.repeat
         first_token: list[Request] = []
         finished: list[Request] = []
+        if repetitions > 1 and self.kv.caches:
+            # All blocks are taken before the end of a request frees some: which cached ones are evicted depends on it.
+            for request in self._scheduled:
+                self.allocate(request, request.computed + repetitions)
         for request, tokens in self._scheduled.items():
             if request.decoding:
                 gained = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
