@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import get_args
 
-from simtune.costs.device_transfer import wider
-from simtune.specs.catalog import engine_family, kernels_of, load_hardware
-from simtune.specs.hardware import Hardware, Operator
+from simtune.costs.device_transfer import transfer, wider
+from simtune.specs.catalog import engine_family, kernels_of, load_hardware, sister_of
+from simtune.specs.hardware import Arrays, Facts, Hardware, Operator
 from simtune.specs.preset import EngineFamily
 
 _BEGINNINGS: dict[str, EngineFamily] = {
@@ -67,10 +67,31 @@ def _for_engine(operator: Operator, wanted: EngineFamily) -> Operator:
 
 
 def load_kernels(hardware: str, engine: str | None, settings: Sequence[str] = ()) -> Hardware:
-    """Return the profile with the kernels of an engine preset if there is one, otherwise the card's own with every
-    operator of another engine marked.
+    """Return the profile with the kernels of an engine preset if there is one; otherwise those of the engine on a
+    sister card, carried over, if the recipes name one; otherwise the card's own with every operator of another engine
+    marked.
 
     `hardware` and `engine` are names or paths; `settings` are keys of the profile as `--set` gives them.
     """
-    profile = load_hardware(kernels_of(hardware, engine), settings)
+    profile, sister = load_hardware(kernels_of(hardware, engine), settings), sister_of(hardware, engine)
+    if sister is not None:
+        profile = _with_kernels_of(profile, load_hardware(sister))
     return for_engine(profile, engine_family(engine))
+
+
+def _with_kernels_of(profile: Hardware, sister: Hardware) -> Hardware:
+    """Return the profile with the operators of a sister card carried over; those of libraries that all engines call,
+    and those that the sister lacks, stay."""
+    facts = Facts(name=profile.name, engine=sister.engine, device=profile.device, links=profile.links)
+    carried = transfer(sister, facts)
+    taken = {
+        key: operator
+        for key, operator in carried.operators.items()
+        if key not in profile.operators or engine_of(operator.provenance.software) is not None
+    }
+    names = {operator.residual.array for operator in taken.values() if operator.residual is not None}
+    own = {o.residual.array for key, o in profile.operators.items() if o.residual is not None and key not in taken}
+    arrays = {name: profile.arrays[name] for name in profile.arrays if name.rsplit(".", 1)[0] in own}
+    arrays |= {name: carried.arrays[name] for name in carried.arrays if name.rsplit(".", 1)[0] in names}
+    operators = dict(sorted((profile.operators | taken).items()))
+    return profile.model_copy(update={"engine": sister.engine, "operators": operators}).with_arrays(Arrays(arrays))

@@ -324,6 +324,23 @@ def kernels_of(hardware: str, engine: str | None) -> str:
     return engine_profile if engine_profile in names("hardware") else hardware
 
 
+_RECIPES = "recipes.yaml"
+CARRIED = "at load"
+"""Value of `carried` in the recipe of a profile that is no file: it is carried over when it is loaded."""
+
+
+def sister_of(hardware: str, engine: str | None) -> str | None:
+    """Return the profile of a sister card with the kernels of an engine, which were not measured on a built-in card;
+    None if the recipes name none."""
+    if engine in (None, NO_ENGINE) or is_path(hardware) or kernels_of(hardware, engine) != hardware:
+        return None
+    path = resources.files("simtune") / FOLDERS["hardware"] / _RECIPES
+    recipes = yamlfile.parse(path.read_text(encoding="utf-8"), str(path)).data
+    recipe = recipes.get(f"{hardware}-{engine_family(engine)}", {})
+    sister: str | None = recipe.get("transfer") if recipe.get("carried") == CARRIED else None
+    return sister
+
+
 def load_study(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Study:
     """Load a study from its file; a fixed pool that names an engine is filled in. Raises SpecError, also for what
     `check` finds."""

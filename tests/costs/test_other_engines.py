@@ -18,14 +18,43 @@ from simtune.runs.manifest import manifest
 from simtune.sim.deployment import Deployment
 from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld
 from simtune.sim.run_basis import asked_calls, cost_basis, note
-from simtune.specs.catalog import load_hardware
+from simtune.specs.catalog import load_hardware, sister_of
 from tests.costs.made_up import hardware
+from tests.costs.test_profiles import ALL_RECIPES
 
 SHAPE = {"m": 64.0, "n": 4096.0, "k": 4096.0}
 
 
+CARRIED = [
+    (name.rpartition("-")[0], f"{name.rpartition('-')[2]}-{'0.5' if name.endswith('sglang') else '1.2'}")
+    for name, recipe in ALL_RECIPES.items()
+    if "carried" in recipe
+]
+
+
+@pytest.mark.parametrize(("card", "engine"), CARRIED)
+def test_kernels_of_an_engine_are_carried_over_from_a_sister_card(card: str, engine: str) -> None:
+    sister = load_hardware(ALL_RECIPES[f"{card}-{engine.partition('-')[0]}"]["transfer"])
+    own, profile = load_hardware(card), load_kernels(card, engine)
+    assert (profile.name, profile.device, profile.engine) == (card, own.device, sister.engine)
+    gemm, of_sister = profile.operators["gemm.bf16"], sister.operators["gemm.bf16"]
+    assert gemm.provenance.kind == "transferred"
+    assert (gemm.other_engine, gemm.provenance.software) == (None, of_sister.provenance.software)
+    here, there = (Profile(p).predictor("gemm", "bf16") for p in (profile, sister))
+    assert here.seconds(**SHAPE) > 0
+    assert here.log_sd(**SHAPE) > there.log_sd(**SHAPE)
+    assert profile.operators["all_gather.bf16"] == own.operators["all_gather.bf16"], "NCCL's, of the card itself"
+    assert set(profile.operators) >= set(own.operators)
+
+
+@pytest.mark.parametrize("engine", ["sglang-0.5", "trtllm-1.2"])
+@pytest.mark.parametrize("card", ["b200", "l40s", "rtx-pro-6000"])
+def test_a_card_with_kernels_or_without_a_sister_has_none(card: str, engine: str) -> None:
+    assert sister_of(card, engine) is None
+
+
 @pytest.mark.parametrize("engine", ["sglang-0.5", "trtllm-1.2", "llamacpp", "transformers"])
-@pytest.mark.parametrize("card", ["b300", "gb200", "gb300"])
+@pytest.mark.parametrize("card", ["l40s", "rtx-pro-6000"])
 def test_a_card_without_a_profile_of_the_engine_answers_with_anothers_kernels(card: str, engine: str) -> None:
     own, other = load_kernels(card, "vllm-0.24"), load_kernels(card, engine)
     here, there = (Profile(profile).predictor("gemm", "bf16") for profile in (own, other))
@@ -49,7 +78,7 @@ def test_operators_that_a_profile_borrowed_are_named_without_an_engine_too() -> 
 
 
 def test_kernels_of_libraries_and_of_unknown_engines_are_nobodys_in_particular() -> None:
-    profile = load_kernels("b300", "sglang-0.5")
+    profile = load_kernels("l40s", "sglang-0.5")
     assert profile.operators["all_gather.bf16"].other_engine is None, "NCCL's"
     assert for_engine(hardware()) == hardware()
     assert engine_of(None) is None
@@ -63,7 +92,7 @@ def test_the_facts_of_a_profile_say_which_operators_are_of_another_engine() -> N
 
 def test_a_simulation_says_how_much_of_its_time_is_another_engines(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    pool = "{name: a, role: mixed, hardware: b300, engine: sglang-0.5, instances: 1}"
+    pool = "{name: a, role: mixed, hardware: l40s, engine: sglang-0.5, instances: 1}"
     plan.write_text(f"schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\npools: [{pool}]\n")
     experiment = set_up(load_specs(None, None, "chat", str(plan)), requests=20)
     basis = cost_basis(experiment.deployment, experiment.run())
@@ -72,7 +101,7 @@ def test_a_simulation_says_how_much_of_its_time_is_another_engines(tmp_path: Pat
     assert "kernels of another engine (" in (note(basis) or "")
     kind = {operator.operator: operator for operator in basis.operators}["gemm"]
     assert kind.log_sd > OTHER_ENGINE_LOG_SD["gemm"]
-    assert kind.log_sd > typical_log_sd(load_hardware("b300").operators["gemm.bf16"])
+    assert kind.log_sd > typical_log_sd(load_hardware("l40s").operators["gemm.bf16"])
 
 
 PAIR = """\
@@ -81,8 +110,8 @@ name: pair
 model: llama-3.1-8b
 link: {}
 pools:
-  - {name: p, role: prefill, hardware: b300, engine: vllm-0.24, instances: 1}
-  - {name: d, role: decode, hardware: b300, engine: sglang-0.5, instances: 1}
+  - {name: p, role: prefill, hardware: mi300x, engine: vllm-0.24, instances: 1}
+  - {name: d, role: decode, hardware: mi300x, engine: sglang-0.5, instances: 1}
 """
 
 
@@ -108,36 +137,39 @@ def test_the_basis_of_a_run_names_profile_and_engine_of_each_pool(pair: tuple[De
     basis = cost_basis(*pair)
     assert basis is not None
     prefill, decode = basis.pools
-    assert (prefill.pool, prefill.profile) == ("p", "b300 under vllm-0.24")
-    assert (decode.pool, decode.profile) == ("d", "b300 under sglang-0.5")
+    assert (prefill.pool, prefill.profile) == ("p", "mi300x under vllm-0.24")
+    assert (decode.pool, decode.profile) == ("d", "mi300x under sglang-0.5")
     assert prefill.other_engine < 0.05 < 0.8 < decode.other_engine
     assert prefill.share + decode.share == pytest.approx(1, abs=1e-5)
     words = note(basis) or ""
-    assert "; pool p (b300 under vllm-0.24): " in words
-    assert "kernels of another engine (" in words.split("; pool d (b300 under sglang-0.5): ")[1]
+    assert "; pool p (mi300x under vllm-0.24): " in words
+    assert "kernels of another engine (" in words.split("; pool d (mi300x under sglang-0.5): ")[1]
     assert {profile for profile, _ in asked_calls(*pair)} == {prefill.profile, decode.profile}
 
 
 def test_summary_report_and_manifest_name_profile_and_engine_of_each_pool(pair: tuple[Deployment, Result]) -> None:
     deployment, result = pair
     summary = of_simulation(deployment, result, "pair", 0, leave_out=("requests", "trace", "swimlanes")).run.summary
-    names = ["b300 under vllm-0.24", "b300 under sglang-0.5"]
+    names = ["mi300x under vllm-0.24", "mi300x under sglang-0.5"]
     assert [info.profile_name(hardware) for hardware in info.profiles(summary)] == names
     assert [row[2] for row in info.pool_rows(summary)] == names
-    assert info.devices(summary).count("B300") == 1
+    assert info.devices(summary).count("MI300X") == 1
     origins = [{o.key: o.provenance for o in hardware.operators} for hardware in info.profiles(summary)]
     assert [origin["gemm.bf16"] for origin in origins] == ["transferred", "other-engine"]
     inputs = manifest(("simulate",), tuple(deployment.profiles.values()), None, 0).inputs
-    assert sorted(inputs) == ["hardware:b300", "hardware:b300 (2)"]
-    words = dict(explain(deployment))
-    assert "engine sglang-0.5: kernels of profile b300, but 46 operators of another engine" in words["pool d"]
+    assert sorted(inputs) == ["hardware:mi300x", "hardware:mi300x (2)"]
+    words, operators = dict(explain(deployment)), load_kernels("mi300x", "sglang-0.5").operators
+    other = [key for key, operator in operators.items() if operator.other_engine is not None]
+    assert (
+        f"engine sglang-0.5: kernels of profile mi300x, but {len(other)} operators of another engine" in words["pool d"]
+    )
 
 
 def test_pools_under_one_engine_are_not_told_apart(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PAIR.replace("sglang-0.5", "vllm-0.24"))
     experiment = set_up(load_specs(None, None, "chat", str(plan)), requests=20)
-    assert set(experiment.deployment.profile_labels.values()) == {"b300"}
+    assert set(experiment.deployment.profile_labels.values()) == {"mi300x"}
     basis = cost_basis(experiment.deployment, experiment.run())
     assert basis is not None
     assert "pools" not in basis.to_data()

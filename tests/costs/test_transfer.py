@@ -17,8 +17,7 @@ from simtune.specs.hardware import Facts, Hardware, Provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSFERRED = {
-    "b300": "b200",
-    "gb300": "gb200",
+    "h20": "h100-sxm",
     "l4": "l40s",
     "a10": "a100-sxm-80g",
     "a6000": "a100-sxm-80g",

@@ -152,7 +152,7 @@ def test_own_costs_may_state_what_they_rest_on_and_err_where_nothing_was_measure
 
 
 def test_the_command_says_so() -> None:
-    asked = ["--model", "llama-3.1-8b", "--hardware", "b300", "--workload", "chat", "--requests", "50"]
+    asked = ["--model", "llama-3.1-8b", "--hardware", "h20", "--workload", "chat", "--requests", "50"]
     shown = CliRunner().invoke(simulate, asked)
     assert "step time" in shown.stdout
     assert "carried over" in shown.stdout
