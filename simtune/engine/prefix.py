@@ -117,7 +117,8 @@ class PrefixCache(KvBlocks):
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size + hit.copied_tokens
         if self.tiers is not None:
-            self.tiers.fetch(hit.fetched, self._names(request), not request.preemptions)
+            count = -(-request.computed // (self._hash_blocks * self.block_size))
+            self.tiers.fetch(hit.fetched, self._names(request)[:count], not request.preemptions)
         # A request that comes back finds its own blocks, which is no merit of the cache.
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
@@ -168,6 +169,7 @@ class PrefixCache(KvBlocks):
 
     def _evict(self) -> None:
         blank, idle, cached = self._blank, self._idle, self._cached
+        tiers = None if self.tiers is None or not self.tiers.takes_evicted else self.tiers
         while blank < 0:
             run = idle.popleft()
             run.queued -= 1
@@ -176,8 +178,8 @@ class PrefixCache(KvBlocks):
                 continue
             blank += run.size
             name = run.name
-            if self.tiers is not None:
-                self.tiers.note_evicted(None if isinstance(name, Request) else name, run.size * self.block_size)
+            if tiers is not None:
+                tiers.note_evicted(None if isinstance(name, Request) else name, run.size * self.block_size)
             if blank > 0:
                 run.size, blank = blank, 0
                 run.queued = 1

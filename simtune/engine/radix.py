@@ -82,6 +82,8 @@ class RadixCache(KvBlocks):
 
     def find(self, request: Request) -> Hit:
         """Return the longest beginning of a request in the tree, which counts as used."""
+        if not (request.blocks or request.preemptions):
+            return NO_HIT
         node = self._walk(request, request.known_tokens - 1)
         if node is self._root and self.tiers is None:
             return NO_HIT
@@ -106,7 +108,8 @@ class RadixCache(KvBlocks):
         self._lock(node)
         self._paths[request] = node
         if self.tiers is not None:
-            self.tiers.fetch(hit.fetched, request.blocks, not request.preemptions)
+            count = -(-request.computed // self._hash_tokens)
+            self.tiers.fetch(hit.fetched, request.blocks[:count], not request.preemptions)
         # A request that comes back finds its own text, which is no merit of the cache.
         if not request.preemptions:
             self.queried_tokens += request.known_tokens
@@ -226,8 +229,10 @@ class RadixCache(KvBlocks):
 
     def take(self, blocks: int) -> None:
         """Take `blocks` of the free pages; leaves are evicted if there are too few blank ones."""
-        super().take(blocks)
+        # not by the base's method: a page is taken for every token that is decoded
+        self.free -= blocks
         self._blank -= blocks
+        assert self.free >= 0, f"{blocks} pages taken, {self.free + blocks} free"
         while self._blank < 0:
             self._evict()
 
@@ -240,7 +245,7 @@ class RadixCache(KvBlocks):
         if node.used != at:
             self._queue(node)
             return
-        if self.tiers is not None:
+        if self.tiers is not None and self.tiers.takes_evicted:
             self._evict_to_tiers(self.tiers, node)
         parent = cast(RadixNode, node.parent)
         assert node.text is not None

@@ -13,7 +13,7 @@ finds its private blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,38 +23,53 @@ Written = Literal["computed", "evicted"]
 class TierStore:
     """Content of a tier: tokens of each hash block, the one to be evicted next first."""
 
-    __slots__ = ("_blocks", "capacity", "used")
+    __slots__ = ("_blocks", "capacity", "tokens", "used")
 
     def __init__(self, capacity: int | None) -> None:
         """Make a store of `capacity` tokens; None: without a limit."""
         self.capacity = capacity
-        self.clear()
+        self.used = 0
+        self._blocks: OrderedDict[Hashable, int] = OrderedDict()
+        self.tokens = self._blocks.get
+        """Returns the tokens of a block that are here, counted from its beginning; None if the block is not."""
 
     def clear(self) -> None:
         """Lose all content."""
         self.used = 0
-        self._blocks: OrderedDict[Hashable, int] = OrderedDict()
+        self._blocks.clear()
 
-    def tokens(self, name: Hashable) -> int:
-        """Return the tokens of a block that are here, counted from its beginning."""
-        return self._blocks.get(name, 0)
+    def use(self, names: Sequence[Hashable]) -> None:
+        """Let the blocks of a text that are here be evicted last, and the first of them after the others."""
+        if self.capacity is None:
+            return  # without evictions the order is never read
+        blocks, move_to_end = self._blocks, self._blocks.move_to_end
+        for name in reversed(names):
+            if name in blocks:
+                move_to_end(name)
 
-    def use(self, name: Hashable) -> None:
-        """Let a block be evicted last, if it is here."""
-        if name in self._blocks:
-            self._blocks.move_to_end(name)
-
-    def put(self, name: Hashable, tokens: int) -> Iterator[tuple[Hashable, int]]:
-        """Keep the first `tokens` tokens of a block; yield the blocks that are evicted for it, with their tokens."""
-        blocks = self._blocks
-        before = blocks.get(name, 0)
-        blocks[name] = max(before, tokens)
-        blocks.move_to_end(name)
-        self.used += blocks[name] - before
-        while self.capacity is not None and self.used > self.capacity:
-            evicted = blocks.popitem(last=False)
-            self.used -= evicted[1]
-            yield evicted
+    def put(self, names: Sequence[Hashable], unit: int, last_tokens: int) -> list[tuple[Hashable, int]]:
+        """Keep blocks of `unit` tokens, of the last one its first `last_tokens`; return the blocks that are evicted for
+        them, with their tokens."""
+        blocks, move_to_end, used, tokens = self._blocks, self._blocks.move_to_end, self.used, last_tokens
+        for name in reversed(names):
+            before = blocks.get(name)
+            if before is None:
+                blocks[name] = tokens
+                used += tokens
+            else:
+                if self.capacity is not None:
+                    move_to_end(name)
+                if before < tokens:
+                    blocks[name] = tokens
+                    used += tokens - before
+            tokens = unit
+        evicted = []
+        if self.capacity is not None:
+            while used > self.capacity:
+                evicted.append(blocks.popitem(last=False))
+                used -= evicted[-1][1]
+        self.used = used
+        return evicted
 
 
 @dataclass(slots=True)
@@ -77,6 +92,9 @@ class TierStack:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tiers
+        self._tokens_in = [tier.store.tokens for tier in tiers]
+        self.takes_evicted = tiers[0].written == "evicted"
+        """True if `note_evicted` must be called for what the device evicts."""
 
     def clear(self) -> None:
         """Lose what belongs to the instance."""
@@ -88,55 +106,55 @@ class TierStack:
     def find(self, names: Sequence[Hashable], unit: int, block_size: int, start: int, stop: int) -> tuple[int, ...]:
         """Return the tokens found in each tier after the first `start` tokens of a text and before token `stop`, in
         whole KV blocks; () if there are none."""
-        hits, at = [0] * len(self.tiers), start
-        while at < stop and (index := at // unit) < len(names):
-            begin = index * unit
-            number, tokens = max(
-                ((number, tier.store.tokens(names[index])) for number, tier in enumerate(self.tiers)),
-                key=lambda entry: (entry[1], -entry[0]),
-            )
-            end = min(begin + tokens, stop) // block_size * block_size
+        hits, at, count = [0] * len(self.tiers), start, len(names)
+        while at < stop and (index := at // unit) < count:
+            name, number, tokens = names[index], 0, 0
+            for place, tokens_in in enumerate(self._tokens_in):
+                kept_tokens = tokens_in(name)
+                if kept_tokens is not None and kept_tokens > tokens:
+                    number, tokens = place, kept_tokens
+                    if tokens == unit:
+                        break
+            end = min(index * unit + tokens, stop) // block_size * block_size
             if end <= at:
                 break
             hits[number] += end - at
             at = end
-            if end < begin + unit:
+            if tokens < unit:
                 break
         return tuple(hits) if at > start else ()
 
     def fetch(self, hits: Sequence[int], names: Sequence[Hashable], counts: bool) -> None:
-        """Fetch tokens that were found in each tier; they are hits if the lookup `counts`. The blocks of the text that
-        are somewhere are used."""
+        """Fetch tokens that were found in each tier; they are hits if the lookup `counts`. All blocks that were found,
+        also in the device, are used: those with these names."""
         for tier in self.tiers:
-            for name in reversed(names):
-                tier.store.use(name)
+            tier.store.use(names)
         for tier, tokens in zip(self.tiers, hits, strict=False):
             tier.pending += tokens
             tier.hit_tokens += tokens * counts
 
     def note_computed(self, names: Sequence[Hashable], unit: int, first: int, tokens: int) -> None:
         """Write the blocks from number `first` on of a text of which `tokens` tokens are computed."""
-        for index in range(min(len(names), -(-tokens // unit)) - 1, first - 1, -1):
-            for number, tier in enumerate(self.tiers):
-                if tier.written == "computed":
-                    self._put(number, names[index], min(unit, tokens - index * unit))
+        stop = min(len(names), -(-tokens // unit))
+        if stop <= first:
+            return
+        for number, tier in enumerate(self.tiers):
+            if tier.written == "computed":
+                self._put(number, names[first:stop], unit, min(unit, tokens - (stop - 1) * unit))
 
     def note_ended(self, names: Sequence[Hashable], private_tokens: int) -> None:
         """Use all blocks of a text whose request is over, the first ones last; its private tokens take room."""
         for number, tier in enumerate(self.tiers):
             if private_tokens and tier.written == "computed" and tier.store.capacity is not None:
-                self._put(number, object(), private_tokens)
-            for name in reversed(names):
-                tier.store.use(name)
+                self._put(number, [object()], private_tokens, private_tokens)
+            tier.store.use(names)
 
     def note_evicted(self, name: Hashable | None, tokens: int) -> None:
         """Take in a block that the device evicts; one without a name takes room."""
-        if self.tiers[0].written == "evicted":
-            self._put(0, object() if name is None else name, tokens)
+        self._put(0, [object() if name is None else name], tokens, tokens)
 
-    def _put(self, number: int, name: Hashable, tokens: int) -> None:
-        below = number + 1
-        cascades = below < len(self.tiers) and self.tiers[below].written == "evicted"
-        for evicted in self.tiers[number].store.put(name, tokens):
-            if cascades:
-                self._put(below, *evicted)
+    def _put(self, number: int, names: Sequence[Hashable], unit: int, last_tokens: int) -> None:
+        evicted, below = self.tiers[number].store.put(names, unit, last_tokens), number + 1
+        if evicted and below < len(self.tiers) and self.tiers[below].written == "evicted":
+            for name, tokens in evicted:
+                self._put(below, [name], tokens, tokens)

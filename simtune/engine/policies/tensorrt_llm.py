@@ -163,6 +163,8 @@ class TensorRtLlmScheduler(StallFree):
 
     def _with_room(self) -> list[Request]:
         """Return waiting requests that have a seat and blocks after those before them."""
+        if not self.waiting:
+            return []
         seats, room = self.max_num_seqs - self.num_running, self.room - self._promised()
         kv = self.kv
         to_come = {kv.first_missing(r) for r in self.residents if not r.decoding} if kv.caches else set()
