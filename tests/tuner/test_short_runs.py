@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.objectives import Miss
 from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.candidate_filter import as_full
+from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
 from simtune.tuner.search.climb import Climb, Rung
+from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.search_journal import key_of
 from simtune.tuner.search.short_runs import lower_rate, short_lengths
 from simtune.tuner.space.candidates import Candidate, space_of
@@ -51,6 +53,25 @@ def test_short_runs_tell_which_rates_to_try_first() -> None:
 
 def test_a_journal_tells_short_runs_from_full_ones() -> None:
     assert len({key_of(plan(1, 1), 3.0, 0, requests) for requests in (100, 500, 2000)}) == 3
+
+
+def test_the_plan_that_a_search_begins_with_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "LEAST", 100)
+    q, judged = random_question(3004, 8), list[str]()
+    load = q.workload.model_copy(update={"requests": 1600})
+    q = replace(q, workload=load, study=q.study.model_copy(update={"objective": "goodput"}))
+    monkeypatch.setattr(PlanJudge, "judge", _noting(PlanJudge.judge, judged))
+    tuned = optimize(q, jobs=1)
+    assert len(set(judged)) == len(judged)
+    assert tuned.value <= tuned.bound
+
+
+def _noting(judge: Callable[..., None], judged: list[str]) -> Callable[..., None]:
+    def noting(self: PlanJudge, plan: BoundedCandidate, low: float | None) -> None:
+        judged.append(plan.candidate.name)
+        judge(self, plan, low)
+
+    return noting
 
 
 def test_plans_are_ruled_out_by_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:

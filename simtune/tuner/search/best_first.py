@@ -229,7 +229,8 @@ class BestFirst:
                 self._open.push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
             return
         (plan,) = item.plans
-        if plan.row.status == "feasible" and not self._could_be_better(plan.row.best or 0.0):
+        if plan.row.status == "feasible":
+            # The plan that the search began with: judged out of its turn.
             return
         low = self._low(plan)
         if (implied_result := self._judge.seen.tell(plan, low)) is None:
