@@ -34,6 +34,7 @@ from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, out_of_time, praise, ranked
+from simtune.tuner.search.scouting import favourite
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.variant_gains import to_show
 from simtune.tuner.space.candidates import Candidate
@@ -148,7 +149,7 @@ class BestFirst:
         self.confirmed: ConfirmedPlan | None = None
         self._confirmer = Confirmer(question, self.plan_cache, evaluator)
         self.total = len(candidates)
-        self._open = OpenPlans()
+        self._open, self._scouted = OpenPlans(), False
         self._judge = PlanJudge(question, self.plan_cache, evaluator, self._next, self._met)
         self._classes = UnopenedClasses(PlanClasses(question, self.plan_cache), candidates)
 
@@ -178,11 +179,24 @@ class BestFirst:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             self.evaluator.check_time()
+            if not self._scouted and self.best is None and self._open.best == best:
+                self._begin_well()
+                continue
             if self._open.best == best:
                 self._decide(self._open.pop())
             else:
                 self._admit(self._classes.opened())
             self._report()
+
+    def _begin_well(self) -> None:
+        """Judge the plan first that very short runs favour, so that there is a good plan to hold others against."""
+        self._scouted = True
+        plan = favourite(self._judge, (plan for item in self._open for plan in item.plans))
+        if plan is not None:
+            self.candidate_filter.refine([plan])
+            if not plan.row.reason:
+                self._judge.judge(plan, None)
+                self._report()
 
     def _most_promising(self) -> float | None:
         """Return the best bound of all open plans and classes of plans."""
@@ -215,6 +229,9 @@ class BestFirst:
                 self._open.push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")
             return
         (plan,) = item.plans
+        if plan.row.status == "feasible":
+            # The plan that the search began with: judged out of its turn.
+            return
         low = self._low(plan)
         if (implied_result := self._judge.seen.tell(plan, low)) is None:
             if item.known == "all there is":

@@ -195,6 +195,9 @@ class Climb:
         rate, strain = self.missed
         if self.beats_rps is not None or rate < self.bound_rps * LOWEST:
             return None
+        hint = next((hint for hint in self.hints if hint < rate), None)
+        if hint is not None:
+            return hint
         # A run that is given up underestimates the strain, so that 1 / strain alone approaches the limit slowly.
         return rate * (LOWER if strain is None or strain <= 1 else min(LOWER, max(FASTEST, 1 / (strain * self.step))))
 

@@ -74,7 +74,7 @@ class PlanJudge:
         """Rule a plan out by a short run that proves as much as a full one at the rate `low`; return False if the short
         run meets the SLO."""
         rate = lower_rate(low, self.question.requests, requests)
-        finding = self._simulated_shorter(plan, rate, requests)
+        finding = self.simulated_shorter(plan, rate, requests)
         if finding.met:
             return False
         # The number over all cores; the run is repeated by it.
@@ -93,13 +93,13 @@ class PlanJudge:
         if met is not None:
             climb = replace(climb, met=Rung(met, None))
         while (rate := climb.rate_rps) is not None:
-            climb = climb.after(rate, self._simulated_shorter(plan, rate, lengths[0]))
+            climb = climb.after(rate, self.simulated_shorter(plan, rate, lengths[0]))
         if climb.met is None:
             return ()
         highest = climb.met.rate_rps
-        return highest, highest * self._step, highest / self._step
+        return highest, highest * self._step, highest / self._step, highest / self._step**3
 
-    def _simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
+    def simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
         """Simulate the beginning of a plan's load."""
         plan.row.simulations += 1
         return self._evaluator.finding(*self._shorter(plan, rate, requests), self._upcoming())

@@ -35,13 +35,10 @@ class Ledger(Protocol[R]):
 
 
 def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0) -> str:
-    """Return the key of a simulation of a plan at a rate, or at the workload's own.
-
-    For a fresh draw the key includes the draw and its number of requests.
-    """
+    """Return the key of a simulation of a plan at a rate, or at the workload's own, on a draw of a number of
+    requests."""
     at = None if rate_rps is None else float(rate_rps).hex()
-    fresh = [draw, requests] if draw else []
-    text = json.dumps([plan.to_data(), at, *fresh], sort_keys=True)
+    text = json.dumps([plan.to_data(), at, draw, requests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

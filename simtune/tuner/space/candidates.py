@@ -448,7 +448,15 @@ def candidates(study: Study) -> Iterator[Candidate]:
     every: list[Candidate] = []
     for variant in study.variants:
         every += _of_variant(narrowed(study, variant), variant)
-    yield from sorted(every, key=lambda candidate: candidate.key)
+    yield from _in_order(every)
+
+
+def _in_order(every: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates sorted by their keys, which are compared once for each of the few pools of many candidates."""
+    pools = {id(pool): pool for candidate in every for pool in candidate.pools}
+    rank_of_key = {key: rank for rank, key in enumerate(sorted({pool.key for pool in pools.values()}))}
+    ranks = {number: rank_of_key[pool.key] for number, pool in pools.items()}
+    return sorted(every, key=lambda c: (len(c.pools), *[ranks[id(pool)] for pool in c.pools], c.router))
 
 
 def _of_variant(study: Study, variant: Variant) -> list[Candidate]:

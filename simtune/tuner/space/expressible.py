@@ -52,12 +52,20 @@ class _Refuser:
         self._settings: dict[tuple[str, str, int, str], Mapping[str, Any]] = {}
         self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
         self._known: dict[PoolChoice, str] = {}
+        self._known_objects: dict[int, tuple[PoolChoice, str]] = {}
 
     def why(self, choice: PoolChoice) -> str:
-        """Return why an engine would refuse a pool; empty if it would not."""
+        """Return why an engine would refuse a pool; empty if it would not.
+
+        Cached by the object, which many plans of a space share, and among objects by the pool of one instance.
+        """
+        cached_pool = self._known_objects.get(id(choice))
+        if cached_pool is not None:
+            return cached_pool[1]
         alone = choice.alone
         if alone not in self._known:
             self._known[alone] = self._asked(alone)
+        self._known_objects[id(choice)] = choice, self._known[alone]
         return self._known[alone]
 
     def _asked(self, choice: PoolChoice) -> str:

@@ -1,0 +1,86 @@
+"""Short runs before full ones: what they prove, when there are none, and that they rule plans out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from simtune.specs.workload import ClosedLoop, SharedPrefix
+from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.objectives import Miss
+from simtune.tuner.search import short_runs
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
+from simtune.tuner.search.climb import Climb, Rung
+from simtune.tuner.search.plan_judge import PlanJudge
+from simtune.tuner.search.search_journal import key_of
+from simtune.tuner.search.short_runs import lower_rate, short_lengths
+from simtune.tuner.space.candidates import Candidate, space_of
+from tests.tuner.test_exhaustive import random_question
+from tests.tuner.truths import plan
+
+
+def test_a_miss_of_a_short_run_proves_as_much_as_one_of_a_full_run() -> None:
+    rate = lower_rate(10.0, 2000, 500)
+    assert rate == pytest.approx(10.0 * allowance(2000) / allowance(500))
+    assert as_full(Miss(rate, 500), 2000) == pytest.approx(10.0)
+    assert rate * allowance(500) == pytest.approx(10.0 * allowance(2000)), "the certificate claims the same"
+    assert as_full(Miss(10.0, 8000), 2000) == 10.0, "of a longer run no more is claimed"
+
+
+def test_short_runs_are_of_steady_loads_whose_prompts_share_nothing() -> None:
+    q = random_question(1, 4)
+    candidate = Candidate.mixed("h100-sxm", 1, instances=1, max_num_seqs=8, max_num_batched_tokens=512)
+
+    def lengths(**load: object) -> tuple[int, ...]:
+        return short_lengths(replace(q, workload=q.workload.model_copy(update=load)), candidate)
+
+    assert lengths(requests=8000) == (500, 2000)
+    assert lengths(requests=1599) == ()
+    assert lengths(requests=8000, arrivals=ClosedLoop(users=4)) == ()
+    assert lengths(requests=8000, shared_prefix=SharedPrefix(groups=4, tokens=64)) == ()
+
+
+def test_short_runs_tell_which_rates_to_try_first() -> None:
+    climb = Climb(100.0, 1.02, None, hints=(40.0, 40.8, 39.2))
+    assert climb.rate_rps == 40.0
+    assert replace(climb, met=Rung(40.0, 0.99)).rate_rps == 40.8
+    assert replace(climb, missed=Rung(40.0, 1.01)).rate_rps == 39.2
+    assert replace(climb, met=Rung(40.0, 0.99), missed=Rung(40.8, 1.01)).rate_rps is None
+
+
+def test_a_journal_tells_short_runs_from_full_ones() -> None:
+    assert len({key_of(plan(1, 1), 3.0, 0, requests) for requests in (100, 500, 2000)}) == 3
+
+
+def test_the_plan_that_a_search_begins_with_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "LEAST", 100)
+    q, judged = random_question(3004, 8), list[str]()
+    load = q.workload.model_copy(update={"requests": 1600})
+    q = replace(q, workload=load, study=q.study.model_copy(update={"objective": "goodput"}))
+    monkeypatch.setattr(PlanJudge, "judge", _noting(PlanJudge.judge, judged))
+    tuned = optimize(q, jobs=1)
+    assert len(set(judged)) == len(judged)
+    assert tuned.value <= tuned.bound
+
+
+def _noting(judge: Callable[..., None], judged: list[str]) -> Callable[..., None]:
+    def noting(self: PlanJudge, plan: BoundedCandidate, low: float | None) -> None:
+        judged.append(plan.candidate.name)
+        judge(self, plan, low)
+
+    return noting
+
+
+def test_plans_are_ruled_out_by_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "LEAST", 100)
+    q = random_question(3, 4)
+    load = q.workload.model_copy(update={"requests": 400})
+    q = replace(q, workload=load, study=q.study.model_copy(update={"objective": "goodput"}))
+    assert len(space_of(q.study).candidates) > 1
+    tuned = optimize(q, jobs=1)
+    short = [tried for row in tuned.rows for tried in row.tried if tried.requests is not None and not tried.all_cores]
+    assert short, "no plan was ruled out by a short run"
+    assert not any(tried.met for tried in short), "those that meet the SLO decide nothing"
