@@ -11,7 +11,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine.policies.listed import StallFree
 from simtune.engine.policies.static import StaticBatching
+from simtune.engine.request import Request
 from simtune.sim.router import RoundRobin
 from simtune.specs.plan import FirstToken
 from simtune.testing.clusters import Cluster, Incident, SmallPool, Way, check, clusters, controlled
@@ -95,3 +97,28 @@ def test_a_prompt_computed_again_after_the_first_token_moves_no_times(first_toke
 def test_who_is_preempted_and_withdrawn_keeps_its_first_transfer(cluster: Cluster) -> None:
     """It is sent a second time, once its first token is long delivered."""
     check(cluster)
+
+
+class _LeastServed(StallFree):
+    """The most served is preempted first."""
+
+    def key(self, request: Request) -> int:
+        return request.emitted // 4
+
+
+def test_a_jump_evicts_what_single_steps_do() -> None:
+    """A request whose blocks are cached waits while two others take their last blocks, and end in the same jump."""
+    lengths = {"prompt_tokens": np.array([36, 130, 200]), "output_tokens": np.array([46, 34, 26])}
+    stream = RequestStream(
+        arrival_s=np.zeros(3), class_index=np.zeros(3, dtype=int), priority=np.zeros(3, dtype=int),
+        class_names=("default",), slos=(None,), hash_ids=((), (0, 1), ()), **lengths,
+    )  # fmt: skip
+    front = SmallPool(instances=1, pp=1, blocks=30, seqs=1, budget=200, step_s=0.001)
+    cluster = Cluster(
+        front=front, back=replace(front, seqs=3, budget=4), block_size=16, stream=stream, router=RoundRobin,
+        stale_s=0.0, way=Way(1e6, 0.0, 0.0, 1, False, False), incidents=(), policy=_LeastServed,
+        options={"prefix_caching": True, "hash_block_tokens": 16},
+    )  # fmt: skip
+    flown, stepped = cluster.run(), cluster.run(single_steps=True)
+    assert flown.finish.tolist() == stepped.finish.tolist()
+    assert flown.preemptions.sum() > 0
