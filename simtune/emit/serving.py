@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, with_unsaid, written_by
 from simtune.emit.launch import Server, launch_script
+from simtune.emit.option import Option
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
@@ -19,8 +20,8 @@ class ServingEmitter(Emitter):
     """An engine that is started with one file of settings per pool."""
 
     server: ClassVar[Server]
-    serving_options: ClassVar[Mapping[str, type]]
-    """The names that settings are written under, and the types of their values."""
+    serving_options: ClassVar[Mapping[str, Option]]
+    """The options that settings are written under, in that order."""
     kv_dtypes: ClassVar[Mapping[str, str]]
     """The engine's words for dtypes of the KV cache that are not the model's own."""
 
@@ -52,7 +53,7 @@ class ServingEmitter(Emitter):
         return files
 
     @abstractmethod
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """Return the files of a router that sends prompts to prefill and their results to decode instances."""
 
     @abstractmethod
@@ -92,7 +93,7 @@ class ServingEmitter(Emitter):
 
     def misnamed(self, settings: Mapping[str, Any]) -> list[str]:
         """Return the settings whose name or type is wrong: none of those that are written here."""
-        option_types = {**self.serving_options, **self.options}
+        option_types = {**{name: option.type for name, option in self.serving_options.items()}, **self.options}
         return [name for name, value in settings.items() if not isinstance(value, option_types.get(name, ()))]
 
 
