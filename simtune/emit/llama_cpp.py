@@ -101,6 +101,8 @@ class LlamaCpp(ServingEmitter):
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """Yield the settings that are not written; the engine's memory is sized by its slots."""
         yield from super().unsaid(pool)
+        if not pool.cuda_graphs:
+            yield "cuda_graphs: its server has no option for them; GGML_CUDA_DISABLE_GRAPHS=1 turns them off"
         if pool.kv_cache.num_blocks is None:
             yield (
                 "kv_cache.memory_utilization: the KV cache is made for `parallel` times `kv-unified-per-slot` tokens; "

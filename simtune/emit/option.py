@@ -48,5 +48,5 @@ def written(options: Mapping[str, Option], pool: Pool, **special: Any) -> dict[s
     `special` has the values of options that depend on several settings, with _ for - in their names.
     """
     values = {name: special.get(name.replace("-", "_"), option) for name, option in options.items()}
-    found = {name: value.written(pool) if isinstance(value, Option) else value for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    filled = {name: value.written(pool) if isinstance(value, Option) else value for name, value in values.items()}
+    return {name: value for name, value in filled.items() if value is not None}

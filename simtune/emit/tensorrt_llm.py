@@ -124,7 +124,7 @@ class TensorrtLlm(ServingEmitter):
         chosen = own_options(pool)
         chunking = chosen.get("context_chunking_policy")
         graphs = {"enable_padding": True, "max_batch_size": min(batching.max_num_seqs, 512)}
-        return written(
+        settings = written(
             self.serving_options,
             pool,
             tensor_parallel_size=ranks,
@@ -140,6 +140,8 @@ class TensorrtLlm(ServingEmitter):
             cuda_graph_config=graphs if pool.cuda_graphs else None,
             cache_transceiver_config=None if pool.role == "mixed" else {"backend": "DEFAULT"},
         )
+        # Left out, it captures graphs of its own choice (TorchLlmArgs in tensorrt_llm/llmapi/llm_args.py).
+        return settings if pool.cuda_graphs else {**settings, "cuda_graph_config": None}
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """Yield the settings that are not written; context servers do not schedule ahead (examples/disaggregated of the

@@ -65,6 +65,8 @@ class Transformers(ServingEmitter):
         """Yield the settings that are not written; the server is given only its batch and its blocks."""
         yield from super().unsaid(pool)
         yield "batching.max_num_seqs: it takes as many as its memory has room for"
+        if pool.max_model_len is not None:
+            yield "max_model_len: the model's own limit holds"
         if pool.kv_cache.num_blocks is None:
             yield "kv_cache.memory_utilization: it measures what is free, and takes most of it"
         if not pool.kv_cache.prefix_caching:
