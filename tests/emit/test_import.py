@@ -249,6 +249,23 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "engine", "message"),
+    [
+        (
+            "sglang serve x --schedule-conservativeness much",
+            "sglang",
+            "--schedule-conservativeness: 'much' is no number",
+        ),
+        ("sglang serve x --dp 2 --enable-dp-attention", "sglang", "2 groups do not divide 1 ranks"),
+        ('trtllm-serve x --cuda_graph_config {"max_batch_size":"a"}', "trtllm", "'a' is no whole number"),
+    ],
+)
+def test_values_of_several_options_are_checked(command: str, engine: str, message: str) -> None:
+    with pytest.raises(SimtuneError, match=message):
+        line(command, engine=engine, model="llama-3.1-8b")
+
+
+@pytest.mark.parametrize(
     ("stated", "message"),
     [
         ({"engine": None}, "which release of vllm runs is not in it; give --engine vllm@RELEASE, or one of vllm-0.10"),

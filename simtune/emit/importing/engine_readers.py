@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.importing import drafts_read
-from simtune.emit.importing.launches import Given, Launch, plain, switch, whole_number
+from simtune.emit.importing.launches import Given, Launch, plain, real_number, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.emit.importing.reader import (
     OptionReader,
@@ -195,7 +195,7 @@ def _later(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given
 
 
 def _sglang_conservativeness(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
-    draft.set("batching.options.schedule_conservativeness", float(str(option.value)))
+    draft.set("batching.options.schedule_conservativeness", real_number(option))
 
 
 def _sglang_drafts(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
@@ -283,7 +283,7 @@ class SglangReader(OptionReader):
         )
         if attention and groups > 1:
             if ranks % groups:
-                raise SpecError(by_name["tp-size"].problem(f"{groups} groups do not divide {ranks} ranks"))
+                raise SpecError(launch.given[0].problem(f"{groups} groups do not divide {ranks} ranks"))
             draft.set("parallelism.attention_dp", groups)
         elif groups > 1:
             launch.instances *= groups
@@ -351,9 +351,10 @@ def _trt_graphs(reader: OptionReader, draft: PoolDraft, launch: Launch, option: 
         return
     draft.set("cuda_graphs", True)
     largest = json_value(option).get("max_batch_size")
-    seats = launch.value("max-batch-size") or draft.get("batching.max_num_seqs") or 0
-    if largest is not None and int(str(largest)) < min(int(str(seats)), 512):
-        inner = Given(f"{option.name}.max-batch-size", largest, option.file, option.line)
+    seats = next((whole_number(x) for x in launch.given if x.name == "max-batch-size"), 0)
+    seats = seats or draft.get("batching.max_num_seqs") or 0
+    inner = Given(f"{option.name}.max-batch-size", largest, option.file, option.line)
+    if largest is not None and whole_number(inner) < min(seats, 512):
         draft.refuse(inner, "which steps have CUDA graphs")
 
 
