@@ -24,6 +24,7 @@ VERBS = {
     "optimize": "Find the best schedule for a study, and write plan, engine configs and report.",
     "simulate": "Run one plan under one load.",
     "sweep": "Simulate every point of a grid over fields of plan, workload or hardware.",
+    "import": "Make a plan of what starts your servers: a command line, a script, a manifest.",
     "explain": "Explain a plan in words.",
     "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
@@ -46,6 +47,8 @@ VERBS = {
 }
 """Verbs in the order of `--help`: plans, loads and drafts, hardware, real engines, and built-in specs."""
 
+_MODULES = {"import": "import_plan"}
+"""Modules of verbs that no Python name may have."""
 
 INTERNAL = (
     "internal error: a mistake in simtune, not in what you asked for; please report the lines above with your command "
@@ -107,7 +110,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"simtune.cli.{name}"), name)
+        module = _MODULES.get(name, name)
+        command: click.Command = getattr(importlib.import_module(f"simtune.cli.{module}"), module)
         names = {option.name for option in command.params}
         if name in READS_CODE and "allow_code" not in names:
             command.params.append(_allow_code_option())

@@ -10,6 +10,9 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 
+SETTINGS_AS_OPTIONS = r"sed -n '/^[a-z]/{s/: true$//;s/: / /;s/^/--/;p;}'"
+"""Shell text that prints a settings file, of one `option: value` a line, as options; `option: true` is a flag."""
+
 
 class Server(NamedTuple):
     """Names, and shell text that starts an engine."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.emitter import EngineFiles, LaunchArgs
-from simtune.emit.launch import Server
+from simtune.emit.launch import SETTINGS_AS_OPTIONS, Server
+from simtune.emit.option import Option, written
 from simtune.emit.serving import ServingEmitter
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
@@ -36,44 +37,41 @@ class LlamaCpp(ServingEmitter):
     server = Server(
         name="llamacpp",
         title="llama.cpp",
-        # The settings file holds one `option: value` a line, and `option: true` for a flag.
-        command="""CUDA_VISIBLE_DEVICES="$2" llama-server --model "$MODEL" --port "$((PORT + $3))" \\
-        $(sed -n '/^[a-z]/{s/: true$//;s/: / /;s/^/--/;p;}' "$here/$1")""",
+        command=f"""CUDA_VISIBLE_DEVICES="$2" llama-server --model "$MODEL" --port "$((PORT + $3))" \\
+        $({SETTINGS_AS_OPTIONS} "$here/$1")""",
         multi_node="see its RPC backend",
     )
-    serving_options: ClassVar[Mapping[str, type]] = {
-        "parallel": int,
-        "batch-size": int,
-        "ubatch-size": int,
-        "ctx-size": int,
-        "kv-unified": bool,
-        "kv-unified-per-slot": int,
-        "cache-type-k": str,
-        "cache-type-v": str,
-        "n-gpu-layers": str,
-        "split-mode": str,
-        "no-cache-prompt": bool,
+    serving_options: ClassVar[Mapping[str, Option]] = {
+        "parallel": Option(int, "batching.max_num_seqs"),
+        "batch-size": Option(int, "batching.max_num_batched_tokens"),
+        "ubatch-size": Option(int, "batching.max_num_batched_tokens"),
+        "ctx-size": Option(int),
+        "kv-unified": Option(bool),
+        "kv-unified-per-slot": Option(int, "max_model_len"),
+        "cache-type-k": Option(str),
+        "cache-type-v": Option(str),
+        "n-gpu-layers": Option(str),
+        "split-mode": Option(str),
+        "no-cache-prompt": Option(bool, "kv_cache.prefix_caching", {False: True}, stated=True),
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
     def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`. A step is one pass of the model, so the physical batch is the logical one."""
-        batching, cache = pool.batching, pool.kv_cache
+        cache = pool.kv_cache
         longest = model.max_position if pool.max_model_len is None else pool.max_model_len
-        words = self.kv_dtype(pool, model)
-        return {
-            "parallel": batching.max_num_seqs,
-            "batch-size": batching.max_num_batched_tokens,
-            "ubatch-size": batching.max_num_batched_tokens,
-            "ctx-size": None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
-            "kv-unified": True,
-            "kv-unified-per-slot": longest,
-            "cache-type-k": words,
-            "cache-type-v": words,
-            "n-gpu-layers": "all",
-            "split-mode": self._split(pool),
-            "no-cache-prompt": pool.stated("kv_cache.prefix_caching") is False or None,
-        }
+        dtype = self.kv_dtype(pool, model)
+        return written(
+            self.serving_options,
+            pool,
+            ctx_size=None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
+            kv_unified=True,
+            kv_unified_per_slot=longest,
+            cache_type_k=dtype,
+            cache_type_v=dtype,
+            n_gpu_layers="all",
+            split_mode=self._split(pool),
+        )
 
     @staticmethod
     def _split(pool: Pool) -> str:
@@ -103,12 +101,14 @@ class LlamaCpp(ServingEmitter):
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """Yield the settings that are not written; the engine's memory is sized by its slots."""
         yield from super().unsaid(pool)
+        if not pool.cuda_graphs:
+            yield "cuda_graphs: its server has no option for them; GGML_CUDA_DISABLE_GRAPHS=1 turns them off"
         if pool.kv_cache.num_blocks is None:
             yield (
                 "kv_cache.memory_utilization: the KV cache is made for `parallel` times `kv-unified-per-slot` tokens; "
                 "give ctx-size what the device has room for"
             )
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """Return no files: the engine has no prefill and decode pools."""
         return {}

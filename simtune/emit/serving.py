@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, with_unsaid, written_by
 from simtune.emit.launch import Server, launch_script
+from simtune.emit.option import Option
 from simtune.errors import UsageError
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
@@ -19,8 +20,8 @@ class ServingEmitter(Emitter):
     """An engine that is started with one file of settings per pool."""
 
     server: ClassVar[Server]
-    serving_options: ClassVar[Mapping[str, type]]
-    """The names that settings are written under, and the types of their values."""
+    serving_options: ClassVar[Mapping[str, Option]]
+    """The options that settings are written under, in that order."""
     kv_dtypes: ClassVar[Mapping[str, str]]
     """The engine's words for dtypes of the KV cache that are not the model's own."""
 
@@ -42,22 +43,21 @@ class ServingEmitter(Emitter):
         files = {}
         for pool in plan.pools:
             settings = {**of[pool.name].serving(pool, model), **self.drafting(pool, drafts)}
-            stated = {name: value for name, value in settings.items() if value is not None}
-            assert not (wrong := self.misnamed(stated)), wrong
+            assert not (wrong := self.misnamed(settings)), wrong
             comment = with_unsaid(f"Plan {plan.name}, pool {pool.name}. {written_by(of[pool.name])}", self.unsaid(pool))
-            files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(stated, comment)
+            files[f"engine/{self.server.settings_file(pool)}"] = yamlfile.dump(settings, comment)
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, self.server)
         if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
             files |= self.router_files(plan, devices_per_node, written)
         return files
 
     @abstractmethod
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """Return the files of a router that sends prompts to prefill and their results to decode instances."""
 
     @abstractmethod
     def serving(self, pool: Pool, model: Model) -> LaunchArgs:
-        """Return all settings but those of drafts, in the engine's words; settings that are None are left out."""
+        """Return all settings but those of drafts, in the engine's words; None is the engine's word for no value."""
 
     def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> LaunchArgs:
         """Return the settings of a pool's drafts; none if it has none. Raises UsageError if the engine cannot be given
@@ -92,8 +92,9 @@ class ServingEmitter(Emitter):
 
     def misnamed(self, settings: Mapping[str, Any]) -> list[str]:
         """Return the settings whose name or type is wrong: none of those that are written here."""
-        option_types = {**self.serving_options, **self.options}
-        return [name for name, value in settings.items() if not isinstance(value, option_types.get(name, ()))]
+        option_types = {**{name: option.type for name, option in self.serving_options.items()}, **self.options}
+        stated = {name: value for name, value in settings.items() if value is not None}
+        return [name for name, value in stated.items() if not isinstance(value, option_types.get(name, ()))]
 
 
 def own_options(pool: Pool) -> LaunchArgs:

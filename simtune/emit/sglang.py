@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.launch import Endpoint, Server, router_script
+from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.cache_tiers import CacheTier
@@ -18,6 +19,7 @@ from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
 from simtune.specs.speculation import Speculation
 
+_POLICIES = {"sglang": "fcfs"}
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "DFLASH", "dspark": "DSPARK"}
 
 NEWEST: ReleaseNumber = (0, 5, 23)
@@ -113,7 +115,7 @@ class Sglang(ServingEmitter):
         BlockDrafter: _part_of_the_target,
         Ngram: _ngram,
     }
-    policies: ClassVar[Mapping[str, str]] = {"sglang": "fcfs"}
+    policies: ClassVar[Mapping[str, str]] = _POLICIES
     knows = frozenset({"stream_interval"})
     tiers_written = frozenset({"computed", "evicted"})
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
@@ -126,35 +128,35 @@ class Sglang(ServingEmitter):
         apart=("router.sh starts SGLang's own, which brings prefill and decode instances together.",),
         apart_options=' --disaggregation-bootstrap-port "$((BOOTSTRAP_PORT + $3))"',
     )
-    serving_options: ClassVar[Mapping[str, type]] = {
-        "tp-size": int,
-        "pp-size": int,
-        "dp-size": int,
-        "enable-dp-attention": bool,
-        "attn-dp-size": int,
-        "ep-size": int,
-        "max-running-requests": int,
-        "chunked-prefill-size": int,
-        "max-prefill-tokens": int,
-        "context-length": int,
-        "stream-interval": int,
-        "enable-hierarchical-cache": bool,
-        "hicache-size": int,
-        "hicache-write-policy": str,
-        "mem-fraction-static": float,
-        "max-total-tokens": int,
-        "page-size": int,
-        "quantization": str,
-        "kv-cache-dtype": str,
-        "schedule-policy": str,
-        "schedule-conservativeness": float,
-        "disable-radix-cache": bool,
-        "disable-overlap-schedule": bool,
-        "disable-cuda-graph": bool,
-        "disable-decode-cuda-graph": bool,
-        "disable-prefill-cuda-graph": bool,
-        "disaggregation-mode": str,
-        "disaggregation-transfer-backend": str,
+    serving_options: ClassVar[Mapping[str, Option]] = {
+        "tp-size": Option(int),
+        "pp-size": Option(int, "parallelism.pp"),
+        "dp-size": Option(int),
+        "enable-dp-attention": Option(bool),
+        "attn-dp-size": Option(int),
+        "ep-size": Option(int),
+        "max-running-requests": Option(int, "batching.max_num_seqs"),
+        "chunked-prefill-size": Option(int),
+        "max-prefill-tokens": Option(int),
+        "context-length": Option(int, "max_model_len"),
+        "mem-fraction-static": Option(float, "kv_cache.memory_utilization", stated=True),
+        "max-total-tokens": Option(int),
+        "page-size": Option(int, "kv_cache.block_size", stated=True),
+        "quantization": Option(str),
+        "kv-cache-dtype": Option(str),
+        "schedule-policy": Option(str, "batching.policy", _POLICIES),
+        "schedule-conservativeness": Option(float),
+        "disable-radix-cache": Option(bool, "kv_cache.prefix_caching", {False: True}, stated=True),
+        "disable-overlap-schedule": Option(bool, "async_scheduling", {False: True}),
+        "stream-interval": Option(int, "stream_interval"),
+        "enable-hierarchical-cache": Option(bool),
+        "hicache-size": Option(int),
+        "hicache-write-policy": Option(str),
+        "disable-cuda-graph": Option(bool),
+        "disable-decode-cuda-graph": Option(bool),
+        "disable-prefill-cuda-graph": Option(bool),
+        "disaggregation-mode": Option(str, "role", unless="mixed"),
+        "disaggregation-transfer-backend": Option(str),
     }
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8_e4m3", "bf16": "bf16"}
@@ -173,31 +175,23 @@ class Sglang(ServingEmitter):
         """See `ServingEmitter.serving`. Its tp counts the ranks of all groups with attention of their own."""
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         blocks = cache.num_blocks
-        return {
-            "tp-size": p.tp * p.attention_dp,
-            "pp-size": p.pp,
-            **self._groups(p.attention_dp),
-            "ep-size": p.tp * p.attention_dp if p.expert_parallel else None,
-            "max-running-requests": batching.max_num_seqs,
+        return written(
+            self.serving_options,
+            pool,
+            tp_size=p.tp * p.attention_dp,
+            **{name.replace("-", "_"): value for name, value in self._groups(p.attention_dp).items()},
+            ep_size=p.tp * p.attention_dp if p.expert_parallel else None,
             # -1 turns chunking off; max-prefill-tokens then bounds the prompts of a step.
-            "chunked-prefill-size": batching.max_num_batched_tokens if batching.chunked_prefill else -1,
-            "max-prefill-tokens": None if batching.chunked_prefill else batching.max_num_batched_tokens,
-            "context-length": pool.max_model_len,
-            "mem-fraction-static": pool.stated("kv_cache.memory_utilization"),
-            "max-total-tokens": None if blocks is None else blocks * cache.block_size,
-            "page-size": pool.stated("kv_cache.block_size"),
-            "quantization": self.quantization(pool, model),
-            "kv-cache-dtype": self.kv_dtype(pool, model),
-            "schedule-policy": self.policies[batching.policy],
-            "schedule-conservativeness": own_options(pool).get("schedule_conservativeness"),
-            "disable-radix-cache": pool.stated("kv_cache.prefix_caching") is False or None,
-            "disable-overlap-schedule": not pool.async_scheduling or None,
-            **_hicache(self.host_tier(pool), p.devices),
-            "stream-interval": pool.stream_interval,
-            **({} if pool.cuda_graphs else dict.fromkeys(self._eager, True)),
-            "disaggregation-mode": None if pool.role == "mixed" else pool.role,
-            "disaggregation-transfer-backend": None if pool.role == "mixed" else "nixl",
-        }
+            chunked_prefill_size=batching.max_num_batched_tokens if batching.chunked_prefill else -1,
+            max_prefill_tokens=None if batching.chunked_prefill else batching.max_num_batched_tokens,
+            max_total_tokens=None if blocks is None else blocks * cache.block_size,
+            quantization=self.quantization(pool, model),
+            kv_cache_dtype=self.kv_dtype(pool, model),
+            schedule_conservativeness=own_options(pool).get("schedule_conservativeness"),
+            **{name.replace("-", "_"): value for name, value in _hicache(self.host_tier(pool), p.devices).items()},
+            **{name.replace("-", "_"): True for name in (() if pool.cuda_graphs else self._eager)},
+            disaggregation_transfer_backend=None if pool.role == "mixed" else "nixl",
+        )
 
     @property
     def _eager(self) -> tuple[str, ...]:
@@ -227,9 +221,9 @@ class Sglang(ServingEmitter):
             self.left_open,
         )
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """`engine/router.sh`, which starts its router (docs.sglang.ai, PD disaggregation)."""
-        return {"engine/router.sh": router_script(plan, devices_per_node, written, _router)}
+        return {"engine/router.sh": router_script(plan, devices_per_node, names, _router)}
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> LaunchArgs:
         """See `Emitter.speculation`; the settings of a lookup have no steps."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded
 from simtune.emit.launch import Server, endpoints
+from simtune.emit.option import Option, written
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs import yamlfile
 from simtune.specs.drafters import Drafter, DraftModel, Eagle, Ngram
@@ -82,23 +83,32 @@ class TensorrtLlm(ServingEmitter):
             "instances are up.",
         ),
     )
-    serving_options: ClassVar[Mapping[str, type]] = {
-        "tensor_parallel_size": int,
-        "pipeline_parallel_size": int,
-        "enable_attention_dp": bool,
-        "moe_expert_parallel_size": int,
-        "max_batch_size": int,
-        "max_num_tokens": int,
-        "max_seq_len": int,
-        "enable_chunked_prefill": bool,
-        "disable_overlap_scheduler": bool,
-        "kv_cache_config": dict,
-        "scheduler_config": dict,
-        "stream_interval": int,
-        "cuda_graph_config": dict,
-        "speculative_config": dict,
-        "cache_transceiver_config": dict,
+    serving_options: ClassVar[Mapping[str, Option]] = {
+        "tensor_parallel_size": Option(int),
+        "pipeline_parallel_size": Option(int, "parallelism.pp"),
+        "enable_attention_dp": Option(bool),
+        "moe_expert_parallel_size": Option(int),
+        "max_batch_size": Option(int, "batching.max_num_seqs"),
+        "max_num_tokens": Option(int, "batching.max_num_batched_tokens"),
+        "max_seq_len": Option(int, "max_model_len"),
+        "enable_chunked_prefill": Option(bool, "batching.chunked_prefill", stated=True),
+        "disable_overlap_scheduler": Option(bool, "async_scheduling", {False: True}),
+        "kv_cache_config": Option(dict),
+        "scheduler_config": Option(dict),
+        "stream_interval": Option(int, "stream_interval"),
+        "cuda_graph_config": Option(dict),
+        "speculative_config": Option(dict),
+        "cache_transceiver_config": Option(dict),
     }
+    kv_options: ClassVar[Mapping[str, Option]] = {
+        "free_gpu_memory_fraction": Option(float, "kv_cache.memory_utilization", stated=True),
+        "tokens_per_block": Option(int, "kv_cache.block_size", stated=True),
+        "enable_block_reuse": Option(bool, "kv_cache.prefix_caching", stated=True),
+        "dtype": Option(str),
+        "host_cache_size": Option(int),
+        "max_tokens": Option(int),
+    }
+    """The keys of `kv_cache_config`."""
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8", "bf16": "bfloat16"}
     takes = "it drafts one chain or one EAGLE-2 tree: Schedule.dynamic_tree()"
     no_drafter = "{title} ({version}): no {drafter} drafter is written here"
@@ -108,37 +118,34 @@ class TensorrtLlm(ServingEmitter):
         p, batching, cache = pool.parallelism, pool.batching, pool.kv_cache
         ranks = p.tp * p.attention_dp
         host = self.host_tier(pool)
-        kv_cache = {
-            "free_gpu_memory_fraction": pool.stated("kv_cache.memory_utilization"),
-            "tokens_per_block": pool.stated("kv_cache.block_size"),
-            "enable_block_reuse": pool.stated("kv_cache.prefix_caching"),
-            "dtype": self.kv_dtype(pool, model),
-            "host_cache_size": None if host is None else round((host.bytes or 0.0) / p.devices),
-            "max_tokens": None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
-        }
+        kv_cache = written(
+            self.kv_options,
+            pool,
+            dtype=self.kv_dtype(pool, model),
+            host_cache_size=None if host is None else round((host.bytes or 0.0) / p.devices),
+            max_tokens=None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
+        )
         chosen = own_options(pool)
         chunking = chosen.get("context_chunking_policy")
         graphs = {"enable_padding": True, "max_batch_size": min(batching.max_num_seqs, 512)}
-        return {
-            "tensor_parallel_size": ranks,
-            "pipeline_parallel_size": p.pp,
-            "enable_attention_dp": p.attention_dp > 1,
-            "moe_expert_parallel_size": ranks if p.expert_parallel else None,
-            "max_batch_size": batching.max_num_seqs,
-            "max_num_tokens": batching.max_num_batched_tokens,
-            "max_seq_len": pool.max_model_len,
-            "enable_chunked_prefill": pool.stated("batching.chunked_prefill"),
+        settings = written(
+            self.serving_options,
+            pool,
+            tensor_parallel_size=ranks,
+            enable_attention_dp=p.attention_dp > 1,
+            moe_expert_parallel_size=ranks if p.expert_parallel else None,
             # Context servers do not schedule ahead, see `unsaid`.
-            "disable_overlap_scheduler": not pool.async_scheduling or pool.role == "prefill",
-            "kv_cache_config": {name: value for name, value in kv_cache.items() if value is not None},
-            "scheduler_config": {
+            disable_overlap_scheduler=not pool.async_scheduling or pool.role == "prefill",
+            kv_cache_config=kv_cache,
+            scheduler_config={
                 "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
                 **({} if chunking is None else {"context_chunking_policy": chunking}),
             },
-            "stream_interval": pool.stream_interval,
-            "cuda_graph_config": graphs if pool.cuda_graphs else None,
-            "cache_transceiver_config": None if pool.role == "mixed" else {"backend": "DEFAULT"},
-        }
+            cuda_graph_config=graphs if pool.cuda_graphs else None,
+            cache_transceiver_config=None if pool.role == "mixed" else {"backend": "DEFAULT"},
+        )
+        # Left out, it captures graphs of its own choice (TorchLlmArgs in tensorrt_llm/llmapi/llm_args.py).
+        return settings if pool.cuda_graphs else {**settings, "cuda_graph_config": None}
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """Yield the settings that are not written; context servers do not schedule ahead (examples/disaggregated of the
@@ -148,7 +155,7 @@ class TensorrtLlm(ServingEmitter):
         if pool.role == "prefill" and pool.async_scheduling:
             yield "async_scheduling: instances that prefill schedule step by step, so prompts take the host's time too"
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """The file of `trtllm-serve disaggregated`: which servers prefill (context) and which decode (generation)."""
         placed = endpoints(plan, devices_per_node)
         several = placed[-1].node > 0
@@ -161,7 +168,7 @@ class TensorrtLlm(ServingEmitter):
             }
             for role, word in (("prefill", "context"), ("decode", "generation"))
         }
-        comment = f"Plan {plan.name}. {written}\nPorts are those of launch.sh with PORT=8000."
+        comment = f"Plan {plan.name}. {names}\nPorts are those of launch.sh with PORT=8000."
         if several:
             comment += "\nHOST0, HOST1, ... stand for the hosts of the nodes: put their names in."
         text = yamlfile.dump({"hostname": "localhost", "port": 9000, **servers}, comment)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from simtune.emit.emitter import EngineFiles, LaunchArgs
-from simtune.emit.launch import Server
+from simtune.emit.launch import SETTINGS_AS_OPTIONS, Server
+from simtune.emit.option import Option, written
 from simtune.emit.serving import ServingEmitter
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
@@ -33,29 +34,22 @@ class Transformers(ServingEmitter):
     server = Server(
         name="transformers",
         title="transformers",
-        # The settings file holds one `option: value` a line, and `option: true` for a flag.
-        command="""CUDA_VISIBLE_DEVICES="$2" transformers serve "$MODEL" --port "$((PORT + $3))" \\
-        $(sed -n '/^[a-z]/{s/: true$//;s/: / /;s/^/--/;p;}' "$here/$1")""",
+        command=f"""CUDA_VISIBLE_DEVICES="$2" transformers serve "$MODEL" --port "$((PORT + $3))" \\
+        $({SETTINGS_AS_OPTIONS} "$here/$1")""",
     )
-    serving_options: ClassVar[Mapping[str, type]] = {
-        "continuous-batching": bool,
-        "cb-block-size": int,
-        "cb-num-blocks": int,
-        "cb-max-batch-tokens": int,
-        "cb-use-cuda-graph": bool,
-        "no-cb-use-cuda-graph": bool,
+    serving_options: ClassVar[Mapping[str, Option]] = {
+        "continuous-batching": Option(bool),
+        "cb-block-size": Option(int, "kv_cache.block_size"),
+        "cb-num-blocks": Option(int, "kv_cache.num_blocks"),
+        "cb-max-batch-tokens": Option(int, "batching.max_num_batched_tokens"),
+        "cb-use-cuda-graph": Option(bool, "cuda_graphs", {True: True}),
+        "no-cb-use-cuda-graph": Option(bool, "cuda_graphs", {False: True}),
     }
     kv_dtypes: ClassVar[Mapping[str, str]] = {}
 
     def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`."""
-        return {
-            "continuous-batching": True,
-            "cb-block-size": pool.kv_cache.block_size,
-            "cb-num-blocks": pool.kv_cache.num_blocks,
-            "cb-max-batch-tokens": pool.batching.max_num_batched_tokens,
-            "cb-use-cuda-graph" if pool.cuda_graphs else "no-cb-use-cuda-graph": True,
-        }
+        return written(self.serving_options, pool, continuous_batching=True)
 
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """Yield the refusals: the engine takes one pool of instances of one GPU that cut prompts."""
@@ -71,6 +65,8 @@ class Transformers(ServingEmitter):
         """Yield the settings that are not written; the server is given only its batch and its blocks."""
         yield from super().unsaid(pool)
         yield "batching.max_num_seqs: it takes as many as its memory has room for"
+        if pool.max_model_len is not None:
+            yield "max_model_len: the model's own limit holds"
         if pool.kv_cache.num_blocks is None:
             yield "kv_cache.memory_utilization: it measures what is free, and takes most of it"
         if not pool.kv_cache.prefix_caching:
@@ -78,6 +74,6 @@ class Transformers(ServingEmitter):
         if pool.async_scheduling:
             yield "async_scheduling: it chooses by the device"
 
-    def router_files(self, plan: Plan, devices_per_node: int, written: str) -> EngineFiles:
+    def router_files(self, plan: Plan, devices_per_node: int, names: str) -> EngineFiles:
         """Return no files: the engine has no prefill and decode pools."""
         return {}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
+from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.vllm_releases import (
     NEWEST,
@@ -17,6 +18,7 @@ from simtune.emit.vllm_releases import (
     hides_since,
     knows,
     kv_dtype_since,
+    options_by_release,
     takes_whole_prompts,
 )
 from simtune.errors import UsageError, suggest
@@ -30,33 +32,35 @@ from simtune.specs.preset import GIB
 from simtune.specs.schemes import ByBatch, Chain, Scheme
 from simtune.specs.speculation import Speculation
 
-OPTIONS: dict[str, type] = {
-    "tensor-parallel-size": int,
-    "pipeline-parallel-size": int,
-    "data-parallel-size": int,
-    "enable-expert-parallel": bool,
-    "max-num-seqs": int,
-    "max-num-batched-tokens": int,
-    "max-model-len": int,
-    "stream-interval": int,
-    "kv-offloading-size": float,
-    "gpu-memory-utilization": float,
-    "num-gpu-blocks-override": int,
-    "block-size": int,
-    "quantization": str,
-    "kv-cache-dtype": str,
-    "scheduling-policy": str,
-    "enable-chunked-prefill": bool,
-    "enable-prefix-caching": bool,
-    "long-prefill-token-threshold": int,
-    "scheduler-reserve-full-isl": bool,
-    "async-scheduling": bool,
-    "enforce-eager": bool,
-    "watermark": float,
-    "kv-transfer-config": str,
-    "speculative-config": str,
+_POLICIES = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
+
+OPTIONS: dict[str, Option] = {
+    "tensor-parallel-size": Option(int, "parallelism.tp"),
+    "pipeline-parallel-size": Option(int, "parallelism.pp"),
+    "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
+    "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
+    "max-num-seqs": Option(int, "batching.max_num_seqs"),
+    "max-num-batched-tokens": Option(int, "batching.max_num_batched_tokens"),
+    "max-model-len": Option(int, "max_model_len"),
+    "gpu-memory-utilization": Option(float, "kv_cache.memory_utilization"),
+    "num-gpu-blocks-override": Option(int, "kv_cache.num_blocks"),
+    "block-size": Option(int, "kv_cache.block_size"),
+    "quantization": Option(str),
+    "kv-cache-dtype": Option(str),
+    "scheduling-policy": Option(str, "batching.policy", _POLICIES),
+    "watermark": Option(float, "kv_cache.watermark", unless=0.0),
+    "enable-chunked-prefill": Option(bool, "batching.chunked_prefill"),
+    "enable-prefix-caching": Option(bool, "kv_cache.prefix_caching", stated=True),
+    "long-prefill-token-threshold": Option(int, "batching.long_prefill_token_threshold"),
+    "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
+    "stream-interval": Option(int, "stream_interval"),
+    "kv-offloading-size": Option(float),
+    "async-scheduling": Option(bool, "async_scheduling"),
+    "enforce-eager": Option(bool, "cuda_graphs", {False: True}),
+    "kv-transfer-config": Option(str),
+    "speculative-config": Option(str),
 }
-"""The long options of `vllm serve` that are written here, and the type of their value.
+"""The long options of `vllm serve` that are written here, in that order.
 
 Named as in the argument parser of the newest release. A bool has a twin `no-<option>`.
 """
@@ -153,7 +157,7 @@ class Vllm(Emitter):
     }
     takes = "it drafts chains, of one length or by batch size: Schedule.by_batch()"
     quantizations: ClassVar[Mapping[str, str]] = {"fp8": "fp8"}
-    policies: ClassVar[Mapping[str, str]] = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
+    policies: ClassVar[Mapping[str, str]] = _POLICIES
 
     tiers_written = frozenset({"computed"})
 
@@ -211,14 +215,14 @@ class Vllm(Emitter):
         files = {
             f"engine/{SERVER.settings_file(p)}": of[p.name]._settings_text(plan, p, model, drafts) for p in plan.pools
         }
-        written = written_by(*of.values())
-        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, written, SERVER)
+        names = written_by(*of.values())
+        files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, names, SERVER)
         if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
-            files["engine/router.sh"] = router_script(plan, devices_per_node, written, _proxy)
+            files["engine/router.sh"] = router_script(plan, devices_per_node, names, _proxy)
         files |= deployment_file(
             plan,
             model,
-            written,
+            names,
             ("dynamo.vllm", "--model"),
             lambda p: of[p.name]._settings(p, model, drafts),
             self.left_open,
@@ -282,39 +286,24 @@ class Vllm(Emitter):
         return yamlfile.dump(self._settings(pool, model, drafts), with_unsaid(comment, self.unsaid(pool)))
 
     def _settings(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
-        reserved = pool.batching.scheduler_reserve_full_isl
-        settings: dict[str, int | float | str | bool | None] = {
-            "tensor-parallel-size": pool.parallelism.tp,
-            "pipeline-parallel-size": pool.parallelism.pp,
-            "data-parallel-size": pool.parallelism.attention_dp if pool.parallelism.attention_dp > 1 else None,
-            "enable-expert-parallel": pool.parallelism.expert_parallel or None,
-            "max-num-seqs": pool.batching.max_num_seqs,
-            "max-num-batched-tokens": pool.batching.max_num_batched_tokens,
-            "max-model-len": _max_model_len(pool, model),
-            "gpu-memory-utilization": pool.kv_cache.memory_utilization,
-            "num-gpu-blocks-override": pool.kv_cache.num_blocks,
-            "block-size": pool.kv_cache.block_size,
-            "quantization": self.quantization(pool, model),
-            "kv-cache-dtype": _kv_cache_dtype(pool, model),
-            "scheduling-policy": self.policies[pool.batching.policy],
-            "watermark": pool.kv_cache.watermark or None if "watermark" in self.knows else None,
-            "enable-chunked-prefill": pool.batching.chunked_prefill,
-            "enable-prefix-caching": pool.stated("kv_cache.prefix_caching"),
-            "long-prefill-token-threshold": pool.batching.long_prefill_token_threshold,
-            "scheduler-reserve-full-isl": reserved if "scheduler_reserve_full_isl" in self.knows else None,
+        later = {key: None for key in options_by_release() if key not in self.knows}
+        settings = written(
+            OPTIONS,
+            pool,
+            max_model_len=_max_model_len(pool, model),
+            quantization=self.quantization(pool, model),
+            kv_cache_dtype=_kv_cache_dtype(pool, model),
             # of all ranks together
-            "kv-offloading-size": _gib(self.host_tier(pool)),
-            "stream-interval": pool.stream_interval if "stream_interval" in self.knows else None,
+            kv_offloading_size=_gib(self.host_tier(pool)),
             # vLLM refuses the option if it cannot schedule so.
-            "async-scheduling": pool.schedules_async,
-            "enforce-eager": not pool.cuda_graphs or None,
-            "kv-transfer-config": None if pool.role == "mixed" else _NIXL,
-            "speculative-config": self._speculative_config(pool, drafts),
-        }
-        stated = {option: value for option, value in settings.items() if value is not None}
-        assert all(isinstance(value, OPTIONS[option]) for option, value in stated.items())
+            async_scheduling=pool.schedules_async,
+            kv_transfer_config=None if pool.role == "mixed" else _NIXL,
+            speculative_config=self._speculative_config(pool, drafts),
+            **later,
+        )
+        assert all(isinstance(value, OPTIONS[option].type) for option, value in settings.items())
         # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
-        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in stated.items()}
+        return {f"no-{o}" if v is False else o: True if v is False else v for o, v in settings.items()}
 
 
 # --- what vLLM refuses ------------------------------------------------------------------------------------

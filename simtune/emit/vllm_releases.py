@@ -41,6 +41,11 @@ def knows(release: ReleaseNumber) -> frozenset[str]:
     return frozenset({"long_prefill_token_threshold", *(key for key, since in _OPTIONS.items() if since <= release)})
 
 
+def options_by_release() -> tuple[str, ...]:
+    """Return the options that not every release has."""
+    return tuple(_OPTIONS)
+
+
 def drafts_since(name: str) -> ReleaseNumber:
     """The first release that has a method or a setting of drafts."""
     return _DRAFTS.get(name, _FIRST)

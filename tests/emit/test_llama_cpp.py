@@ -77,6 +77,8 @@ def test_what_it_sizes_itself_is_named() -> None:
     text = engine_files(plan_of(), MODEL, 8, {})["engine/llamacpp-mixed.yaml"]
     assert "# Not said here: kv_cache.memory_utilization: the KV cache is made for" in text
     assert "ctx-size:" not in text
+    eager = engine_files(plan_of(cuda_graphs=False), MODEL, 8, {})["engine/llamacpp-mixed.yaml"]
+    assert "# Not said here: cuda_graphs: its server has no option for them" in eager
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

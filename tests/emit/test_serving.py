@@ -203,3 +203,9 @@ def test_the_host_times_of_a_preset_are_the_engines_own(tmp_path: Path) -> None:
         "host: its times are the engine's own",
         "exposed_host: its times are the engine's own",
     ]
+
+
+def test_tensorrt_llm_is_told_to_capture_no_graphs(tmp_path: Path) -> None:
+    """Left out, the setting is the engine's default, which captures graphs."""
+    settings = written(plan_of(tmp_path, "trtllm-1.4", cuda_graphs=False), "tensorrt-llm")
+    assert settings["cuda_graph_config"] is None

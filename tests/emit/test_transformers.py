@@ -49,13 +49,14 @@ def test_what_its_server_chooses_itself_is_named() -> None:
     said = [line.removeprefix("# Not said here: ").split(":")[0] for line in text.splitlines() if "Not said" in line]
     assert said == [
         "batching.max_num_seqs",
+        "max_model_len",
         "kv_cache.memory_utilization",
         "kv_cache.prefix_caching",
         "async_scheduling",
     ]
     assert yaml.safe_load(text)["no-cb-use-cuda-graph"] is True
     plain = plan_of(kv_cache={"prefix_caching": True, "num_blocks": 900})
-    assert engine_files(plain, MODEL, 8, {})["engine/transformers-mixed.yaml"].count("Not said here") == 1
+    assert engine_files(plain, MODEL, 8, {})["engine/transformers-mixed.yaml"].count("Not said here") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""What is written for an engine is read back as the same plan: pools, roles, ranks, batching, memory and drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simtune.emit import engine_files
+from simtune.emit.importing import Imported, ImportRequest, import_plan
+from simtune.specs.catalog import load_model, load_plan
+from simtune.specs.plan import Plan
+
+EVERY = (
+    "vllm-0.11",
+    "vllm-0.33",
+    "sglang-0.5",
+    "sglang-0.5.23",
+    "trtllm-1.2",
+    "trtllm-1.4",
+    "llamacpp",
+    "transformers",
+)
+SEVERAL_GPUS = EVERY[:6]
+DENSE, EXPERTS = "llama-3.1-8b", "mixtral-8x7b"
+ACCEPTANCE = "eagle3-llama-3.1-8b"
+SET: dict[str, Any] = {
+    "max_model_len": 4096,
+    "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 1024},
+    "kv_cache": {"num_blocks": 30_000, "dtype": "fp8", "prefix_caching": False},
+    "async_scheduling": False,
+    "cuda_graphs": False,
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "draft-model": {"kind": "draft_model", "model": "llama-3.2-1b"},
+    "eagle": {"kind": "eagle", "method": "eagle3", "checkpoint": "org/head"},
+    "mtp": {"kind": "eagle", "method": "mtp"},
+    "medusa": {"kind": "medusa", "heads": 3, "checkpoint": "org/heads"},
+    "ngram": {"kind": "ngram", "lookup_max": 4, "lookup_min": 4},
+    "suffix": {"kind": "suffix"},
+}
+DRAFTS = [
+    *(("vllm-0.33", drafter, {"kind": "chain", "tokens": 3}) for drafter in DRAFTERS),
+    *(("sglang-0.5.23", drafter, {"kind": "chain", "tokens": 3}) for drafter in ("draft-model", "eagle", "mtp")),
+    *(("trtllm-1.4", drafter, {"kind": "chain", "tokens": 3}) for drafter in ("draft-model", "eagle", "mtp")),
+    ("sglang-0.5.23", "eagle", {"kind": "dynamic_tree", "steps": 3, "topk": 4, "tokens": 8}),
+    ("trtllm-1.4", "eagle", {"kind": "dynamic_tree", "steps": 3, "topk": 4, "tokens": 8}),
+    ("vllm-0.33", "eagle", {"kind": "by_batch", "max_tokens": 4, "ranges": [
+        {"first": 1, "last": 8, "tokens": 4}, {"first": 9, "last": 64, "tokens": 2}]}),
+]  # fmt: skip
+
+
+def plan_of(folder: Path, engine: str, *pools: dict[str, Any], model: str = DENSE) -> Plan:
+    rows = [{"hardware": "h100-sxm", "engine": engine, "instances": 1, **pool} for pool in pools]
+    link: dict[str, Any] = {"link": {}} if len(pools) > 1 else {}
+    data = {"schema": "simtune/plan@1", "name": "some.plan", "model": model, "pools": rows, **link}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(data))
+    return load_plan(str(folder / "plan.yaml"))
+
+
+def written(folder: Path, plan: Plan, devices_per_node: int = 8) -> Path:
+    drafts = {"llama-3.2-1b": load_model("llama-3.2-1b")}
+    (folder / "engine").mkdir()
+    for name, text in engine_files(plan, load_model(plan.model), devices_per_node, drafts).items():
+        (folder / name).write_text(text)
+    return folder / "engine"
+
+
+def read(file: Path, engine: str | None, **more: Any) -> Imported:
+    return import_plan(
+        ImportRequest("h100-sxm", file.read_text(), file=str(file), folder=file.parent, engine=engine, **more)
+    )
+
+
+def same(folder: Path, plan: Plan, devices_per_node: int = 8, **more: Any) -> Imported:
+    file = written(folder, plan, devices_per_node) / "launch.sh"
+    imported = read(file, plan.pools[0].engine, **more)
+    assert imported.plan.to_data() == plan.to_data()
+    return imported
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_a_preset(tmp_path: Path, engine: str) -> None:
+    imported = same(tmp_path, plan_of(tmp_path, engine, {"instances": 3}))
+    assert not [note for note in imported.notes if not note.startswith("ignored: ")]
+    (tmp_path / "again.yaml").write_text(imported.text)
+    assert load_plan(str(tmp_path / "again.yaml")) == imported.plan
+
+
+@pytest.mark.parametrize("engine", SEVERAL_GPUS)
+def test_what_a_plan_changes(tmp_path: Path, engine: str) -> None:
+    interval = {} if engine == "vllm-0.11" else {"stream_interval": 4}
+    weights = {} if "trtllm" in engine else {"weight_dtype": "fp8"}
+    same(tmp_path, plan_of(tmp_path, engine, {**SET, **interval, **weights, "parallelism": {"tp": 2, "pp": 2}}))
+
+
+def test_what_is_said_of_llama_cpp_and_transformers(tmp_path: Path) -> None:
+    pool = {"batching": {"max_num_seqs": 9, "max_num_batched_tokens": 512}, "kv_cache": {"num_blocks": 50_000}}
+    for engine, more in (("llamacpp", {"max_model_len": 4096, "parallelism": {"pp": 4}}), ("transformers", {})):
+        (tmp_path / engine).mkdir()
+        seats = {} if engine == "llamacpp" else {"max_num_seqs": 256}
+        batching = {**pool["batching"], **seats}
+        same(tmp_path / engine, plan_of(tmp_path / engine, engine, {**pool, "batching": batching, **more}))
+
+
+@pytest.mark.parametrize("engine", SEVERAL_GPUS)
+@pytest.mark.parametrize(
+    "cut", [{"tp": 4}, {"tp": 8, "expert_parallel": True}, {"tp": 2, "attention_dp": 4, "expert_parallel": True},
+            {"tp": 1, "attention_dp": 8}]
+)  # fmt: skip
+def test_ranks(tmp_path: Path, engine: str, cut: dict[str, Any]) -> None:
+    if "trtllm" in engine and "attention_dp" in cut:
+        cut = {**cut, "tp": 1}
+    same(tmp_path, plan_of(tmp_path, engine, {"parallelism": cut}, model=EXPERTS))
+
+
+@pytest.mark.parametrize("engine", SEVERAL_GPUS)
+@pytest.mark.parametrize("devices_per_node", [8, 16])
+def test_prefill_and_decode(tmp_path: Path, engine: str, devices_per_node: int) -> None:
+    front = {"name": "front", "role": "prefill", "instances": 2, "parallelism": {"tp": 2}}
+    back = {"name": "back.end", "role": "decode", "instances": 3, "parallelism": {"tp": 4}}
+    same(tmp_path, plan_of(tmp_path, engine, front, {**back, "kv_cache": {"num_blocks": 40_000}}), devices_per_node)
+
+
+@pytest.mark.parametrize(("engine", "drafter", "scheme"), DRAFTS)
+def test_drafts(tmp_path: Path, engine: str, drafter: str, scheme: dict[str, Any]) -> None:
+    speculation = {"drafter": DRAFTERS[drafter], "scheme": scheme, "acceptance": ACCEPTANCE}
+    plan = plan_of(tmp_path, engine, {"parallelism": {"tp": 2}, "speculation": speculation})
+    same(tmp_path, plan, acceptance=ACCEPTANCE)
+
+
+def test_drafts_without_acceptance_are_refused_or_left_out(tmp_path: Path) -> None:
+    speculation = {"drafter": DRAFTERS["mtp"], "scheme": {"kind": "chain", "tokens": 1}, "acceptance": ACCEPTANCE}
+    plan = plan_of(tmp_path, "vllm-0.33", {"speculation": speculation})
+    file = written(tmp_path, plan) / "launch.sh"
+    with pytest.raises(Exception, match="give --acceptance"):
+        read(file, "vllm-0.33")
+    assert read(file, "vllm-0.33", lenient=True).plan.pools[0].speculation is None
+
+
+def test_layers_of_a_block_drafter_are_stated_by_the_user(tmp_path: Path) -> None:
+    drafter = {"kind": "block", "layers": 5, "checkpoint": "org/block"}
+    speculation = {"drafter": drafter, "scheme": {"kind": "chain", "tokens": 7}, "acceptance": ACCEPTANCE}
+    plan = plan_of(tmp_path, "vllm-0.33", {"speculation": speculation})
+    same(tmp_path, plan, acceptance=ACCEPTANCE, settings=["pools.0.speculation.drafter.layers=5"])
+
+
+@pytest.mark.parametrize("engine", SEVERAL_GPUS[:4])
+def test_a_dynamo_deployment(tmp_path: Path, engine: str) -> None:
+    front = {"name": "front", "role": "prefill", "instances": 2, "parallelism": {"tp": 2}}
+    plan = plan_of(tmp_path, engine, front, {"name": "back", "role": "decode", **{**SET, "async_scheduling": True}})
+    imported = read(written(tmp_path, plan) / "dynamo.yaml", engine, name="some.plan")
+    assert imported.plan.to_data() == plan.to_data()
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_a_settings_file(tmp_path: Path, engine: str) -> None:
+    plan = plan_of(tmp_path, engine, {"name": "pool.1"})
+    (file,) = written(tmp_path, plan).glob("*-pool.1.yaml")
+    assert read(file, engine, model=DENSE).plan.to_data() == plan.to_data()
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.11", "sglang-0.5", "llamacpp", "transformers"])
+def test_the_release_is_that_of_the_files(tmp_path: Path, engine: str) -> None:
+    plan = plan_of(tmp_path, engine, {})
+    assert read(written(tmp_path, plan) / "launch.sh", None).plan.pools[0].engine == engine
+
+
+def test_without_its_router_a_role_is_asked_for_or_stated(tmp_path: Path) -> None:
+    front = {"name": "front", "role": "prefill", "parallelism": {"tp": 2}}
+    plan = plan_of(tmp_path, "vllm-0.33", front, {"name": "back", "role": "decode"})
+    file = written(tmp_path, plan) / "launch.sh"
+    (file.parent / "router.sh").unlink()
+    with pytest.raises(Exception, match="give --role POOL=prefill"):
+        read(file, None)
+    imported = read(file, None, roles={"front": "prefill", "back": "decode"})
+    assert imported.plan.to_data() == plan.to_data()
