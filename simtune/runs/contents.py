@@ -26,7 +26,7 @@ from simtune.runs.engine_files import (
     speculation_facts,
 )
 from simtune.runs.files import FRONT, MANIFEST, SUMMARY_SCHEMA, Files
-from simtune.runs.price import price, priced
+from simtune.runs.price import MILLION, price, usd_per
 from simtune.runs.request_columns import requests_csv
 from simtune.runs.schema import (
     COURSE,
@@ -459,3 +459,14 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
 
 def _json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def priced(row: CandidateRow, usd_per_hour: float | None) -> CandidateRow:
+    """Return a candidate with the price of a million output tokens, by the price of all its GPUs."""
+    tokens_per_s = row.output_tokens_per_s_per_gpu
+    usd = (
+        None
+        if usd_per_hour is None or tokens_per_s is None
+        else usd_per(usd_per_hour, tokens_per_s * row.num_gpus, MILLION)
+    )
+    return row.model_copy(update={"usd_per_million_output_tokens": usd})

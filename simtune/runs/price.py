@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.base import NonNegative, Positive, Record
-
-if TYPE_CHECKING:
-    from simtune.runs.schema import CandidateRow
 
 MILLION = 1e6
 HOUR_S = 3600.0
@@ -45,23 +40,13 @@ def price(deployment: Deployment, simulated: SimulationSummary) -> Price | None:
     sources = dict.fromkeys(pool.hardware.device.price_source or "not said" for pool in deployment.pools)
     return Price(
         per_hour_usd=per_hour,
-        per_million_output_tokens_usd=_over(per_hour, simulated.output_tokens_per_s, MILLION),
-        per_million_tokens_usd=_over(per_hour, simulated.total_tokens_per_s, MILLION),
-        per_thousand_requests_usd=_over(per_hour, simulated.request_throughput_rps, 1000.0),
+        per_million_output_tokens_usd=usd_per(per_hour, simulated.output_tokens_per_s, MILLION),
+        per_million_tokens_usd=usd_per(per_hour, simulated.total_tokens_per_s, MILLION),
+        per_thousand_requests_usd=usd_per(per_hour, simulated.request_throughput_rps, 1000.0),
         source="; ".join(sources),
     )
 
 
-def _over(per_hour: float, per_s: float | None, count: float) -> float | None:
+def usd_per(per_hour: float, per_s: float | None, count: float) -> float | None:
+    """Return the dollars of `count` units, at dollars an hour and units a second; None if there is no unit."""
     return per_hour / HOUR_S / per_s * count if per_s else None
-
-
-def priced(row: CandidateRow, usd_per_hour: float | None) -> CandidateRow:
-    """Return a candidate with the price of a million output tokens, by the price of all its GPUs."""
-    tokens_per_s = row.output_tokens_per_s_per_gpu
-    usd = (
-        None
-        if usd_per_hour is None or tokens_per_s is None
-        else _over(usd_per_hour, tokens_per_s * row.num_gpus, MILLION)
-    )
-    return row.model_copy(update={"usd_per_million_output_tokens": usd})

@@ -60,15 +60,14 @@ def lock(folder: Path) -> None:
 
     Raises UsageError if another process has it, with its host and number, or if no file can be written beside it.
     """
-    folder = folder.absolute()
-    if folder in _LOCKS:
+    if folder.absolute() in _LOCKS:
         return
     place = folder.resolve()
     try:
         new_folders = _make(place.parent)
-        _LOCKS[folder] = _claimed(folder, place.with_name(f".{place.name}.lock"), new_folders)
+        _LOCKS[folder.absolute()] = _claimed(folder, place.with_name(f".{place.name}.lock"), new_folders)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}); name a place you may write to") from None
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}); name a folder you may write to") from None
 
 
 def renew(path: Path) -> None:

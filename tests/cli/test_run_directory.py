@@ -181,7 +181,7 @@ def test_a_simulation_leaves_a_run_directory_too(desk: Any, bytes_of: Call, call
     assert said.code == 0
     assert said.out.endswith("report: run/report.html\n")
     before = bytes_of(desk.folder / "run")
-    assert set(before) == FILES - {"candidates.csv", "certificate.json", "search.csv"}, (
+    assert set(before) == FILES - {"candidates.csv", "certificate.json", "search.csv"} | {"trace.json.gz"}, (
         "there was nothing to choose from"
     )
     assert call("report", "run").code == 0

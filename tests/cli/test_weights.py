@@ -13,6 +13,7 @@ import pytest
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_model
+from simtune.specs.folder_lock import release
 from simtune.specs.model import Model
 from simtune.validation.client.prompts import FIRST_TOKEN
 from simtune.validation.servers import random_weights
@@ -210,6 +211,7 @@ def test_existing_weights_stay_until_the_new_ones_are_complete(tmp_path: Path, m
         rigged_pair(model, model, out, 0.9, force=True)
     assert len(begun) == 2
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
+    release()
     assert [path.name for path in tmp_path.iterdir()] == ["pair"], "nothing half-written beside it"
 
 

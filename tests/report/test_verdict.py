@@ -10,8 +10,8 @@ import pytest
 
 from simtune.report import info, verdict
 from simtune.report.page import render
+from simtune.runs.contents import priced
 from simtune.runs.engine_files import launch_of
-from simtune.runs.price import priced
 from simtune.runs.run_reader import read_run
 from simtune.runs.schema import Run
 

@@ -146,5 +146,5 @@ def test_without_locks_of_the_system_the_lease_alone_decides(
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"run: cannot be written .*; name a place you may write to"):
+    with pytest.raises(UsageError, match=r"run: cannot be written .*; name a folder you may write to"):
         lock(tmp_path / "file" / "run")
