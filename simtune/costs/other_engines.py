@@ -84,14 +84,16 @@ def _with_kernels_of(profile: Hardware, sister: Hardware) -> Hardware:
     and those that the sister lacks, stay."""
     facts = Facts(name=profile.name, engine=sister.engine, device=profile.device, links=profile.links)
     carried = transfer(sister, facts)
-    taken = {
+    replaced = {
         key: operator
         for key, operator in carried.operators.items()
         if key not in profile.operators or engine_of(operator.provenance.software) is not None
     }
-    names = {operator.residual.array for operator in taken.values() if operator.residual is not None}
-    own = {o.residual.array for key, o in profile.operators.items() if o.residual is not None and key not in taken}
-    arrays = {name: profile.arrays[name] for name in profile.arrays if name.rsplit(".", 1)[0] in own}
+    names = {operator.residual.array for operator in replaced.values() if operator.residual is not None}
+    unchanged = {
+        o.residual.array for key, o in profile.operators.items() if o.residual is not None and key not in replaced
+    }
+    arrays = {name: profile.arrays[name] for name in profile.arrays if name.rsplit(".", 1)[0] in unchanged}
     arrays |= {name: carried.arrays[name] for name in carried.arrays if name.rsplit(".", 1)[0] in names}
-    operators = dict(sorted((profile.operators | taken).items()))
+    operators = dict(sorted((profile.operators | replaced).items()))
     return profile.model_copy(update={"engine": sister.engine, "operators": operators}).with_arrays(Arrays(arrays))

@@ -50,25 +50,25 @@ class TierStore:
     def put(self, names: Sequence[Hashable], unit: int, last_tokens: int) -> list[tuple[Hashable, int]]:
         """Keep blocks of `unit` tokens, of the last one its first `last_tokens`; return the blocks that are evicted for
         them, with their tokens."""
-        blocks, move_to_end, used, tokens = self._blocks, self._blocks.move_to_end, self.used, last_tokens
+        blocks, move_to_end, stored_tokens, tokens = self._blocks, self._blocks.move_to_end, self.used, last_tokens
         for name in reversed(names):
             before = blocks.get(name)
             if before is None:
                 blocks[name] = tokens
-                used += tokens
+                stored_tokens += tokens
             else:
                 if self.capacity is not None:
                     move_to_end(name)
                 if before < tokens:
                     blocks[name] = tokens
-                    used += tokens - before
+                    stored_tokens += tokens - before
             tokens = unit
         evicted = []
         if self.capacity is not None:
-            while used > self.capacity:
+            while stored_tokens > self.capacity:
                 evicted.append(blocks.popitem(last=False))
-                used -= evicted[-1][1]
-        self.used = used
+                stored_tokens -= evicted[-1][1]
+        self.used = stored_tokens
         return evicted
 
 

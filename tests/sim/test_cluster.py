@@ -108,10 +108,10 @@ class _LeastServed(StallFree):
 
 def test_a_jump_evicts_what_single_steps_do() -> None:
     """A request whose blocks are cached waits while two others take their last blocks, and end in the same jump."""
-    lengths = {"prompt_tokens": np.array([36, 130, 200]), "output_tokens": np.array([46, 34, 26])}
     stream = RequestStream(
         arrival_s=np.zeros(3), class_index=np.zeros(3, dtype=int), priority=np.zeros(3, dtype=int),
-        class_names=("default",), slos=(None,), hash_ids=((), (0, 1), ()), **lengths,
+        class_names=("default",), slos=(None,), hash_ids=((), (0, 1), ()),
+        prompt_tokens=np.array([36, 130, 200]), output_tokens=np.array([46, 34, 26]),
     )  # fmt: skip
     front = SmallPool(instances=1, pp=1, blocks=30, seqs=1, budget=200, step_s=0.001)
     cluster = Cluster(

@@ -41,6 +41,16 @@ def drafter_of(draft: PoolDraft, option: Given, method: str, checkpoint: str | N
     raise SpecError(option.problem(f"no {method} drafts are simulated; see `simtune list drafters`"))
 
 
+def _vllm_scheme(option: Given, settings: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    by_batch = settings.get("num_speculative_tokens_per_batch_size")
+    if by_batch is None:
+        return {"kind": "chain", "tokens": tokens}
+    if not isinstance(by_batch, list) or any(not isinstance(row, list) or len(row) != 3 for row in by_batch):
+        raise SpecError(option.problem("num_speculative_tokens_per_batch_size: rows of [first, last, tokens]"))
+    ranges = [{"first": first, "last": last, "tokens": count} for first, last, count in by_batch]
+    return {"kind": "by_batch", "max_tokens": tokens, "ranges": ranges}
+
+
 def read_vllm(draft: PoolDraft, option: Given, settings: Mapping[str, Any]) -> None:
     """Read vLLM's speculative_config."""
     tokens = whole_number(Given(option.name, settings.get("num_speculative_tokens", ""), option.file, option.line))
@@ -56,14 +66,7 @@ def read_vllm(draft: PoolDraft, option: Given, settings: Mapping[str, Any]) -> N
         drafter |= {"lookup_min": settings.get("prompt_lookup_min") or drafter["lookup_max"]}
     if "draft_tensor_parallel_size" in settings and method == "draft_model":
         drafter["tp"] = settings["draft_tensor_parallel_size"]
-    by_batch = settings.get("num_speculative_tokens_per_batch_size")
-    scheme: dict[str, Any] = {"kind": "chain", "tokens": tokens}
-    if by_batch is not None:
-        if not isinstance(by_batch, list) or any(not isinstance(row, list) or len(row) != 3 for row in by_batch):
-            raise SpecError(option.problem("num_speculative_tokens_per_batch_size: rows of [first, last, tokens]"))
-        ranges = [{"first": first, "last": last, "tokens": count} for first, last, count in by_batch]
-        scheme = {"kind": "by_batch", "max_tokens": tokens, "ranges": ranges}
-    set_speculation(draft, option, drafter, scheme)
+    set_speculation(draft, option, drafter, _vllm_scheme(option, settings, tokens))
     names = {"num_speculative_tokens", "model", "method", "prompt_lookup_max", "prompt_lookup_min"}
     names |= {"draft_tensor_parallel_size", "num_speculative_tokens_per_batch_size"}
     _rest(draft, option, settings, names)

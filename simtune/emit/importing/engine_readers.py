@@ -289,17 +289,7 @@ class SglangReader(OptionReader):
             launch.instances *= groups
             draft.assume(f"--dp-size {groups} without enable-dp-attention makes {groups} instances for each server")
         draft.set("parallelism.tp", ranks // groups if attention else ranks)
-        exchange = by_name.get("moe-a2a-backend")
-        whole_experts = whole_number(by_name["ep-size"]) if "ep-size" in by_name else 1
-        if exchange is not None and str(exchange.value) == "deepep":
-            draft.set("expert_exchange", "deepep")
-            whole_experts = ranks
-        elif exchange is not None and str(exchange.value) != "none":
-            draft.refuse(exchange, "how tokens come to experts")
-        if whole_experts not in (1, ranks):
-            draft.refuse(by_name["ep-size"], "the placement of experts: on some ranks, with slices of each")
-        elif whole_experts > 1 or ("ep-size" in by_name and ranks == 1 and draft.model_has_experts):
-            draft.set("parallelism.expert_parallel", True)
+        _sglang_experts(draft, by_name, ranks)
 
     @staticmethod
     def _graphs(draft: PoolDraft, launch: Launch, by_name: Mapping[str, Given]) -> None:
@@ -427,12 +417,8 @@ class TensorrtLlmReader(OptionReader):
         if blocks is not None:
             draft.set("kv_cache.num_blocks", blocks // (draft.get("kv_cache.block_size") or 1))
         experts = by_name.get("moe-expert-parallel-size")
-        if experts is None or experts.value is None:
-            return
-        if whole_number(experts) not in (-1, 1, ranks):
-            draft.refuse(experts, "the placement of experts: on some ranks, with slices of each")
-        elif whole_number(experts) == ranks and (ranks > 1 or draft.model_has_experts):
-            draft.set("parallelism.expert_parallel", True)
+        if experts is not None and experts.value is not None:
+            _trtllm_experts(draft, experts, ranks)
 
 
 # --- llama.cpp and transformers ---------------------------------------------------------------------------
@@ -531,6 +517,27 @@ class TransformersReader(OptionReader):
         option = by_name.get("continuous-batching", Given("continuous-batching", False, launch.file, launch.line))
         if not switch(option):
             draft.refuse(option, "how requests share steps: without it they are answered one after the other")
+
+
+def _sglang_experts(draft: PoolDraft, by_name: Mapping[str, Given], ranks: int) -> None:
+    exchange = by_name.get("moe-a2a-backend")
+    whole_experts = whole_number(by_name["ep-size"]) if "ep-size" in by_name else 1
+    if exchange is not None and str(exchange.value) == "deepep":
+        draft.set("expert_exchange", "deepep")
+        whole_experts = ranks
+    elif exchange is not None and str(exchange.value) != "none":
+        draft.refuse(exchange, "how tokens come to experts")
+    if whole_experts not in (1, ranks):
+        draft.refuse(by_name["ep-size"], "the placement of experts: on some ranks, with slices of each")
+    elif whole_experts > 1 or ("ep-size" in by_name and ranks == 1 and draft.model_has_experts):
+        draft.set("parallelism.expert_parallel", True)
+
+
+def _trtllm_experts(draft: PoolDraft, experts: Given, ranks: int) -> None:
+    if whole_number(experts) not in (-1, 1, ranks):
+        draft.refuse(experts, "the placement of experts: on some ranks, with slices of each")
+    elif whole_number(experts) == ranks and (ranks > 1 or draft.model_has_experts):
+        draft.set("parallelism.expert_parallel", True)
 
 
 READERS: Mapping[str, OptionReader] = {

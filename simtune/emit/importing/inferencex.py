@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from simtune.emit.importing.launches import Given, Launch
@@ -43,9 +43,7 @@ def chosen(document: Document, wanted: str | None) -> Entry:
     if not number and len(of_name) == 1:
         return of_name[0]
     if of_name:
-        rows = [f"{name}:{at} ({_words(point)})" for at, point in enumerate(of_name, 1)]
-        listed = "; ".join(rows[:_SHOWN]) + ("; ..." if len(rows) > _SHOWN else "")
-        raise SpecError(Problem(document.file, f"has {len(rows)} points; give --entry with one of {listed}", name))
+        raise SpecError(_several(document.file, name, of_name))
     hint = suggest(name, entries) if wanted else ""
     listed = ", ".join(entries[:_SHOWN]) + (", ..." if len(entries) > _SHOWN else "")
     message = f"give --entry NAME with one of its {len(entries)} entries{hint}: {listed}"
@@ -128,3 +126,9 @@ def _options(family: str, server: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("moe-expert-parallel-size", experts),
         *([("enable-attention-dp", True)] if attention else []),
     ]
+
+
+def _several(file: str, name: str, points: Sequence[Entry]) -> Problem:
+    rows = [f"{name}:{at} ({_words(point)})" for at, point in enumerate(points, 1)]
+    listed = "; ".join(rows[:_SHOWN]) + ("; ..." if len(rows) > _SHOWN else "")
+    return Problem(file, f"has {len(rows)} points; give --entry with one of {listed}", name)

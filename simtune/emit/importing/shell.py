@@ -73,6 +73,12 @@ def read_script(text: str, file: str, variables: Mapping[str, str], first_line: 
     return Script(tuple(reading.commands), reading.files)
 
 
+def _ended(words: Sequence[Token], end: Token) -> list[_Line]:
+    """Return the command that a token ends, and the token if it is a command of its own."""
+    lines = [_Line(tuple(words), end.text, words[0].line)] if words else []
+    return [*lines, _Line((), end.text, end.line)] if end.text in ("(", ")", ";;") else lines
+
+
 def _lines(text: str, file: str, first_line: int) -> list[_Line]:
     """Return the simple commands of a text."""
     lines: list[_Line] = []
@@ -90,8 +96,7 @@ def _lines(text: str, file: str, first_line: int) -> list[_Line]:
             else:
                 words.append(token)
         else:
-            lines += [_Line(tuple(words), token.text, words[0].line)] if words else []
-            lines += [_Line((), token.text, token.line)] if token.text in ("(", ")", ";;") else []
+            lines += _ended(words, token)
             words = []
     return [*lines, _Line(tuple(words), "\n", words[0].line)] if words else lines
 
@@ -230,21 +235,10 @@ class _Reading:
         if words[0] not in ("[", "[[", "test") and words[-1] not in ("]", "]]"):
             return None
         words = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
-        result: bool | None = None
-        match words:
-            case ["!", *inner]:
-                result = self._test(inner)
-                return None if result is None else not result
-            case ["-n", text] | [text]:
-                result = bool(text)
-            case ["-z", text]:
-                result = not text
-            case [left, "=" | "==", right]:
-                result = fnmatch.fnmatchcase(left, right)
-            case [left, "!=", right]:
-                result = not fnmatch.fnmatchcase(left, right)
-            case [left, compared, right] if compared in _COMPARED and left.isdecimal() and right.isdecimal():
-                result = bool(_COMPARED[compared](int(left), int(right)))
+        if words[:1] == ["!"]:
+            result = self._test(words[1:])
+            return None if result is None else not result
+        result = _compared(words)
         return result if not negated or result is None else not result
 
     def _command(self, line: _Line, conditional: bool) -> bool | None:
@@ -291,7 +285,7 @@ class _Reading:
             if token.kind == "operator" and token.text in REDIRECTIONS:
                 at += 2
                 continue
-            if assignment is not None and line[at + 1 : at + 2] and line[at + 1].text == "(":
+            if assignment is not None and [following.text for following in line[at + 1 : at + 2]] == ["("]:
                 end = next((i for i in range(at, len(line)) if line[i].text == ")"), len(line))
                 self._set(assignment, tuple(self._words(line[at + 2 : end])), conditional)
                 at = end
@@ -302,11 +296,15 @@ class _Reading:
                 words += self.values.words(token)
             at += 1
         if not words:
-            for token in line:
-                assignment = _ASSIGNMENT.match(token.text)
-                if assignment is not None and assignment[1] in environment:
-                    self._set(assignment, environment[assignment[1]], conditional)
+            self._set_all(line, environment, conditional)
         return words, environment
+
+    def _set_all(self, line: Sequence[Token], environment: Mapping[str, str], conditional: bool) -> None:
+        """Set the variables of a line without a command, which are no environment of one."""
+        for token in line:
+            assignment = _ASSIGNMENT.match(token.text)
+            if assignment is not None and assignment[1] in environment:
+                self._set(assignment, environment[assignment[1]], conditional)
 
     def _value(self, token: Token, start: int) -> list[str]:
         """Return the words behind the = of an assignment, in which blanks do not separate."""
@@ -419,3 +417,19 @@ def _labels(lines: Sequence[_Line]) -> list[tuple[list[Token], list[_Line]]]:
         elif not opens:
             branches[-1][1].append(line)
     return branches
+
+
+def _compared(words: Sequence[str]) -> bool | None:
+    """Return the result of a comparison without its brackets, None if it is not known."""
+    match words:
+        case ["-n", text] | [text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case [left, "=" | "==", right]:
+            return fnmatch.fnmatchcase(left, right)
+        case [left, "!=", right]:
+            return not fnmatch.fnmatchcase(left, right)
+        case [left, sign, right] if sign in _COMPARED and left.isdecimal() and right.isdecimal():
+            return bool(_COMPARED[sign](int(left), int(right)))
+    return None

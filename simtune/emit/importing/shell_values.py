@@ -83,15 +83,20 @@ class Values:
                 return self._sum(piece.text, line)
         return self._command(piece.text, line)
 
+    def _element(self, name: str, place: str | None) -> Value | None:
+        """Return the value of a variable, of an array the element at `place`; None if it has none."""
+        value = self.variables.get(name)
+        if isinstance(value, tuple) and place not in ("@", "*") and name not in "@*":
+            return "".join(value[int(place or 0) :][:1])
+        return value
+
     def _parameter(self, text: str, line: int) -> Value:
         match = _PARAMETER.fullmatch(text)
         if match is None:
             name = re.split(r"\W", text, maxsplit=1)[0]
             return f"${{{name}}}" if name else "$("
         name, place, action, word = match.groups()
-        value = self.variables.get(name)
-        if isinstance(value, tuple) and place not in ("@", "*") and name not in "@*":
-            value = "".join(value[int(place or 0) :][:1])
+        value = self._element(name, place)
         absent = value is None or (not value and (action or "").startswith(":"))
         if action is not None and action[-1] == "+":
             return "" if absent else self._word(word, line)

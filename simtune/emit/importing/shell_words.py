@@ -100,6 +100,16 @@ class _Reader:
         return self.text[start : self.at - 1]
 
 
+def _blank(reader: _Reader) -> int:
+    """Return the number of characters that separate words here: a blank, a continued line, or a comment."""
+    if reader.ahead("\\\n"):
+        return 2
+    if reader.text[reader.at] == "#":
+        end = reader.text.find("\n", reader.at)
+        return (len(reader.text) if end < 0 else end) - reader.at
+    return int(reader.text[reader.at] in " \t\r")
+
+
 def tokens(text: str, file: str, line: int = 1) -> Iterator[Token]:
     """Yield the tokens of a script. Raises SpecError for quotes and brackets without end."""
     if len(text) > MOST_CHARACTERS:
@@ -113,13 +123,8 @@ def tokens(text: str, file: str, line: int = 1) -> Iterator[Token]:
             yield Token("line", "\n", (), reader.line)
             reader.take(1)
             yield from _documents(reader, pending)
-        elif reader.ahead("\\\n"):
-            reader.take(2)
-        elif reader.text[reader.at] in " \t\r":
-            reader.take(1)
-        elif reader.text[reader.at] == "#":
-            end = text.find("\n", reader.at)
-            reader.take((len(text) if end < 0 else end) - reader.at)
+        elif blank := _blank(reader):
+            reader.take(blank)
         elif operator := next((o for o in _BY_LENGTH if reader.ahead(o)), None):
             at_line = reader.line
             reader.take(len(operator))

@@ -262,9 +262,9 @@ class Source:
             arguments = words[1:] if words[0] == "serve" else words
             command = Command(tuple(words), variables, line, "", False)
             self.launches.append(self._launch(family, arguments, command, Script((), {})))
+        instances = replicas if isinstance(replicas, int) and replicas > 0 else 1
         for launch in self.launches[before:]:
-            launch.image, launch.pool = launch.image or str(image or ""), launch.pool or name
-            launch.instances = replicas if isinstance(replicas, int) and replicas > 0 else 1
+            _fill(launch, str(image or ""), name, instances)
 
 
 def release_of_image(image: str) -> str:
@@ -377,3 +377,9 @@ def _node(host: str) -> str:
     """Return the number of a node in HOST0, or nothing."""
     match = re.search(r"HOST(\d+)", host)
     return match[1] if match else ""
+
+
+def _fill(launch: Launch, image: str, pool: str, instances: int) -> None:
+    """Give a launch what its container states."""
+    launch.image, launch.pool = launch.image or image, launch.pool or pool
+    launch.instances = instances
