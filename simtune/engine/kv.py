@@ -33,6 +33,8 @@ class KvBlocks:
 
     __slots__ = ("block_size", "caches", "free", "tiers", "total")
 
+    counts_hits = True
+    """True if `queried_tokens` and `hit_tokens` count each request once, so that they can be reported."""
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
     hit_tokens = 0

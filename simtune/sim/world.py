@@ -197,6 +197,6 @@ class World:
 def _use(core: EngineCore) -> EngineCoreUse:
     kv, tally = core.scheduler.kv, core.scheduler.tally
     tiers = () if kv.tiers is None else tuple((tier.name, tier.hit_tokens) for tier in kv.tiers.tiers)
-    hits = (kv.queried_tokens, kv.hit_tokens, tiers)
+    hits = (kv.queried_tokens, kv.hit_tokens, tiers) if kv.counts_hits else ()
     use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *hits)
     return use._replace(sampled=core.sampler.steps(), most_tokens=core.most_tokens)
