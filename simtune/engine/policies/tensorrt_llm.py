@@ -151,7 +151,7 @@ class TensorRtLlmScheduler(StallFree):
         size = self.kv.block_size
         return (request.computed + share) // size * size - request.computed or share
 
-    def _promised(self) -> int:
+    def promised(self) -> int:
         """Return the blocks that residents may still need, beyond those they have."""
         if self._evicts:
             return 0
@@ -165,7 +165,7 @@ class TensorRtLlmScheduler(StallFree):
         """Return waiting requests that have a seat and blocks after those before them."""
         if not self.waiting:
             return []
-        seats, room = self.max_num_seqs - self.num_running, self.room - self._promised()
+        seats, room = self.max_num_seqs - self.num_running, self.room - self.promised()
         kv = self.kv
         to_come = {kv.first_missing(r) for r in self.residents if not r.decoding} if kv.caches else set()
         admitted: list[Request] = []
