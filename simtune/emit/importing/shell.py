@@ -271,6 +271,11 @@ class _Reading:
             del self.values.variables[name]
         self.values.variables.update(outer)
 
+    @staticmethod
+    def _end_of_array(line: Sequence[Token], at: int) -> int:
+        """Return the place of the bracket that ends an array, or the end of the line."""
+        return next((i for i in range(at, len(line)) if line[i].text == ")"), len(line))
+
     def _assigned(self, line: Sequence[Token], conditional: bool) -> tuple[list[str], dict[str, str]]:
         """Set what is assigned; return the words behind it, and the environment that they are called with."""
         words: list[str] = []
@@ -281,12 +286,12 @@ class _Reading:
             if not words and (token.text in _DECLARES or (declares and token.text.startswith("-"))):
                 at, declares = at + 1, True
                 continue
-            assignment = _ASSIGNMENT.match(token.text) if token.kind == "word" and not words else None
-            if token.kind == "operator" and token.text in REDIRECTIONS:
+            assignment = None if words else _assignment(token)
+            if _redirects(token):
                 at += 2
                 continue
             if assignment is not None and [following.text for following in line[at + 1 : at + 2]] == ["("]:
-                end = next((i for i in range(at, len(line)) if line[i].text == ")"), len(line))
+                end = self._end_of_array(line, at)
                 self._set(assignment, tuple(self._words(line[at + 2 : end])), conditional)
                 at = end
             elif assignment is not None:
@@ -433,3 +438,11 @@ def _compared(words: Sequence[str]) -> bool | None:
         case [left, sign, right] if sign in _COMPARED and left.isdecimal() and right.isdecimal():
             return bool(_COMPARED[sign](int(left), int(right)))
     return None
+
+
+def _assignment(token: Token) -> re.Match[str] | None:
+    return _ASSIGNMENT.match(token.text) if token.kind == "word" else None
+
+
+def _redirects(token: Token) -> bool:
+    return token.kind == "operator" and token.text in REDIRECTIONS
