@@ -39,7 +39,7 @@ from simtune.errors import Problem, SpecError
 FEWEST = 12
 """Least number of different steps that a fit needs."""
 HICCUP = 2.0
-"""Factor over the predicted time above which a step was unfitted up, and does not count for the scales."""
+"""Factor over the predicted time above which a step was held up, and does not count for the scales."""
 MOST = 250
 """Steps that the residual keeps as points; the base is fitted to all."""
 
@@ -108,7 +108,7 @@ class EngineSteps:
         standard deviations."""
         world = copy(self)
         world._seconds, world._off = {}, {False: decodes, True: prompts}
-        world.errors = self.errors  # found once, for all worlds
+        world.errors = self.errors  # Computed once for all worlds.
         return world
 
     def _log_sd_of(self, key: BatchKey) -> float:

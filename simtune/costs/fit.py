@@ -457,13 +457,12 @@ def fit_base(
 
     operator = OPERATORS[table.kind]
     terms = operator.terms(table.shape, Setting.of(processors, table.dtype, table.kv_dtype, chip))
-    log_measured = np.log(table.seconds)
+    log_measured, sd = np.log(table.seconds), np.array(_PRIOR_SD)
     scale = np.hypot(_SCALE, table.resolution_s / np.sqrt(12) / table.seconds)
     sheet = (_SHEET_SHARE * flops_per_s, _SHEET_SHARE * bytes_per_s)
-    # If the shortest rows were launches, the shortest of those left tells nothing of the overhead.
+    # If the shortest rows were launches, the shortest of the others tells nothing of the overhead.
     overhead_s = 0.9 * float(table.seconds.min()) if table.launch_s is None else operator.overhead_s
     prior = np.log([*sheet, overhead_s, operator.block_s, operator.overlap])
-    sd = np.array(_PRIOR_SD)
     if processors > 1:
         sd[3] = operator.block_log_sd
     if np.any(terms.ahead):
@@ -484,7 +483,8 @@ def fit_base(
     starts = [prior + shift * (np.arange(len(prior)) < 2) for shift in _STARTS]
     starts = starts if near is None else [_logarithms(near, len(prior))]
     fits = [least_squares(residuals, at, slopes, method="lm", max_nfev=_MAX_EVALUATIONS) for at in starts]
-    best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x) + np.eye(len(prior))[4]
+    best = np.exp(min(fits, key=lambda fit: float(fit.cost)).x)
+    best[4] += 1
     return BaseFit(**{name: _short(value) for name, value in zip(BaseFit.model_fields, best, strict=False)})
 
 
