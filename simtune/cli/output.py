@@ -48,13 +48,14 @@ def write_profile(folder: Path, hardware: Hardware, comment: str) -> Path:
     """Write a hardware profile with its arrays; return its path. Raises UsageError."""
     from simtune.runs.files import write_file
     from simtune.specs.hardware import ARRAYS
+    from simtune.specs.yamlfile import dump_json
 
     target = folder / "profile.yaml"
     # The profile comes last: where it is, its arrays are.
     arrays = hardware.arrays.to_bytes()
     write_file(folder / ARRAYS, arrays)
     bound = hardware.model_copy(update={"arrays_sha256": hashlib.sha256(arrays).hexdigest()})
-    write_file(target, bound.to_yaml(comment))
+    write_file(target, dump_json(bound.to_data(), comment))
     return target
 
 

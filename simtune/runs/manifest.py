@@ -11,7 +11,7 @@ from pathlib import Path
 from simtune import __version__
 from simtune.runs.schema import MANIFEST_SCHEMA, Manifest, TraceFile
 from simtune.specs.base import Spec
-from simtune.specs.input_hashes import numbered, sha256
+from simtune.specs.input_hashes import numbered, spec_sha256
 from simtune.specs.traces import Trace
 
 PACKAGES = ("click", "jinja2", "numpy", "plotly", "pydantic", "pyyaml", "rich", "scipy")
@@ -27,7 +27,7 @@ def manifest(command: Sequence[str], inputs: Sequence[Spec], trace: Trace | None
         packages={name: metadata.version(name) for name in PACKAGES},
         command=tuple(command),
         seed=seed,
-        inputs=numbered((f"{spec.KIND}:{spec.name}", sha256(spec.to_yaml())) for spec in inputs),
+        inputs=numbered((f"{spec.KIND}:{spec.name}", spec_sha256(spec)) for spec in inputs),
         trace=TraceFile(file=Path(trace.file).name, sha256=trace.sha256) if trace else None,
         written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )

@@ -6,6 +6,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -226,7 +227,7 @@ def override(document: yamlfile.Document, settings: Sequence[str]) -> yamlfile.D
             raise UsageError(f"--set {setting}: write it as key=value, for example --set arrivals.rate_rps=8")
         data = _with(data, key.split("."), yamlfile.scalar(text), setting)
     keys = tuple(tuple(setting.partition("=")[0].split(".")) for setting in settings)
-    return yamlfile.Document(document.file, data, document.node, document.overridden + keys)
+    return replace(document, data=data, overridden=document.overridden + keys)
 
 
 def _with(data: Any, path: Sequence[str], value: Any, setting: str) -> Any:

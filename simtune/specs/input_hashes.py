@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
+
+from simtune.specs.base import Spec
 
 
 def sha256(text: str) -> str:
     """Return the sha256 of a text, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def spec_sha256(spec: Spec) -> str:
+    """Return the sha256 of a spec as it was understood: JSON of its data with sorted keys."""
+    return sha256(json.dumps(spec.to_data(), sort_keys=True))
 
 
 def numbered(hashes: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -2,23 +2,29 @@
 
 PyYAML follows YAML 1.1, where `1e9` is a string, `NO` is false, `12:30:00` is 45000 and a repeated key silently wins.
 Here numbers and booleans are those of YAML 1.2's core schema, nothing is a date, and a repeated key is an error. JSON
-files are read in the same way (JSON is YAML).
+is YAML; a file that is JSON after its comments is read by the parser of JSON, which is a hundred times faster.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from simtune.errors import Problem, SpecError
-from simtune.specs.input_files import DEEPEST, LARGEST_INT, shortened
+from simtune.specs.input_files import DEEPEST, LARGEST_INT, JsonError, parse_json, shortened
 
 _INT = re.compile(r"[-+]?[0-9]+$|0x[0-9a-fA-F]+$|0o[0-7]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+
+_COMMENTS = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*")
+_WIDTH = 110
+"""Columns of the files that are written."""
 
 _BREAKS = re.compile(r"[\x85\u2028\u2029]")
 
@@ -86,6 +92,8 @@ class Document:
     node: yaml.Node | None
     overridden: tuple[tuple[str, ...], ...] = ()
     """Keys whose values were set from outside the file: what is wrong with them is not the file's fault."""
+    json_text: str | None = None
+    """Text that was parsed as JSON, without nodes: they are composed only for a message that needs a place."""
 
     def position(self, loc: Sequence[str | int]) -> tuple[int | None, int | None]:
         """Return line and column (from 1) of the deepest part of `loc` that is in the file.
@@ -93,10 +101,10 @@ class Document:
         Parts that are not in the file are skipped: pydantic puts the tag of a chosen variant into its locations, and a
         missing key has no place of its own but that of its parent.
         """
-        if self.node is None:
+        root = self.node if self.json_text is None else _composed(self.json_text)
+        if root is None:
             return None, None
-        mark = self.node.start_mark
-        node: yaml.Node = self.node
+        mark, node = root.start_mark, root
         for part in loc:
             if isinstance(node, yaml.MappingNode):
                 for key, value in node.value:
@@ -107,6 +115,15 @@ class Document:
                 node = node.value[part]
                 mark = node.start_mark
         return mark.line + 1, mark.column + 1
+
+
+def _composed(text: str) -> yaml.Node | None:
+    """Return the nodes of a JSON text, None if libyaml refuses it, as it does lines of some thousand characters."""
+    try:
+        node: yaml.Node | None = _Loader(text).get_single_node()
+    except yaml.YAMLError:
+        return None
+    return node
 
 
 def _duplicates(node: yaml.Node, file: str, prefix: str = "") -> list[Problem]:
@@ -188,6 +205,9 @@ def _too_deep(text: str) -> yaml.Mark | None:
 
 def parse(text: str, file: str) -> Document:
     """Parse YAML or JSON text. Raises SpecError for a syntax error, a repeated key, and aliases without end."""
+    document = _parsed_as_json(text, file)
+    if document is not None:
+        return document
     try:
         return _parsed(text, file)
     # ValueError: numbers of thousands of digits.
@@ -200,6 +220,22 @@ def parse(text: str, file: str) -> Document:
         line, column = (mark.line + 1, mark.column + 1) if mark else (None, None)
         problem = getattr(error, "problem", None) or error
         raise SpecError(Problem(file, f"not valid YAML: {problem}", "", line, column)) from None
+
+
+def _parsed_as_json(text: str, file: str) -> Document | None:
+    """Return the document of a text that is JSON after its comments. None if it is not strict JSON, and if YAML might
+    read it otherwise: characters that YAML excludes, escaped surrogates.
+    """
+    comments = _COMMENTS.match(text)
+    begin = comments.end() if comments else 0
+    if not text.startswith("{", begin) or "\\u" in text:
+        return None
+    if not text.translate({ord(space): None for space in "\n\r\t"}).isprintable():
+        return None
+    try:
+        return Document(file, parse_json(text[begin:]), None, json_text=text)
+    except JsonError:
+        return None
 
 
 def _parsed(text: str, file: str) -> Document:
@@ -222,9 +258,45 @@ def scalar(text: str) -> Any:
 
 def dump(data: Any, comment: str = "") -> str:
     """YAML text of plain data: keys in the order given, lists of scalars inline, floats read back exactly."""
-    head = "".join(f"# {line}\n" for line in comment.splitlines())
-    body = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    return head + body
+    return _head(comment) + yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def dump_json(data: Any, comment: str = "") -> str:
+    """JSON text of plain data after a comment, for large files: parsed a hundred times faster than block style.
+
+    What fits on a line stays on it; lists of numbers fill their lines. Raises ValueError for an infinite number.
+    """
+    return _head(comment) + "\n".join(_json_lines(data, "", "")) + "\n"
+
+
+def _head(comment: str) -> str:
+    return "".join(f"# {line}\n" for line in comment.splitlines())
+
+
+def _json_lines(value: Any, indent: str, key: str) -> Iterator[str]:
+    """Yield the lines of a value, the first after `key`."""
+    flat = indent + key + json.dumps(value, ensure_ascii=False, allow_nan=False)
+    deeper = indent + "  "
+    if len(flat) <= _WIDTH or not isinstance(value, (dict, list)):
+        yield flat
+    elif isinstance(value, list) and not any(isinstance(item, (dict, list, str)) for item in value):
+        yield indent + key + "["
+        numbers = json.dumps(value, allow_nan=False)[1:-1]
+        yield textwrap.fill(
+            numbers, _WIDTH, initial_indent=deeper, subsequent_indent=deeper,
+            break_on_hyphens=False, break_long_words=False,
+        )  # fmt: skip
+        yield indent + "]"
+    else:
+        keyed = isinstance(value, dict)
+        items: Iterable[tuple[str, Any]] = value.items() if isinstance(value, dict) else (("", item) for item in value)
+        inner = [(f"{json.dumps(name)}: " if keyed else "", item) for name, item in items]
+        yield indent + key + ("{" if keyed else "[")
+        for number, (name, item) in enumerate(inner, 1):
+            *lines, last = _json_lines(item, deeper, name)
+            yield from lines
+            yield last + ("," if number < len(inner) else "")
+        yield indent + ("}" if keyed else "]")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from simtune.report.info import percent
 from simtune.runs.run_reader import read_run
 from simtune.specs.plan_words import in_words
 
 
+@pytest.mark.slow
 def test_worlds_state_confidence_in_the_choice(desk: Any) -> None:
     desk.study("max_num_batched_tokens: [2048]", "max_num_batched_tokens: [512, 2048]")
     said = desk.optimize("--worlds", 20)
@@ -50,15 +53,11 @@ def test_search_states_probability_of_its_limits(desk: Any) -> None:
     assert again.json["slo_probability"] == stated
 
 
-def test_simulated_worlds_replace_the_estimated_probability(desk: Any) -> None:
-    said = desk.optimize("--worlds", 4, "--json")
-    assert said.json["uncertainty"]["worlds"] == 4
-    assert "slo_probability" not in said.json
-
-
 def test_the_robust_plan_is_chosen(desk: Any) -> None:
     said = desk.optimize("--robust", 0.1, "--worlds", 4, "--json")
     assert said.code == 0, said
+    assert said.json["uncertainty"]["worlds"] == 4
+    assert "slo_probability" not in said.json, "simulated worlds replace the estimated probability"
     quantiles = said.json["confidence"]["quantiles"]
     tenth = [dict(zip(q["levels"], q["values"], strict=True))[0.1] for q in quantiles]
     assert tenth[0] == max(tenth)

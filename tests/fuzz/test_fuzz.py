@@ -8,7 +8,7 @@ import pytest
 
 from tests.fuzz import campaign, corpus
 
-FEW, MANY = 120, 10_000
+FEW, MANY = 48, 10_000
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_decode_is_processor_sharing(row: int, oracle_dir: Path) -> None:
     oracle = json.loads((oracle_dir / "queueing.json").read_text())["decode_negative_binomial"][row]
     t0, al, rate, mean = oracle["t0"], oracle["al"], oracle["lam"], oracle["mean_tokens"]
     # One-token prompts make the first step of a request like its others. Rho 0.7 forgets slowly: more requests.
-    requests = 60_000 if rate < 0.5 else 250_000
+    requests = 60_000 if rate < 0.5 else 125_000
     output: Lengths = FixedLength(tokens=mean)
     if oracle["lengths"] == "lognormal":
         output = Lognormal(mean_tokens=mean, sigma=1.0, max_tokens=100_000)
@@ -88,7 +88,7 @@ def test_batch_of_one_is_pollaczek_khinchine(oracle_dir: Path) -> None:
     oracle = json.loads((oracle_dir / "queueing.json").read_text())
     md1 = oracle["md1"]
     per_token = md1["D"] / 1000
-    stream = poisson(md1["lam"], FixedLength(tokens=1000), FixedLength(tokens=1), 200_000, seed=2)
+    stream = poisson(md1["lam"], FixedLength(tokens=1000), FixedLength(tokens=1), 100_000, seed=2)
     fixed = simulate(stream, LinearCosts(step_s=0.0, per_token_s=per_token), seqs=1)
     assert fixed.queue_s.mean() == pytest.approx(md1["mean_wait"], rel=0.02)
     for point in md1["cdf"]:
@@ -96,7 +96,7 @@ def test_batch_of_one_is_pollaczek_khinchine(oracle_dir: Path) -> None:
 
     rate, sigma = 0.7, 0.8
     lengths = Lognormal(mean_tokens=1000, sigma=sigma, max_tokens=900_000)
-    stream = poisson(rate, lengths, FixedLength(tokens=1), 400_000, seed=8)
+    stream = poisson(rate, lengths, FixedLength(tokens=1), 200_000, seed=8)
     varying = simulate(stream, LinearCosts(step_s=0.0, per_token_s=1e-3), seqs=1)
     service = stream.prompt_tokens * 1e-3
     wait = rate * float((service**2).mean()) / 2 / (1 - rate * float(service.mean()))

@@ -80,9 +80,9 @@ def test_a_plan_for_a_given_load_is_confirmed_too() -> None:
     assert found.confirmed.requests >= 1000
 
 
-def test_a_run_is_made_longer_until_it_lasts_ten_lifetimes() -> None:
+def test_a_run_is_made_longer_until_it_lasts_ten_lifetimes(tuned: Tuned) -> None:
     q = asked()
-    (candidate,) = {row.candidate for row in optimize(q, jobs=1).rows}
+    (candidate,) = {row.candidate for row in tuned.rows}
     deployment = q.deploy(candidate, 4096)
     draws = LoadDraws(q.workload, None, 0)
     loose = Slo(ttft_s={"p90": 100.0})
@@ -96,10 +96,10 @@ def test_a_run_is_made_longer_until_it_lasts_ten_lifetimes() -> None:
     assert finding.summary.requests > 60
 
 
-def test_each_part_of_a_long_draw_must_keep_the_slo() -> None:
+def test_each_part_of_a_long_draw_must_keep_the_slo(tuned: Tuned) -> None:
     """A burst of 60 requests is within the percentile of 1,200, and not within that of the 200 that it is part of."""
     q = asked(slo=Slo(ttft_s={"p90": 0.3}))
-    deployment = q.deploy(next(iter(optimize(asked(), jobs=1).rows)).candidate, 8192)
+    deployment = q.deploy(next(iter(tuned.rows)).candidate, 8192)
     stream = build_stream(LOAD, None, requests=1200, seed=0)
     arrival_s = np.arange(1200) / 4.0
     arrival_s[400:460] = arrival_s[400]

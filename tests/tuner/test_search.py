@@ -319,6 +319,7 @@ def test_some_cores_stand_for_all() -> None:
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
+@pytest.mark.slow
 def test_no_plan_is_asked_twice_what_it_has_answered() -> None:
     """Where a fresh draw misses what that of the search met, other plans come into play again, each of them once."""
     chat, _ = load_workload("chat")

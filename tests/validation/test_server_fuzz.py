@@ -14,7 +14,7 @@ from tests.fuzz.mutations import mutated_tree
 from tests.validation.bad_server import CHUNKED, DONE, HEAD, Script, event, serving
 from tests.validation.test_bad_servers import one_by_one, peak_mib, sent
 
-FEW, MANY = 60, 5_000
+FEW, MANY = 20, 5_000
 REQUESTS = 4
 BATCH = 20
 QUICK = Patience(silence_s=2.0, request_s=5.0, metrics_every_s=0.1)

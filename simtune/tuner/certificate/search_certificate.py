@@ -21,7 +21,7 @@ from pydantic import Field
 from simtune import __version__
 from simtune.specs.base import Count, NonNegative, Record, Seq, Spec
 from simtune.specs.hardware import Hardware
-from simtune.specs.input_hashes import numbered, sha256
+from simtune.specs.input_hashes import numbered, sha256, spec_sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
 from simtune.specs.study import Study
@@ -186,7 +186,7 @@ def inputs_of(question: Question) -> dict[str, str]:
     for drafting in (*(draft.drafting for draft in question.drafts), *question.fixed_drafting.values()):
         specs += [drafting.acceptance, *([drafting.model] if drafting.model else [])]
     specs += [engine.preset for engine in question.engines.values() if engine.preset is not None]
-    hashes = [(f"{spec.KIND}:{spec.name}", sha256(_canonical(spec))) for spec in specs]
+    hashes = [(f"{spec.KIND}:{spec.name}", spec_sha256(spec)) for spec in specs]
     for profile in (*question.hardware, *question.fixed_hardware.values()):
         hashes += _of_profile(profile)
     for name, engine in question.engines.items():
@@ -211,13 +211,9 @@ def _arrays_sha256(hardware: Hardware) -> str:
 
 def _of_profile(hardware: Hardware) -> list[tuple[str, str]]:
     return [
-        (f"hardware:{hardware.name}", sha256(_canonical(hardware))),
+        (f"hardware:{hardware.name}", spec_sha256(hardware)),
         (f"arrays:{hardware.name}", _arrays_sha256(hardware)),
     ]
-
-
-def _canonical(spec: Spec) -> str:
-    return json.dumps(spec.to_data(), sort_keys=True)
 
 
 # --- what a plan can reach --------------------------------------------------------------------------------
