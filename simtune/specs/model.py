@@ -599,6 +599,8 @@ class Model(Spec):
     def to_data(self) -> dict[str, Any]:
         """Plain data as it would be written to YAML: what layers and model have by default is left out, dtypes not."""
         settings = self.model_dump(mode="json", exclude_defaults=True, exclude={"layers"})
+        if self.residual is not None:
+            settings["residual"] = {"kind": self.residual.kind, **settings["residual"]}
         head = {"schema": self.schema_id(), **settings, "dtype": self.dtype, "weight_dtype": self.weight_dtype}
         return {**head, "layers": [group.to_data() for group in self.layers]}
 

@@ -143,7 +143,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         "mtp_layers": config.count(architecture.mtp, default=0, minimum=0),
         "residual": architecture.residual(config),
         "dtype": dtype,
-        "notes": [*config.notes, *_by_shape(architecture)],
+        "notes": list(config.notes),
         **formats.of_model,
     }
     if architecture.kv_dtype is not None:
@@ -163,13 +163,6 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         for (mixing, behind, projections), equal in groupby(layers)
     ]
     return spec, config.asked
-
-
-def _by_shape(architecture: Architecture) -> list[str]:
-    if not architecture.by_shape:
-        return []
-    parts = ", ".join(architecture.by_shape)
-    return [f"times of {parts} rest on bytes and flops at data-sheet rates: no table of them was fitted"]
 
 
 def _architecture(config: Config) -> tuple[str, Architecture]:

@@ -30,7 +30,7 @@ class Architecture:
     keys. defaults: of absent keys. positions: rows of a table of positions beyond max_position_embeddings, None without
     a table. residual: how sublayers are joined, if not by a sum. kv_dtype: format in which engines keep the KV cache
     whatever the checkpoint states. modules: names of its products in checkpoints, by kind, if not the usual ones.
-    by_shape: parts whose times rest on bytes and flops alone. knows: keys of `NOT_MODELLED` it gives a meaning.
+    knows: keys of `NOT_MODELLED` it gives a meaning.
     """
 
     attention: LayerReader
@@ -60,7 +60,6 @@ class Architecture:
     residual: Callable[[Config], dict[str, Any] | None] = _plain_sum
     kv_dtype: str | None = None
     modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    by_shape: tuple[str, ...] = ()
     knows: tuple[str, ...] = ()
 
     def with_defaults(self, **defaults: Any) -> Architecture:

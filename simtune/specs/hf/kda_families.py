@@ -94,8 +94,6 @@ def glm(config: Config, architecture: Architecture) -> Layers:
     return [delta if kind == "linear_attention" else sparse for kind in kinds or ["linear_attention"] * num_layers]
 
 
-_KDA = "KDA (delta rule with decays by channel)"
-
 KDA_FAMILIES: dict[str, Architecture] = {
     "KimiLinearForCausalLM": Architecture(
         attention=kimi,
@@ -105,7 +103,6 @@ KDA_FAMILIES: dict[str, Architecture] = {
         latent_size="routed_expert_hidden_size",
         dense_first=True,
         residual=kimi_residual,
-        by_shape=(_KDA, "residuals by attention"),
         knows=("kv_lora_rank", "first_k_dense_replace"),
     ),
     "Glm5NextForConditionalGeneration": Architecture(
@@ -115,7 +112,6 @@ KDA_FAMILIES: dict[str, Architecture] = {
         shared_size="n_shared_experts",
         dense_first=True,
         residual=hyper_connections,
-        by_shape=(_KDA, "sparse attention by pooled keys", "residual streams"),
         knows=("kv_lora_rank", "index_topk", "indexer_types", "first_k_dense_replace", "n_shared_experts"),
     ),
 }

@@ -91,7 +91,6 @@ _M3 = Architecture(
             "block_sparse_moe.shared_experts.down_proj",
         ),
     },
-    by_shape=("block-sparse attention",),
     knows=("sparse_attention_config", "n_shared_experts", "first_k_dense_replace"),
 )
 
@@ -111,7 +110,6 @@ SPARSE_FAMILIES: dict[str, Architecture] = {
             "experts": ("ffn.experts.0.w1", "ffn.experts.0.w2", "ffn.experts.0.w3"),
             "shared": ("ffn.shared_experts.w1", "ffn.shared_experts.w2", "ffn.shared_experts.w3"),
         },
-        by_shape=("compressed attention", "residual streams"),
         knows=("index_topk", "compress_ratios", "n_shared_experts"),
     ),
 }
