@@ -92,6 +92,9 @@ class Emitter(ABC):
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
+    chunk_pipelines: ClassVar[tuple[str, ...]] = ("one",)
+    """Ways in which the engine can send chunks of a prompt through a pipeline (`Batching.chunk_pipeline`), the one that
+    it takes unless given another first."""
     tiers_written: ClassVar[frozenset[str]] = frozenset()
     """Rules by which the engine writes to a tier of its prefix cache in host memory (`CacheTier.written`)."""
     quantizations: ClassVar[Mapping[str, str]] = {}
@@ -159,6 +162,8 @@ class Emitter(ABC):
         yield from self.left_open(pool)
         if cache.watermark and "watermark" not in self.knows:
             yield f"kv_cache.watermark: {cache.watermark:g} of the blocks stay free in the plan, and not here"
+        if (chunks := self.chunks_unsaid(pool)) is not None:
+            yield f"batching.chunk_pipeline: {chunks}"
         if batching.long_prefill_token_threshold is not None and "long_prefill_token_threshold" not in self.knows:
             yield "batching.long_prefill_token_threshold: a long prompt may take a whole step here"
         if batching.scheduler_reserve_full_isl is not None and "scheduler_reserve_full_isl" not in self.knows:
@@ -173,6 +178,17 @@ class Emitter(ABC):
         for key in ("host", "exposed_host"):
             if getattr(pool, key) not in (None, _of_preset(pool, key)):
                 yield f"{key}: its times are the engine's own"
+
+    def chunks_unsaid(self, pool: Pool) -> str | None:
+        """Return how the engine sends chunks of a prompt through a pipeline, if it cannot be given the plan's way."""
+        setting = pool.batching.chunk_pipeline
+        if setting is None or pool.parallelism.pp == 1 or setting in self.chunk_pipelines:
+            return None
+        ways = {
+            "one": "one chunk of a prompt is in the pipeline at a time",
+            "fixed": "chunks of a prompt follow one another",
+        }
+        return f"{ways[self.chunk_pipelines[0]]} here"
 
     def _tiers_unsaid(self, pool: Pool) -> Iterator[str]:
         host = self.host_tier(pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from simtune.emit.dynamo import deployment_file
@@ -117,6 +117,7 @@ class Sglang(ServingEmitter):
     }
     policies: ClassVar[Mapping[str, str]] = _POLICIES
     knows = frozenset({"stream_interval"})
+    chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
     server = Server(
@@ -137,6 +138,7 @@ class Sglang(ServingEmitter):
         "ep-size": Option(int),
         "max-running-requests": Option(int, "batching.max_num_seqs"),
         "chunked-prefill-size": Option(int),
+        "enable-dynamic-chunking": Option(bool, "batching.chunk_pipeline", {"dynamic": True}),
         "max-prefill-tokens": Option(int),
         "context-length": Option(int, "max_model_len"),
         "mem-fraction-static": Option(float, "kv_cache.memory_utilization", stated=True),
@@ -197,6 +199,12 @@ class Sglang(ServingEmitter):
     def _eager(self) -> tuple[str, ...]:
         """Flags without which graphs are captured."""
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
+
+    def unsaid(self, pool: Pool) -> Iterator[str]:
+        """See `Emitter.unsaid`; the smooth factor of dynamic chunks is set in the environment."""
+        yield from super().unsaid(pool)
+        if (factor := own_options(pool).get("smooth_factor")) is not None:
+            yield f"batching.options.smooth_factor: set SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR to {factor:g}"
 
     def _groups(self, attention_dp: int) -> LaunchArgs:
         """Return the settings of groups of ranks with attention of their own."""

@@ -160,6 +160,7 @@ class Vllm(Emitter):
     policies: ClassVar[Mapping[str, str]] = _POLICIES
 
     tiers_written = frozenset({"computed"})
+    chunk_pipelines = ("fixed",)
 
     def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release

@@ -9,6 +9,7 @@ from simtune.engine.kv import KvBlocks
 
 Feature = Literal[
     "async_scheduling",
+    "dynamic_chunks",
     "long_prefills",
     "prefix_caching",
     "reserve_full_isl",
@@ -20,6 +21,7 @@ Feature = Literal[
 """Features of a policy that a plan may ask for."""
 SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "async_scheduling": frozenset({"async_scheduling"}),
+    "dynamic_chunks": frozenset({"linear_tokens"}),
     "long_prefills": frozenset({"long_prefill_token_threshold"}),
     "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
     "reserve_full_isl": frozenset({"scheduler_reserve_full_isl"}),
@@ -58,6 +60,9 @@ class PolicyTraits:
     """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
     extends_cache: ClassVar[bool] = True
     """True if the policy's prefix cache, if it offers one, can have tiers below it (`KvBlocks.tiers`)."""
+    chunks_follow: ClassVar[bool] = False
+    """True if the policy's engine, over a pipeline, schedules the next chunk of a prompt as soon as the last one has
+    left the first stage, unless a plan sets `chunk_pipeline`."""
     first_come: ClassVar[bool] = False
     """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
     admitted while a preempted one waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not

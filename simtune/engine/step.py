@@ -77,6 +77,13 @@ class Step:
         return self.part[0] + 1 == self.part[1]
 
     @property
+    def is_followed(self) -> bool:
+        """True if the next step can be scheduled without any result of this one: all its prompts go on."""
+        if self.num_decodes or not self.chunks or self.part != (0, 1):
+            return False
+        return not any(chunk.completes for chunk in self.chunks)
+
+    @property
     def verify_tokens(self) -> int:
         """Tokens the decodes compute: one each, and the drafts."""
         return self.num_decodes + self.draft_tokens

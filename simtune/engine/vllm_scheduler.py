@@ -19,6 +19,9 @@ With asynchronous scheduling a step is scheduled before the engine knows the res
 by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts all those
 in flight count as accepted, and the tokens in flight of a preempted request are delivered.
 
+Over a pipeline a prompt counts as computed as soon as a chunk of it is scheduled, and as many batches are under way
+as there are stages, so that its chunks follow one another (`step_with_batch_queue` in vllm/v1/engine/core.py).
+
 Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One case is not exact: with
 asynchronous scheduling, a request that gets no tokens in one step and is preempted right after the next may find one
 block fewer of its answer in the prefix cache than in the engine.
@@ -57,6 +60,7 @@ class VllmFcfs(BatchScheduler):
 
     offers = BatchScheduler.offers | {"long_prefills", "reserve_full_isl"}
     first_come = True
+    chunks_follow = True
 
     def __init__(
         self,

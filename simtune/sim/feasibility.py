@@ -58,6 +58,7 @@ def _refusals(pool: Pool) -> Iterator[str]:
     requested: dict[Feature, tuple[str, bool]] = {
         "prefix_caching": ("prefix_caching", kv_cache.prefix_caching),
         "swap": ("swap", kv_cache.preemption == "swap"),
+        "dynamic_chunks": ("chunk_pipeline: dynamic", batching.chunk_pipeline == "dynamic"),
         "speculation": ("speculation", pool.speculation is not None),
         "safety_margin": ("safety_margin", batching.safety_margin is not None),
         "long_prefills": ("long_prefill_token_threshold", batching.long_prefill_token_threshold is not None),

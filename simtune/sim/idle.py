@@ -33,9 +33,9 @@ def idle_settings(deployment: Deployment) -> Iterator[str]:
 
 
 def _value(spec: Pool, key: str) -> Any:
-    """Return a setting of a pool, or of its parallelism if the key begins with `parallelism.`."""
+    """Return a setting of a pool, or of one of its blocks if the key has two parts."""
     block, _, field = key.partition(".")
-    return getattr(spec.parallelism, field) if field else getattr(spec, block)
+    return getattr(getattr(spec, block), field) if field else getattr(spec, block)
 
 
 def _preset(pool: DeployedPool, model: Model) -> dict[str, Any]:
@@ -91,6 +91,12 @@ def _overlap(pool: DeployedPool, model: Model) -> str | None:
     return "the GPUs of an instance send one another nothing; leave it out, or raise parallelism.tp"
 
 
+def _chunk_pipeline(pool: DeployedPool, model: Model) -> str | None:
+    if pool.spec.batching.chunk_pipeline is None or pool.spec.parallelism.pp > 1:
+        return None
+    return "one stage computes one chunk after the other; leave it out, or raise parallelism.pp"
+
+
 def _expert_replicas(pool: DeployedPool, model: Model) -> str | None:
     if not pool.spec.parallelism.expert_replicas:
         return None
@@ -119,6 +125,7 @@ IDLE: dict[str, Why] = {
     "front_end": _front_end,
     "exposed_host": _exposed_host,
     "overlap": _overlap,
+    "batching.chunk_pipeline": _chunk_pipeline,
     "parallelism.expert_replicas": _expert_replicas,
     "speculation": _target_replicas,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from simtune.costs.estimate import link_of
 from simtune.costs.memory import Memory, kv_bytes_per_token
 from simtune.costs.protocol import StepCosts
@@ -52,6 +54,13 @@ class DeployedPool:
         """Engine cores per instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
+    @property
+    def chunks_follow(self) -> bool:
+        """True if chunks of one prompt follow one another through the stages of a pipeline."""
+        setting = self.spec.batching.chunk_pipeline
+        follow = POLICY.find(self.spec.batching.policy).chunks_follow if setting is None else setting != "one"
+        return follow and self.spec.parallelism.pp > 1
+
     def speculation(self, stream: RequestStream, seed: int) -> DraftingTerms | None:
         """Return the drafting terms of the pool's schedulers, with the accepted drafts of each request of a stream;
         None if the pool does not speculate."""
@@ -97,7 +106,7 @@ class DeployedPool:
         """Return a new object that shares an instance's GPUs among its cores."""
         parallelism = self.spec.parallelism
         if parallelism.pp > 1:
-            return Pipeline(parallelism.pp)
+            return Pipeline(parallelism.pp, chunks_follow=self.chunks_follow)
         return DpGroup() if parallelism.attention_dp > 1 else Stepping()
 
     def _settings(self, hash_block_tokens: int | None, speculation: DraftingTerms | None) -> dict[str, Any]:
@@ -110,6 +119,7 @@ class DeployedPool:
         margin = batching.safety_margin
         of_features: dict[Feature, dict[str, Any]] = {
             "async_scheduling": {"async_scheduling": ahead},
+            "dynamic_chunks": {"linear_tokens": self._linear_tokens},
             "long_prefills": {"long_prefill_token_threshold": batching.long_prefill_token_threshold or 0},
             "prefix_caching": {"prefix_caching": kv_cache.prefix_caching, "hash_block_tokens": hash_block_tokens},
             "reserve_full_isl": {"scheduler_reserve_full_isl": batching.scheduler_reserve_full_isl is not False},
@@ -129,6 +139,18 @@ class DeployedPool:
         for feature in POLICY.find(batching.policy).offers:
             settings |= of_features[feature]
         return settings
+
+    @property
+    def _linear_tokens(self) -> float | None:
+        """Length of a prompt at which the part of its time that grows by its square reaches the part that grows by its
+        length, by the pool's step costs; None without dynamic chunks, or if no part grows by the square."""
+        if self.spec.batching.chunk_pipeline != "dynamic":
+            return None
+        # SGLang fits prompts up to 1.25 first chunks as it starts; costs are tabled up to one.
+        tokens = np.unique(np.linspace(1, self.spec.batching.max_num_batched_tokens, 64).astype(int))
+        ticks = [self.costs.mixed(0, 0, [(0, int(length))], 1) for length in tokens]
+        square, linear, _ = np.polyfit(tokens, ticks, 2)
+        return float(linear / square) if square > 0 and linear > 0 else None
 
     @property
     def _swap_ticks(self) -> int:

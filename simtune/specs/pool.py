@@ -57,6 +57,9 @@ Policy = Annotated[str, PartName(POLICY_GROUP, POLICY_NAMES)]
 Role = Literal["mixed", "prefill", "decode"]
 
 
+ChunkPipeline = Literal["one", "fixed", "dynamic"]
+
+
 class Parallelism(Part):
     """GPUs of one instance: tp * pp * attention_dp * cp."""
 
@@ -99,6 +102,13 @@ class Batching(Part):
     max_num_seqs: Seats
     max_num_batched_tokens: TokensPerStep
     chunked_prefill: bool = True
+    chunk_pipeline: ChunkPipeline | None = Field(
+        None,
+        description="chunks of one prompt in a pipeline of stages: one: the next is scheduled when the last one has "
+        "left all stages; fixed: as soon as it has left the first, each of max_num_batched_tokens; dynamic: the same, "
+        "and chunks shrink so that each takes as long as the first (SGLang). Unless given, fixed with the policies of "
+        "vLLM V1 and SGLang, otherwise one",
+    )
     safety_margin: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
         description="transformers policies: share of free blocks below which no request is admitted; the policy's own "

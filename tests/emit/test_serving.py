@@ -108,6 +108,17 @@ def test_an_engine_sends_several_tokens_at_a_time(tmp_path: Path, preset: str, e
     assert written(plan_of(tmp_path, preset, stream_interval=10), engine)[option] == 10
 
 
+def test_sglang_is_given_dynamic_chunks(tmp_path: Path) -> None:
+    """Its smooth factor is no setting of its file."""
+    chunks = {"batching": {"chunk_pipeline": "dynamic", "options": {"smooth_factor": 0.65}}, "parallelism": {"pp": 2}}
+    plan = plan_of(tmp_path, "sglang-0.5", **chunks)
+    assert written(plan, "sglang")["enable-dynamic-chunking"] is True
+    text = engine_files(plan, MODEL, 8, {})["engine/sglang-mixed.yaml"]
+    assert "batching.options.smooth_factor: set SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR to 0.65" in text
+    fixed = plan_of(tmp_path, "sglang-0.5", parallelism={"pp": 2})
+    assert "enable-dynamic-chunking" not in written(fixed, "sglang")
+
+
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
 
 

@@ -35,6 +35,10 @@ def plan(*pools: dict[str, Any], **fields: Any) -> Plan:
         ({"batching": {"safety_margin": 0.1}}, "batching.safety_margin: the engine admits by a rule of its own"),
         ({"kv_cache": {"other_memory_gib": 3.0}}, "kv_cache.other_memory_gib: the engine measures what else takes"),
         (
+            {"batching": {"chunk_pipeline": "fixed"}, "parallelism": {"pp": 2}},
+            "batching.chunk_pipeline: one chunk of a prompt is in the pipeline at a time here",
+        ),
+        (
             {"batching": {"scheduler_reserve_full_isl": True}},
             "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own",
         ),
@@ -46,9 +50,10 @@ def test_the_settings_name_what_they_leave_out(changed: dict[str, Any], said: st
     """Of an engine that knows none of them; it says nothing of what the plan does not set."""
     engine = ENGINES["llamacpp"]
     (base,) = plan_of(kv_cache={"num_blocks": 8193}).pools
-    ((key, fields),) = changed.items()
-    whole = getattr(base, key).model_copy(update=fields) if isinstance(fields, dict) else fields
-    pool = base.model_copy(update={key: whole})
+    pool = base
+    for key, fields in changed.items():
+        whole = getattr(base, key).model_copy(update=fields) if isinstance(fields, dict) else fields
+        pool = pool.model_copy(update={key: whole})
     assert not any(said in one for one in engine.unsaid(base))
     assert sum(said in one for one in engine.unsaid(pool)) == 1
 

@@ -32,6 +32,8 @@ FRAGMENTS: tuple[dict[str, Any], ...] = (
     {"kv_cache": {"watermark": 0.1, "block_size": 32}},
     {"kv_cache": {"dtype": "fp8"}},
     {"parallelism": {"cp": 2}},
+    {"parallelism": {"pp": 2}, "batching": {"chunk_pipeline": "fixed"}},
+    {"parallelism": {"pp": 2}, "batching": {"policy": "sglang", "chunk_pipeline": "dynamic"}},
     {"parallelism": {"tp": 2}},
     {"research": {"offload": {"weights": 0.2}}},
     {"weight_dtype": "fp8"},

@@ -120,6 +120,10 @@ def drawn_worlds(draw: st.DrawFn) -> World:
         }
         if "long_prefills" in POLICIES[policy].offers and draw(st.booleans()):
             batching["long_prefill_token_threshold"] = 16
+        if (
+            chunks := draw(st.sampled_from([None, None, "one", "fixed", "dynamic"]))
+        ) != "dynamic" or policy == "sglang":
+            batching["chunk_pipeline"] = chunks
         swaps = "swap" in POLICIES[policy].offers and draw(st.booleans())
         return pool(
             role,

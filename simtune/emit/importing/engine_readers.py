@@ -230,6 +230,7 @@ class SglangReader(OptionReader):
         "dtype": _of_draft(check_dtype),
         "kv-cache-dtype": _of_draft(lambda draft, option: set_kv_dtype(draft, option, {**_FP8, **_BF16})),
         "schedule-conservativeness": _sglang_conservativeness,
+        "enable-dynamic-chunking": _setting("batching.chunk_pipeline", "dynamic"),
         "enable-two-batch-overlap": _setting("overlap", "two_batches"),
         "enable-flashinfer-allreduce-fusion": _setting("fused", ["norm"]),
         "disaggregation-mode": _words(

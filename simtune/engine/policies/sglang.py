@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from simtune.engine.kv import Hit
+from simtune.engine.policies.dynamic_chunks import DynamicChunks
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.policy_traits import Settings
 from simtune.engine.radix import RadixCache
@@ -43,7 +44,8 @@ class SglangScheduler(ListScheduler):
     the orders of the queue that go by the radix cache, and that under overlap an end is known one step late.
     """
 
-    offers = frozenset({"async_scheduling", "prefix_caching", "speculation"})
+    offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
+    chunks_follow = True
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
     DECAY_STEPS = 600
@@ -58,9 +60,11 @@ class SglangScheduler(ListScheduler):
         max_prefill_tokens: int = 16384,
         enable_mixed_chunk: bool = False,
         scheduler_recv_interval: int = 1,
+        linear_tokens: float | None = None,
+        smooth_factor: float = 0.75,
         **settings: Unpack[Settings],
     ) -> None:
-        """Make a scheduler. Raises ValueError for a conservativeness or an interval that is not above 0."""
+        """Make a scheduler. Raises ValueError for an option that is out of range."""
         super().__init__(**settings)
         if scheduler_recv_interval < 1:
             raise ValueError(f"scheduler_recv_interval ({scheduler_recv_interval}) must be at least 1")
@@ -71,8 +75,8 @@ class SglangScheduler(ListScheduler):
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
         self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk and not self.drafting
         self._interval = self._unpolled = scheduler_recv_interval  # steps since the engine looked for newcomers
-        # A budget below a page counts as one.
-        self._page = min(self.kv.block_size, self.max_num_batched_tokens)
+        self._page = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a page counts as one
+        self._chunks = DynamicChunks(self.max_num_batched_tokens, self._page, linear_tokens, smooth_factor)
         self._begin_anew()
 
     def new_cache(self, hash_block_tokens: int) -> RadixCache:
@@ -150,7 +154,7 @@ class SglangScheduler(ListScheduler):
         return min(self._max_new_tokens, request.max_tokens, self.max_model_len - request.prompt_tokens)
 
     def _prefill(self) -> ScheduledTokens:
-        budget = self.max_num_batched_tokens
+        budget = self._chunks.budget(self.residents)
         if self._mixes:
             budget -= sum(request.decoding for request in self.residents)
         least = budget - self._max_prefill_tokens

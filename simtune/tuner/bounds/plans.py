@@ -159,6 +159,8 @@ class PlanBounds(LoneRequests):
         in_order = (
             POLICY.find(pool.pool.spec.batching.policy).first_come
             and not pool.pool.spec.batching.long_prefill_token_threshold
+            # A core computes several chunks at a time then.
+            and not pool.pool.chunks_follow
             for pool in self.front
         )
         plan = self.deployment.plan

@@ -33,6 +33,9 @@ from simtune.costs.bounds import LeastCosts
 from simtune.sim.pools import DeployedPool
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 
+CUTTING_LAST = ("vllm-fcfs", "vllm-priority", "sglang")
+"""Policies that cut only the last prompt of a step, if it exceeds what is left of the budget."""
+
 
 class Rounds(NamedTuple):
     """Draft rounds of a pool: the most tokens that one round emits, and the number of replicas that verify in turn."""
@@ -69,7 +72,10 @@ class PoolWork:
         self.seats = max(1, spec.batching.max_num_seqs // parallelism.pp)
         self.budget = max(spec.batching.max_num_batched_tokens, spec.kv_cache.block_size)
         self.kv_tokens = max(1, pool.memory.num_blocks // parallelism.pp * spec.kv_cache.block_size)
-        anew_s, token_s = self._recomputed()
+        self.stages = parallelism.pp if pool.chunks_follow else 1
+        """Stages among which the chunks of one prompt are divided at a time."""
+        # Chunks of a prompt that is computed again follow one another as well.
+        anew_s, token_s = (share / self.stages for share in self._recomputed())
         self.lines = [
             CostLine(c0 + least.after_s, c1, min(least.context_s, anew_s + c1 * token_s)) for c0, c1 in least.lines
         ]
@@ -117,8 +123,25 @@ class PoolWork:
         # A long_prefill_token_threshold does not cut the prompt of a request that is alone.
         chunks = np.ceil(tokens / self.budget)
         gpu = self._linear_s(chunks, tokens) + self.attention_s - least.head_s + least.least_head_s
-        floor: Array = np.maximum(gpu, chunks * (least.shortest_s + least.after_s))
-        return floor
+        shortest_s = least.shortest_s + least.after_s
+        floor: Array = np.maximum(gpu, chunks * shortest_s)
+        return floor if self.stages == 1 else self._over_stages(floor, chunks, shortest_s)
+
+    def _over_stages(self, floor_s: Array, chunks: Array, shortest_s: float) -> Array:
+        """Return the floors of prompts whose chunks follow one another: the first stage takes a share of all chunks,
+        and the others theirs of the last one."""
+        followed: Array = (floor_s + (self.stages - 1) * shortest_s) / self.stages
+        spec = self.pool.spec
+        batching = spec.batching
+        # These policies cut a prompt that fits a step only where it shares one with decodes or ends of other prompts,
+        # which no other step follows.
+        uncut = (
+            batching.policy in CUTTING_LAST
+            and batching.chunk_pipeline != "dynamic"
+            and not batching.long_prefill_token_threshold
+            and spec.speculation is None
+        )
+        return np.where((chunks <= 1) & uncut, floor_s, followed)
 
     @cached_property
     def decode_floor_s(self) -> Array:

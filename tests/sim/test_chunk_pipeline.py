@@ -1,0 +1,142 @@
+"""Chunks of one prompt that follow one another through the stages of a pipeline, against closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simtune.costs.compiled import LinearCosts
+from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Request
+from simtune.errors import Infeasible
+from simtune.results.result import Result
+from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.stepping import Pipeline
+from simtune.sim.world import World
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.plan import Plan
+from simtune.testing.clusters import stream_of
+from tests.sim.worlds import Setting
+
+MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
+SQUARE = LinearCosts(0.0, 1e-6, per_pair_s=1e-10)
+"""The part of a prompt's time that grows by its square reaches the other one at 20,000 tokens."""
+
+
+def deployed(pp: int, costs: LinearCosts = SQUARE, **batching: Any) -> Deployment:
+    pool = {
+        "hardware": "h100-sxm",
+        "instances": 1,
+        "parallelism": {"pp": pp},
+        "batching": {"max_num_seqs": 8, "max_num_batched_tokens": 1024, **batching},
+    }
+    plan = Plan.model_validate({"name": "p", "model": MODEL.name, "pools": [pool]}, strict=False)
+    return deploy(plan, MODEL, HARDWARE, costs)
+
+
+def alone(deployment: Deployment, prompt: int) -> Result:
+    return deployment.simulate(stream_of([0.0], [prompt], [2]))
+
+
+@pytest.mark.parametrize("single_steps", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 40])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_equal_chunks_take_a_stage_each_and_the_last_one_all(stages: int, chunks: int, single_steps: bool) -> None:
+    """n chunks over p stages take (n + p - 1) / (n p) of what one stage takes for all layers, to the tick."""
+    ticks = 12 * 7
+    setting = Setting(2000, 1, 4, 8, stages, LinearCosts(ticks / TICKS_PER_SECOND), stream_of([0.0], [8 * chunks], [3]))
+    for follow, first in ((False, chunks * ticks), (True, (chunks + stages - 1) * ticks // stages)):
+        cores = setting.make_cores(Pipeline(stages, chunks_follow=follow))
+        outcome = World(cores, setting.stream, single_steps=single_steps).run()
+        assert (outcome.first_token.tolist(), outcome.finish.tolist()) == ([first], [first + 2 * ticks])
+
+
+@pytest.mark.parametrize("policy", ["vllm-fcfs", "vllm-priority", "sglang"])
+def test_engines_that_pipeline_chunks_do_so_unless_a_plan_keeps_them_from_it(policy: str) -> None:
+    costs = LinearCosts(0.012)
+    first, one = (alone(deployed(4, costs, policy=policy, **more), 102_400).ttft_s[0] for more in ({}, ONE))
+    assert (first, one) == (pytest.approx((100 + 3) / 4 * 0.012), pytest.approx(100 * 0.012))
+
+
+ONE = {"chunk_pipeline": "one"}
+
+
+@pytest.mark.parametrize("policy", ["tensorrt-llm", "sarathi"])
+def test_other_policies_have_a_chunk_in_the_pipeline_unless_asked(policy: str) -> None:
+    costs = LinearCosts(0.012)
+    one, first = (
+        alone(deployed(4, costs, policy=policy, **more), 10_240).ttft_s[0] for more in ({}, {"chunk_pipeline": "fixed"})
+    )
+    assert (first, one) == (pytest.approx((10 + 3) / 4 * 0.012), pytest.approx(10 * 0.012))
+
+
+def test_one_stage_is_as_it_was() -> None:
+    results = [alone(deployed(1, chunk_pipeline=key), 50_000).ttft_s[0] for key in (None, "one", "fixed")]
+    assert len(set(results)) == 1
+
+
+def chunk_times_s(smooth_factor: float) -> list[float]:
+    """Return the times of the chunks that the pool's scheduler cuts of a prompt of 30,000 tokens, but for the last."""
+    options = {"smooth_factor": smooth_factor}
+    deployment = deployed(4, max_num_batched_tokens=8192, policy="sglang", chunk_pipeline="dynamic", options=options)
+    scheduler = deployment.pools[0].cores(1, None)[0].scheduler
+    scheduler.add(Request(0, 30_000, 1))
+    times: list[float] = []
+    while (step := scheduler.schedule()) is not None:
+        (chunk,) = step.chunks
+        if not chunk.completes:
+            times.append(SQUARE.mixed(0, 0, [(chunk.past, chunk.tokens)], 0) / TICKS_PER_SECOND)
+        scheduler.complete()
+    return times
+
+
+def test_dynamic_chunks_take_as_long_as_the_first() -> None:
+    """Within the pieces of 64 tokens at which they are cut; half smoothed they grow, and unsmoothed they are fixed."""
+    strict, half, fixed = (chunk_times_s(factor) for factor in (1.0, 0.5, 0.0))
+    assert len(strict) > len(half) > len(fixed) == 30_000 // 8192
+    assert max(strict) == strict[0]
+    assert min(strict) > 0.97 * strict[0]
+    assert strict[-1] < half[-1] < fixed[-1]
+
+
+def test_dynamic_chunks_shorten_the_pipeline() -> None:
+    fixed, dynamic = (
+        alone(deployed(4, max_num_batched_tokens=8192, policy="sglang", chunk_pipeline=way), 30_000).ttft_s[0]
+        for way in ("fixed", "dynamic")
+    )
+    assert dynamic < 0.9 * fixed
+
+
+def test_only_sglang_has_dynamic_chunks() -> None:
+    with pytest.raises(
+        Infeasible, match=r"policy vllm-fcfs has no chunk_pipeline: dynamic; leave it out, or choose sglang"
+    ):
+        deployed(2, chunk_pipeline="dynamic")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(2, 4),
+    st.integers(3, 16),
+)
+@settings(max_examples=60, deadline=None)
+def test_stages_compute_one_step_at_a_time(drawn: list[tuple[int, int, int]], stages: int, budget: int) -> None:
+    """Steps and jumps agree, every token is delivered, and no stage computes more than it has time for."""
+    arrivals, prompts, answers = zip(*sorted(drawn), strict=True)
+    ticks = 12
+    stream = stream_of([12 * tick / TICKS_PER_SECOND for tick in arrivals], list(prompts), list(answers))
+    setting = Setting(400, 4, 3, budget, stages, LinearCosts(ticks / TICKS_PER_SECOND), stream)
+    jumps, steps = (
+        World(setting.make_cores(Pipeline(stages, chunks_follow=True)), stream, single_steps=single).run()
+        for single in (False, True)
+    )
+    assert jumps.finish.tolist() == steps.finish.tolist()
+    assert jumps.first_token.tolist() == steps.first_token.tolist()
+    assert (jumps.finish >= jumps.first_token).all()
+    assert jumps.steps == steps.steps
+    span = int(np.max(jumps.finish)) - 12 * arrivals[0]
+    assert jumps.steps * ticks // stages + (stages - 1) * ticks // stages <= span
