@@ -54,6 +54,7 @@ from simtune.specs.trace_formats import (
 )
 from simtune.specs.trace_formats.clocks import EARLIEST_S
 from simtune.specs.trace_formats.log_rows import first_value, look_up
+from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
@@ -88,10 +89,13 @@ class Trace:
     arrival_s: Array | None
     prompt_tokens: Ints
     output_tokens: Ints
-    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    hash_ids: Sequence[tuple[int, ...]] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     session: Ints | None = None
     """Conversation of which each request is a turn, numbered by first turn; None if the file has none."""
+    turns: TraceTurns | None = None
+    """Turns that wait for the answers before them; then requests are in order of sessions, and arrival_s is that of
+    the session. None if every request has a time of its own."""
     began_s: float | None = None
     """Time of day of the first request, in seconds since 1970 UTC; None if the file has none."""
     notes: tuple[str, ...] = ()
@@ -103,11 +107,23 @@ class Trace:
         return len(self.prompt_tokens)
 
     @property
+    def arrivals_s(self) -> Array | None:
+        """Times of arrivals: of sessions if turns wait for answers, else of requests; None in a lengths-only trace."""
+        if self.arrival_s is None or self.turns is None:
+            return self.arrival_s
+        return self.arrival_s[self.turns.first[:-1]]
+
+    @property
+    def num_arrivals(self) -> int:
+        """Number of sessions if turns wait for answers, else of requests."""
+        return len(self) if self.turns is None else len(self.turns.first) - 1
+
+    @property
     def rate_rps(self) -> float | None:
-        """Requests per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
+        """Arrivals per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
         if self.arrival_s is None or not self.arrival_s[-1] > 0:
             return None
-        return (len(self) - 1) / float(self.arrival_s[-1])
+        return (self.num_arrivals - 1) / float(self.arrival_s[-1])
 
 
 def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
