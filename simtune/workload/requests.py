@@ -136,6 +136,13 @@ class RequestStream:
         return len(self) if self.families is None else len(self.families)
 
     @property
+    def arrivals_s(self) -> Array | None:
+        """Times of arrivals: of families if there are some, else of requests; None in a closed loop."""
+        if self.arrival_s is None or self.families is None:
+            return self.arrival_s
+        return self.arrival_s[self.families.begin[:-1]]
+
+    @property
     def warm_up_arrivals(self) -> int:
         """Arrivals at the beginning that statistics leave out."""
         if self.families is None:
