@@ -451,7 +451,9 @@ def _print_confirmed(tuned: Tuned) -> None:
     draws, requests, lifetimes, values = tuned.confirmed
     lasting = "" if lifetimes is None else f", {number(lifetimes)} lifetimes or more"
     trace = tuned.question.trace
-    repeated = "" if trace is None or requests <= len(trace) else f" (a trace of {len(trace):,}, repeated)"
+    repeated = (
+        "" if trace is None or requests <= trace.num_arrivals else f" (a trace of {trace.num_arrivals:,}, repeated)"
+    )
     between = ""
     if values and min(values) < max(values):
         name, unit = tuned.question.objective.name, tuned.question.objective.unit

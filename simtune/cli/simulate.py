@@ -382,7 +382,7 @@ def _print_latencies(plan: Plan, summary: SimulationSummary, drawn: Uncertainty 
         else:
             spread = [_between(drawn.of("metrics", metric, s), 1e3) for s in STATISTICS]
         cells = (milliseconds(getattr(latencies, s)) + more for s, more in zip(STATISTICS, spread, strict=True))
-        rows.append((metric.upper(), *cells))
+        rows.append((metric.upper().replace("_", " "), *cells))
     meaning = "± 95 %: noise of this run" if drawn is None else "in brackets: 90 % of redrawn worlds"
     print_table(f"{plan.name}: {of_plan(plan).words()}; latencies in ms ({meaning})", ("metric", *STATISTICS), rows)
 

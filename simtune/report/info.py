@@ -66,6 +66,7 @@ METRIC_NAMES: dict[Metric, str] = {
     "itl": "ITL",
     "e2el": SLO_METRIC_NAMES["e2el"],
     "family": SLO_METRIC_NAMES["family"],
+    "family_active": SLO_METRIC_NAMES["family_active"],
     **PARTS,
 }
 
@@ -158,6 +159,7 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "e2el": "mean E2EL",
         "makespan": "until the last answer",
         "family": "mean latency of a family",
+        "family_active": "mean latency of a family without pauses",
         "gpus": "GPUs needed",
     }
     in_seconds = s.objective.unit == "s"

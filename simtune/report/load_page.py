@@ -16,11 +16,12 @@ from simtune.workload.load_fit import FittedLoad
 def load_rows(load: LoadFacts) -> list[tuple[str, str]]:
     """Return the facts of a load in words: (what, how much)."""
     rows = [("requests", number(load.requests))]
+    unit = "requests" if load.arrivals is None else "arrivals"
     if load.span_s is not None and load.rate_rps is not None:
         rows.append(("over", in_words(load.span_s)))
-        rows.append(("mean rate", f"{number(load.rate_rps)} requests/s"))
+        rows.append(("mean rate", f"{number(load.rate_rps)} {unit}/s"))
     if load.peak_rps is not None and load.bin_s is not None:
-        rows.append(("busiest", f"{number(load.peak_rps)} requests/s in {in_words(load.bin_s)}"))
+        rows.append(("busiest", f"{number(load.peak_rps)} {unit}/s in {in_words(load.bin_s)}"))
     if load.gap_cv is not None:
         rows.append(("burstiness", f"gaps vary by {number(load.gap_cv)} of their mean (1 is Poisson)"))
     if load.users is not None:

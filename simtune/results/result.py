@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ from simtune.results.statistics import TokenIntervals, warm_up
 from simtune.results.steady import in_system, wander
 from simtune.results.summary import Distribution, HeldBack, LatencyQuantiles, Metric, SloLimit
 from simtune.results.summing import between_tokens, distribution, held_back, quantiles
-from simtune.specs.workload import Slo
+from simtune.specs.workload import FAMILY_METRICS, Slo, SloMetric
+from simtune.workload.graphs import Families
 from simtune.workload.requests import RequestStream
 
 _ROUNDING = 1e-9
@@ -128,6 +129,27 @@ class RequestTimes:
         """True for each request that was answered to the end."""
         return self.outcome.finish >= 0
 
+    @cached_property
+    def family_s(self) -> Array:
+        """Seconds from the arrival of each request's family until the family's last node was over; NaN without one."""
+        begin, end = self.outcome.family_begin, self.outcome.family_end
+        return _by_request(self.stream, _seconds(end) - _seconds(begin))
+
+    @cached_property
+    def family_active_s(self) -> Array:
+        """Seconds of them in which at least one request of the family was under way; NaN for a family that is not
+        over."""
+        families = self.stream.families
+        if families is None:
+            return np.full(len(self.stream), np.nan)
+        active_s = active_seconds(families, self.arrival_s, self.finish_s)
+        return np.where(np.isfinite(self.family_s), _by_request(self.stream, active_s), np.nan)
+
+    @property
+    def counted(self) -> slice:
+        """Requests that statistics count: all but those of the warm-up."""
+        return slice(self.stream.warm_up, None)
+
 
 @dataclass
 class Result(RequestTimes, RunStatistics):
@@ -146,10 +168,27 @@ class Result(RequestTimes, RunStatistics):
 
     @cached_property
     def duration_s(self) -> float:
-        """Seconds from the first arrival to the last finish; 0 if nothing finished."""
-        if not self.completed.any():
-            return 0.0
-        return float(np.nanmax(self.finish_s) - self.arrival_s[self.outcome.arrival >= 0].min())
+        """Seconds from the first arrival after the warm-up to the last finish; 0 if nothing finished."""
+        return self._seconds_from(self._start_s) if self._in_time.any() else 0.0
+
+    @cached_property
+    def span_s(self) -> float:
+        """See `RunStatistics`."""
+        return self._seconds_from(self.arrival_s[self.outcome.arrival >= 0].min()) if self.completed.any() else 0.0
+
+    def _seconds_from(self, start_s: float) -> float:
+        return float(np.nanmax(self.finish_s) - start_s)
+
+    @cached_property
+    def _start_s(self) -> float:
+        """First arrival after the warm-up; infinity if there is none."""
+        arrived = self.outcome.arrival[self.counted] >= 0
+        return float(self.arrival_s[self.counted][arrived].min()) if arrived.any() else math.inf
+
+    @cached_property
+    def _in_time(self) -> NDArray[np.bool_]:
+        """True for each request that was answered in the time that counts."""
+        return self.finish_s >= self._start_s if self.stream.warm_up else self.completed
 
     @cached_property
     def _at_arrivals(self) -> tuple[Ints, Ints]:
@@ -189,6 +228,10 @@ class Result(RequestTimes, RunStatistics):
         """Return the number of requests that were answered to the end, of one class or of all."""
         return int(self._of_class(self.completed, request_class).sum())
 
+    def num_judged(self, request_class: int | None = None) -> int:
+        """See `RunStatistics`."""
+        return int(self._of_class(self.completed[self.counted], request_class, self.counted).sum())
+
     @property
     def num_good(self) -> int:
         """Requests that were answered within every limit that applies to them."""
@@ -199,11 +242,13 @@ class Result(RequestTimes, RunStatistics):
         """Sums over requests."""
         completed, core = self.completed, self.outcome.core
         return Sums(
-            prompt_tokens=int(self.stream.prompt_tokens[completed].sum()),
-            output_tokens=int(self.stream.output_tokens[completed].sum()),
+            prompt_tokens=int(self.stream.prompt_tokens[self._in_time].sum()),
+            output_tokens=int(self.stream.output_tokens[self._in_time].sum()),
             preemptions=int(self.outcome.preemptions.sum()),
             resent=int(self.outcome.resent.sum()),
             answered=np.bincount(core[completed], minlength=len(self.outcome.cores)).tolist(),
+            finished=int(self._in_time.sum()),
+            all_output_tokens=int(self.stream.output_tokens[completed].sum()),
         )
 
     def in_system(self) -> InSystem | None:
@@ -212,20 +257,18 @@ class Result(RequestTimes, RunStatistics):
             return None
         return *self._at_arrivals, int((self.outcome.arrival >= 0).sum())
 
-    @cached_property
-    def family_s(self) -> Array:
-        """Seconds from the arrival of each request's family until the family's last node was over; NaN without one."""
-        return family_latencies(self.outcome, len(self.stream))
-
-    def values(self, metric: str, request_class: int | None = None, part: slice = _ALL) -> Array:
-        """Return the finite values of one of METRICS, of one class or of all, of a part of the requests or of all; for
-        `family` one value per family."""
+    def values(self, metric: str, request_class: int | None = None, part: slice | None = None) -> Array:
+        """Return the finite values of one of METRICS, of one class or of all, of a part of the requests or of all but
+        the warm-up; for metrics of families one value per family."""
+        part = self.counted if part is None else part
         column: Array = getattr(self, metric + "_s")[part]
-        if metric == "family":
+        finite = np.isfinite(column)
+        if metric in FAMILY_METRICS and self.stream.families is not None:
             # Every request of a family has the latency of the family: one of each is enough.
-            column = column[:: max(1, len(self.stream) // max(1, len(self.outcome.family_end)))]
-            return column[np.isfinite(column)]
-        return column[self._of_class(np.isfinite(column), request_class, part)]
+            is_first = np.zeros(len(self.stream), dtype=bool)
+            is_first[self.stream.families.begin[:-1]] = True
+            finite &= is_first[part]
+        return column[self._of_class(finite, request_class, part)]
 
     def _of_class(
         self, requests: NDArray[np.bool_], request_class: int | None, part: slice = _ALL
@@ -263,8 +306,10 @@ class Result(RequestTimes, RunStatistics):
         """Return the distribution of every metric."""
         by_metric = {metric: distribution(self.values(metric), noise=noise) for metric in METRICS}
         by_metric["itl"] = between_tokens(self.itl)
-        if self.stream.graph:
-            by_metric["family"] = distribution(self.values("family"), noise=False)
+        families = self.stream.families
+        for metric in FAMILY_METRICS if families is not None else ():
+            if metric == "family" or (families is not None and families.has_pauses):
+                by_metric[metric] = distribution(self.values(metric), noise=False)
         return by_metric
 
     @property
@@ -286,8 +331,9 @@ class Result(RequestTimes, RunStatistics):
         A single request is held to the widest limit of each metric (that of the highest percentile).
         """
         good = self.completed.copy()
+        good[: self.stream.warm_up] = False
         for index, _, slo in self.objectives():
-            for metric in ("ttft", "tpot", "e2el", "family"):
+            for metric in get_args(SloMetric):
                 limits = [limit for m, _, limit in slo.limits() if m == metric]
                 if limits:
                     late = getattr(self, metric + "_s") > max(limits)
@@ -352,9 +398,11 @@ class MissBudget:
         self._class_of = stream.class_index.tolist()
         self._gaps = (stream.output_tokens - 1).tolist()
         self._lines: list[tuple[int | None, str, int | None]] = []  # class, metric, limit that few may exceed
+        self._warm_up = stream.warm_up
         self._left: list[float] = []  # how many more may exceed it, or how much more all of them may add up to
         for index, _, objective in objectives(stream, slo):
             of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
+            of_class[: stream.warm_up] = False
             for metric, statistic, limit in objective.limits():
                 n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
                 ticks = limit * TICKS_PER_SECOND
@@ -368,6 +416,8 @@ class MissBudget:
 
     def __call__(self, request: int, arrival: int, first_token: int, finish: int) -> bool:
         """Account for a finished request (times in ticks); return True once a limit can no longer be met."""
+        if request < self._warm_up:
+            return False
         for line, (index, metric, limit) in enumerate(self._lines):
             if index is not None and index != self._class_of[request]:
                 continue
@@ -403,13 +453,29 @@ def _drawn(of_metrics: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return figures
 
 
-def family_latencies(outcome: Outcome, requests: int) -> Array:
-    """Return the seconds from the arrival of each request's family until the family's last node was over; NaN without
-    families, and for families that never arrived."""
-    families = len(outcome.family_end)
-    if not families:
-        return np.full(requests, np.nan)
-    return np.repeat(_seconds(outcome.family_end) - _seconds(outcome.family_begin), requests // families)
+def _by_request(stream: RequestStream, of_families: Array) -> Array:
+    """Return the value of its family for each request; NaN without families."""
+    if stream.families is None or not len(of_families):
+        return np.full(len(stream), np.nan)
+    return np.repeat(of_families, stream.families.sizes)
+
+
+def active_seconds(families: Families, arrival_s: Array, finish_s: Array) -> Array:
+    """Return the seconds in which at least one answered request of each family was under way; NaN if none was.
+
+    A request that was aborted is under way only while the one that its node waited for is.
+    """
+    family = np.repeat(np.arange(len(families)), families.sizes)
+    answered = np.flatnonzero(np.isfinite(finish_s))
+    order = answered[np.lexsort((arrival_s[answered], family[answered]))]
+    active_s = np.full(len(families), np.nan)
+    last, until_s = -1, 0.0
+    for number, begin_s, end_s in zip(family[order], arrival_s[order], finish_s[order], strict=True):
+        if number != last:
+            last, until_s, active_s[number] = number, begin_s, 0.0
+        active_s[number] += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return active_s
 
 
 def statistic_of(values: Array, statistic: str) -> float:

@@ -26,14 +26,18 @@ InSystem = tuple[Ints, Ints, int]
 
 
 class Sums(NamedTuple):
-    """Sums over the requests of a run; tokens are those of requests that were answered."""
+    """Sums over the requests of a run; tokens are those of requests that were answered in the time that counts."""
 
     prompt_tokens: int
     output_tokens: int
     preemptions: int
     resent: int
     answered: Sequence[int]
-    """Requests that each core answered."""
+    """Requests that each core answered, those of the warm-up included."""
+    finished: int
+    """Requests that were answered in the time that counts: from the first arrival after the warm-up."""
+    all_output_tokens: int
+    """Output tokens of all answered requests, those of the warm-up included."""
 
 
 class RunStatistics(ABC):
@@ -62,6 +66,11 @@ class RunStatistics(ABC):
     def num_completed(self, request_class: int | None = None) -> int:
         """Return the number of requests that were answered to the end, of one class or of all."""
 
+    def num_judged(self, request_class: int | None = None) -> int:
+        """Return the number of requests whose latencies count, of one class or of all: those that were answered to the
+        end, and are not of the warm-up."""
+        return self.num_completed(request_class)
+
     @property
     @abstractmethod
     def num_good(self) -> int:
@@ -76,6 +85,11 @@ class RunStatistics(ABC):
     @abstractmethod
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last finish; 0 if nothing finished."""
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first arrival to the last finish, warm-up included: that in which instances were busy."""
+        return self.duration_s
 
     @property
     @abstractmethod
@@ -143,9 +157,9 @@ class RunStatistics(ABC):
     @cached_property
     def too_few_for(self) -> tuple[str, ...]:
         """Percentiles of the summary and of the SLO for which too few requests ended."""
-        short = {p: None for p in PERCENTILES if self.num_completed() < needed_for(p)}
+        short = {p: None for p in PERCENTILES if self.num_judged() < needed_for(p)}
         for index, name, slo in self.objectives():
-            of_class, count = "" if name is None else f" of class {name}", self.num_completed(index)
+            of_class, count = "" if name is None else f" of class {name}", self.num_judged(index)
             short |= {f"{s}{of_class}": None for _, s, _ in slo.limits() if count < needed_for(s)}
         return tuple(short)
 
@@ -176,7 +190,7 @@ class RunStatistics(ABC):
     @property
     def slo_attainment(self) -> float | None:
         """Share of the finished requests answered within every limit that applies to them."""
-        finished = self.num_completed()
+        finished = self.num_judged()
         return self.num_good / finished if finished else None
 
     @property
@@ -185,6 +199,10 @@ class RunStatistics(ABC):
         for any other one the number of such requests over the duration."""
         if self.offered_rate_rps is not None and self.steadiness == "stable":
             return self.offered_rate_rps * (self.slo_attainment or 0.0)
+        if self.head.warm_up:
+            # Of what finished in the time that counts, as many are good as of those that count.
+            rate = self._per_second(self.sums.finished)
+            return None if rate is None else rate * (self.slo_attainment or 0.0)
         return self._per_second(self.num_good)
 
     @cached_property
@@ -212,11 +230,11 @@ class RunStatistics(ABC):
             where_it_applies["cache_tiers"] = tiers
         if self.drafted.rounds:
             where_it_applies["speculation"] = verifications(self.drafted)
-        core_use = instances(self.outcome.cores, sums.answered, duration)
+        core_use = instances(self.outcome.cores, sums.answered, self.span_s)
         if (held_back := self.held_back) is not None:
             where_it_applies["held_back"] = held_back
         where_it_applies |= self.outcome.controlled
-        where_it_applies |= energy_of(self.power, core_use, duration, sums.output_tokens, self.scale)
+        where_it_applies |= energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(
             requests=self.num_requests,
             completed=completed,
@@ -229,7 +247,7 @@ class RunStatistics(ABC):
             lifetimes=self.lifetimes,
             too_few_for=self.too_few_for,
             offered_rate_rps=self.offered_rate_rps,
-            request_throughput_rps=self._per_second(completed),
+            request_throughput_rps=self._per_second(sums.finished),
             goodput_rps=self.goodput_rps,
             slo_attainment=self.slo_attainment,
             output_tokens_per_s=output_rate,
@@ -252,8 +270,12 @@ def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | 
 
     Raises UsageError for a limit of families if the requests are none.
     """
-    if stream.graph is None and any(limits.family_s for limits in (slo, *stream.slos) if limits is not None):
-        raise UsageError("slo.family_s limits families of a request graph, and this load has none; leave it out")
+    set_slos = [limits for limits in (slo, *stream.slos) if limits is not None]
+    if stream.families is None:
+        for name in (name for name in ("family_s", "family_active_s") if any(getattr(x, name) for x in set_slos)):
+            raise UsageError(
+                f"slo.{name} limits families of a request graph or sessions, and this load has none; leave it out"
+            )
     if all(class_slo is None for class_slo in stream.slos):
         return [(None, None, slo)]
     return [

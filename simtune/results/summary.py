@@ -28,8 +28,9 @@ Uncertain = Annotated[T, Redrawn()]
 """A number for which `simulate --uncertainty` gives an interval; all others are the same in every world, or describe
 the noise of a single run."""
 
-Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "queue", "prefill", "transfer", "decode"]
-"""Latency metrics; `family` is that of the families of a request graph, from arrival until the last node is over."""
+Metric = Literal["ttft", "tpot", "itl", "e2el", "family", "family_active", "queue", "prefill", "transfer", "decode"]
+"""Latency metrics; `family` is that of the families of a request graph or of sessions, from arrival until the
+last node is over, `family_active` the part of it in which requests are under way."""
 
 
 class Distribution(Record):
@@ -50,7 +51,13 @@ class Distribution(Record):
     )
 
 
-SLO_METRIC_NAMES: dict[SloMetric, str] = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "family": "Family"}
+SLO_METRIC_NAMES: dict[SloMetric, str] = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "e2el": "E2EL",
+    "family": "Family",
+    "family_active": "Family without pauses",
+}
 
 
 def limit_sentence(bound: str, reached: str = "") -> str:

@@ -41,8 +41,10 @@ def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[
 def _names(result: Result) -> list[str]:
     """Return the columns of the table: those of request graphs and of held-back requests only if the load has any."""
     absent = set()
-    if result.stream.graph is None:
-        absent.add("family_s")
+    if result.stream.families is None:
+        absent |= {"family_s", "family_active_s"}
+    elif not result.stream.families.has_pauses:
+        absent.add("family_active_s")
     if result.stream.due_s is None:
         absent.add("held_s")
     return [name for name in columns(RequestRow) if name not in absent]

@@ -398,7 +398,7 @@ class CourseRow(Record):
 class RequestRow(Record):
     """A row of `requests.csv`: a simulated request. A time is empty if the event never happened."""
 
-    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s", "held_s"})
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s", "family_active_s", "held_s"})
 
     request: Annotated[Whole, _column("number, by arrival")]
     request_class: Annotated[str, Field(alias="class", description="class of the workload")]
@@ -416,7 +416,11 @@ class RequestRow(Record):
     tpot_s: Annotated[float | None, _column("mean time per token after the first; empty for one-token answers", "s")]
     e2el_s: Annotated[float | None, _column("finish_s - arrival_s", "s")]
     family_s: Annotated[
-        float | None, _column("of a request graph: from its family's arrival until the last node was over", "s")
+        float | None,
+        _column("of a request graph or session: from its family's arrival until the last node or turn was over", "s"),
+    ] = None
+    family_active_s: Annotated[
+        float | None, _column("the part of family_s in which requests of the family were under way", "s")
     ] = None
     queue_s: Annotated[float | None, _column("scheduled_s - arrival_s", "s")]
     prefill_s: Annotated[

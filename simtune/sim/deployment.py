@@ -158,7 +158,7 @@ class Deployment:
         """Return the number of instances that have `cores` cores, if these can stand for all and are fewer; see
         `simulate`."""
         # A batch is these very requests on these very instances: the busiest instance ends it.
-        alone = stream.arrival_s is not None and stream.graph is None and not stream.batch and not self.plan.stages
+        alone = stream.arrival_s is not None and stream.families is None and not stream.batch and not self.plan.stages
         if cores is None or not (alone and self.cores_apart):
             return None
         instances = -(-cores // self.pools[0].cores_each)

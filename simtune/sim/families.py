@@ -1,8 +1,9 @@
-"""Families of requests: how a request graph turns each arrival into requests that follow one another.
+"""Families of requests: how a request graph or a session turns each arrival into requests that follow one another.
 
-A family is the requests of all nodes of a graph (`simtune.specs.workload.GraphNode`). The members of a node are sent
-together once all nodes that it waits for are over; a node is over when `first` of its requests are answered, or all.
-Then the others are aborted: between two steps they leave their engine, and what they delivered stays delivered.
+A family is the requests of all nodes of a graph (`simtune.specs.workload.GraphNode`), or the turns of a session, each a
+node (`simtune.workload.sessions`). The members of a node are sent together once all nodes that it waits for are over; a
+node is over when `first` of its requests are answered, or all. Then the others are aborted: between two steps they
+leave their engine, and what they delivered stays delivered.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
+import numpy as np
+
 from simtune.engine import Request
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
@@ -18,6 +21,7 @@ from simtune.sim.core import EngineCore
 from simtune.sim.recorder import Recorder, empty_column
 from simtune.sim.source import Hints, RequestSource
 from simtune.specs.plan import Plan
+from simtune.workload.graphs import FamilyShape
 from simtune.workload.requests import RequestStream
 
 
@@ -25,6 +29,9 @@ from simtune.workload.requests import RequestStream
 class Family:
     """State of one family, by node."""
 
+    shape: FamilyShape
+    first: int
+    """Number of its first request."""
     begin: int
     """The tick at which the family arrives."""
     waits_for: list[int]
@@ -51,16 +58,19 @@ class FamilySource(RequestSource):
         **hints: Unpack[Hints],
     ) -> None:
         super().__init__(stream, agenda, **hints)
-        assert stream.graph is not None
-        self._graph, self._cores, self._recorder = stream.graph, cores, recorder
+        assert stream.families is not None
+        self._all, self._cores, self._recorder = stream.families, cores, recorder
         self._families: dict[int, Family] = {}
-        recorder.family_begin = empty_column(len(self.arrival) // self._graph.size, -1)
-        recorder.family_end = empty_column(len(recorder.family_begin), -1)
+        recorder.family_begin = empty_column(len(self._all), -1)
+        recorder.family_end = empty_column(len(self._all), -1)
         self._here: dict[int, Request] = {}  # those that have arrived and are not over
         self._aborted: dict[int, Request] = {}
-        self._size, self._node_of = self._graph.size, self._graph.node_of.tolist()
-        self._earliest = self._graph.earliest
-        self._begins = self.arrival[:: self._size]
+        first = self._all.begin[:-1]
+        self._first = first.tolist()
+        self._family_of = np.repeat(np.arange(len(first)), self._all.sizes).tolist()
+        self._begins = [self.arrival[number] for number in self._first]
+        self._earliest = -1
+        """In an open load, the request with whose arrival the next family is announced."""
         for number in range(len(self.arrival)):
             self.arrival[number] = -1
 
@@ -76,7 +86,7 @@ class FamilySource(RequestSource):
 
     def arrive(self, number: int) -> Request:
         """Return the request that arrives now; with the earliest one of a family, announce the next family."""
-        if self._open and number % self._size == self._earliest:
+        if number == self._earliest:
             self._begin_next(0)
         request = self._here[number] = self.made(number)
         return request
@@ -87,11 +97,11 @@ class FamilySource(RequestSource):
             # The request finished in the very step in which it was aborted.
             self._aborted.pop(number, None)
             return
-        family, node = self._family_of(number)
+        family, node = self._place_of(number)
         family.left[node] -= 1
         family.wanted[node] -= 1
         if not (family.wanted[node] and family.left[node]):
-            self._is_over(now, number // self._size, node)
+            self._is_over(now, self._family_of[number], node)
 
     def gave_up(self, number: int) -> bool:
         """True if a request was aborted before any core had it."""
@@ -100,56 +110,60 @@ class FamilySource(RequestSource):
     def refused(self, now: int, number: int) -> None:
         """Record that no core accepts a request; its node is over if no other request of it is left."""
         del self._here[number]
-        family, node = self._family_of(number)
+        family, node = self._place_of(number)
         family.left[node] -= 1
         if family.left[node] == 0:
-            self._is_over(now, number // self._size, node)
+            self._is_over(now, self._family_of[number], node)
 
     def stopped(self) -> dict[int, int]:
         """Return the number of tokens delivered of each aborted request."""
         return {number: request.emitted for number, request in self._aborted.items()}
 
-    def _family_of(self, number: int) -> tuple[Family, int]:
-        family, member = divmod(number, self._size)
-        return self._families[family], self._node_of[member]
+    def _place_of(self, number: int) -> tuple[Family, int]:
+        """Return the family of a request, and its node."""
+        family = self._families[self._family_of[number]]
+        return family, family.shape.node_of[number - family.first]
 
     def _begin_next(self, tick: int) -> None:
         if self._next == len(self._begins):
             return
-        graph, number = self._graph, self._next
+        number = self._next
         self._next += 1
+        shape, first = self._all.shape(number), self._first[number]
         at = self._begins[number] if self._open else tick
-        waits_for = [len(after) for after in graph.after]
+        if self._open:
+            self._earliest = first + shape.earliest
         self._recorder.family_begin[number] = at
-        self._families[number] = Family(at, waits_for, list(graph.first), list(graph.count))
-        for node, after in enumerate(graph.after):
-            if not after:
+        self._families[number] = Family(shape, first, at, list(shape.waits_for), list(shape.first), list(shape.counts))
+        for node, before in enumerate(shape.waits_for):
+            if not before:
                 self._send(at, number, node)
 
-    def _send(self, now: int, family: int, node: int) -> None:
+    def _send(self, now: int, number: int, node: int) -> None:
         """Let the requests of a node arrive, after the node's delay."""
-        graph = self._graph
-        tick = max(now + graph.delay[node], self._families[family].begin + graph.since[node])
-        for member in range(graph.begin[node], graph.begin[node] + graph.count[node]):
-            number = family * self._size + member
-            self.arrival[number] = tick
-            self._agenda.post((tick, ARRIVAL, number, 0))
+        family = self._families[number]
+        shape = family.shape
+        tick = max(now + shape.delay[node], family.begin + shape.since[node])
+        begin = family.first + shape.begin[node]
+        for member in range(begin, begin + shape.counts[node]):
+            self.arrival[member] = tick
+            self._agenda.post((tick, ARRIVAL, member, 0))
 
     def _is_over(self, now: int, number: int, node: int) -> None:
         """Abort the remaining requests of a node, and send the nodes that waited for it; the last node ends the
         family."""
-        graph, family = self._graph, self._families[number]
+        family = self._families[number]
+        shape = family.shape
         if family.left[node]:
-            first = number * self._size + graph.begin[node]
-            for member in range(first, first + graph.count[node]):
+            begin = family.first + shape.begin[node]
+            for member in range(begin, begin + shape.counts[node]):
                 self._abort(now, member)
-        for follower, after in enumerate(graph.after):
-            if node in after:
-                family.waits_for[follower] -= 1
-                if family.waits_for[follower] == 0:
-                    self._send(now, number, follower)
+        for follower in shape.followers[node]:
+            family.waits_for[follower] -= 1
+            if family.waits_for[follower] == 0:
+                self._send(now, number, follower)
         family.over += 1
-        if family.over == len(graph.after):
+        if family.over == len(shape.counts):
             del self._families[number]
             self._recorder.family_end[number] = now
             if not self._open:
@@ -168,7 +182,7 @@ class FamilySource(RequestSource):
 
 
 def check_graph_runs(plan: Plan) -> None:
-    """Raise UsageError for a plan under which requests of a family could not be found to be aborted."""
+    """Raise UsageError for a plan under which requests of a request graph could not be found to be aborted."""
     if plan.events:
         raise UsageError(f"plan {plan.name}: events and a request graph are mutually exclusive; remove the events")
     if any(pool.role != "mixed" for pool in plan.pools):

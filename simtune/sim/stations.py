@@ -57,9 +57,10 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
     """
     if not plan.stages:
         return Passed(stream)
-    if stream.arrival_s is None or stream.graph is not None:
+    if stream.arrival_s is None or stream.families is not None:
         raise UsageError(
-            f"plan {plan.name}: stages need arrival times known in advance; use open arrivals without a graph"
+            f"plan {plan.name}: stages need arrival times known in advance; use open arrivals without a graph and "
+            "without sessions whose turns follow answers"
         )
     ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens)
     slowest = max(plan.stages, key=lambda stage: ends[stage.name].max(initial=0.0))

@@ -35,7 +35,8 @@ from simtune.sim.wiring import wire
 from simtune.sim.world import World
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
-from simtune.workload.requests import RequestStream, Span, draw, unit_arrivals
+from simtune.workload.requests import RequestStream, draw, unit_arrivals
+from simtune.workload.sampling import Span
 
 CHUNK = 1 << 15
 """Requests that are drawn in one go."""
@@ -58,12 +59,14 @@ class StreamedLoad:
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
             )
+        if workload.warm_up:
+            raise UsageError(f"workload {workload.name}: warm_up needs kept requests; leave --stream out")
         if workload.max_in_flight is not None:
             raise UsageError(
                 f"workload {workload.name}: how long requests are held back (max_in_flight) is counted of kept "
                 "requests only; leave --stream out"
             )
-        if workload.graph:
+        if workload.graph or (trace is not None and trace.turns is not None):
             raise UsageError(
                 f"workload {workload.name}: requests of a family wait for one another, so they cannot be drawn a few "
                 "at a time; leave --stream out"
@@ -411,7 +414,9 @@ class StreamedResult(RunStatistics):
     def sums(self) -> Sums:
         """Sums over requests."""
         t = self.totals
-        return Sums(t.prompt_tokens, t.output_tokens, t.preemptions, t.resent, t.answered.tolist())
+        answered = t.answered.tolist()
+        finished = self.num_completed()
+        return Sums(t.prompt_tokens, t.output_tokens, t.preemptions, t.resent, answered, finished, t.output_tokens)
 
     @property
     def warm_up_requests(self) -> None:

@@ -89,8 +89,9 @@ class World:
         self._informed, self._followed = self._routers.informed, self._source.follows
         self._unheard = not (self._informed or self._followed) and self._stop_when is None
         receiving = set(self._routers.back.cores)
+        aborts = stream.families is not None and stream.families.may_abort
         for core in self._cores:
-            runs_ahead = not (single_steps or record or core in receiving or stream.graph is not None)
+            runs_ahead = not (single_steps or record or core in receiving or aborts)
             core.wire(self._agenda, self._recorder, single_steps=single_steps, runs_ahead=runs_ahead)
 
     def _books(
@@ -103,7 +104,7 @@ class World:
         """Return the recorder and the source of the requests."""
         recorder = Recorder(len(stream), record)
         hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
-        if stream.graph is None:
+        if stream.families is None:
             return recorder, RequestSource(stream, self._agenda, **hints)
         return recorder, FamilySource(stream, self._agenda, cores=self._cores, recorder=recorder, **hints)
 

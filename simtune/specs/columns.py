@@ -23,7 +23,7 @@ def replay(trace: Trace, name: str) -> Workload:
     """The load that sends every request of a trace at its own time, under a name as near to `name` as can be."""
     return Workload(
         name=spec_name(name, "trace"),
-        requests=len(trace),
+        requests=trace.num_arrivals,
         arrivals=TraceArrivals(),
         prompt=TraceLengths(),
         output=TraceLengths(),

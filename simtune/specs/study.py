@@ -49,6 +49,7 @@ ObjectiveName = Literal[
     "e2el",
     "makespan",
     "family",
+    "family_active",
     "joules_per_token",
     "pareto",
 ]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
 from simtune.specs.input_files import shortened
+from simtune.specs.trace_turns import TraceTurns, joined
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 
@@ -95,6 +96,7 @@ def of_rows(trace: Trace, kept: Mask, arrival_s: Array | None, note: str) -> Tra
         output_tokens=trace.output_tokens[kept],
         hash_ids=None if trace.hash_ids is None else tuple(compress(trace.hash_ids, kept.tolist())),
         session=None if trace.session is None else np.unique(trace.session[kept], return_inverse=True)[1],
+        turns=None if trace.turns is None else trace.turns.kept(kept),
         began_s=began_s,
         notes=(*trace.notes, f"{note}: {int(kept.sum()):,} of {len(trace):,} requests"),
     )
@@ -170,6 +172,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     arrival_s = _times_of_all(traces, clock or [0.0] * len(traces), files)
     order = np.arange(sum(map(len, traces))) if arrival_s is None else np.argsort(arrival_s, kind="stable")
     hash_ids, session = _prefixes_of_all(traces, files), _sessions_of_all(traces)
+    waiting = _turns_of_all(traces, files)
     return Trace(
         file=files,
         sha256=hashlib.sha256("".join(trace.sha256 for trace in traces).encode()).hexdigest(),
@@ -179,6 +182,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
         hash_ids=None if hash_ids is None else tuple(hash_ids[i] for i in order.tolist()),
         block_tokens=traces[0].block_tokens,
         session=None if session is None else session[order],
+        turns=None if waiting is None else joined(waiting, order),
         began_s=min(clock) if clock else None,
         notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
     )
@@ -208,6 +212,13 @@ def _prefixes_of_all(traces: Sequence[Trace], files: str) -> list[tuple[int, ...
     return _apart(rows)
 
 
+def _turns_of_all(traces: Sequence[Trace], files: str) -> list[TraceTurns] | None:
+    turns = [trace.turns for trace in traces if trace.turns is not None]
+    if 0 < len(turns) < len(traces):
+        raise UsageError(f"{files}: only some have turns that follow answers; read them in separate commands")
+    return turns or None
+
+
 def _sessions_of_all(traces: Sequence[Trace]) -> Ints | None:
     sessions = [[(int(x),) for x in trace.session] for trace in traces if trace.session is not None]
     return np.array([x for (x,) in _apart(sessions)]) if len(sessions) == len(traces) else None
@@ -233,16 +244,18 @@ def scaled(trace: Trace, factor: float) -> Trace:
 def replayed_part(workload: Workload, trace: Trace, requests: int) -> str | None:
     """State which requests of a trace a load replays: its first ones, or all of them more than once; None if it replays
     each of them once."""
-    if requests == len(trace) or workload.arrivals.kind != "trace":
+    arrivals, arrival_s = trace.num_arrivals, trace.arrivals_s
+    unit = "requests" if trace.turns is None else "sessions"
+    if requests == arrivals or workload.arrivals.kind != "trace":
         return None
-    if requests > len(trace):
-        return f"the {len(trace):,} requests of {trace.file}, repeated to {requests:,}"
-    part = f"only the first {requests:,} of {len(trace):,} requests of {trace.file}"
-    if trace.arrival_s is None or trace.rate_rps is None or requests < 2:
+    if requests > arrivals:
+        return f"the {arrivals:,} {unit} of {trace.file}, repeated to {requests:,}"
+    part = f"only the first {requests:,} of {arrivals:,} {unit} of {trace.file}"
+    if arrival_s is None or trace.rate_rps is None or requests < 2:
         return part
-    span_s, whole_s = float(trace.arrival_s[requests - 1]), float(trace.arrival_s[-1])
+    span_s, whole_s = float(arrival_s[requests - 1]), float(arrival_s[-1])
     rate = (requests - 1) / span_s if span_s > 0 else float("inf")
-    rates = f"{rate:.3g} requests/s where all have {trace.rate_rps:.3g}"
+    rates = f"{rate:.3g} {unit}/s where all have {trace.rate_rps:.3g}"
     remedy = "simtune workload --peak takes the busiest window"
     return f"{part}: {in_words(span_s)} of {in_words(whole_s)}, {rates}; {remedy}"
 

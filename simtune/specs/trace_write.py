@@ -26,6 +26,9 @@ def trace_text(trace: Trace, name: str) -> str:
         raise UsageError(f"{name}: end the name in .csv or .jsonl")
     if trace.session is not None:
         columns["session"] = trace.session.tolist()
+    if trace.turns is not None:
+        columns["after"] = [list(after) for after in trace.turns.after]
+        columns["pause_s"] = [round(x, 9) for x in trace.turns.pause_s.tolist()]
     if trace.hash_ids is not None:
         columns["hash_ids"] = [list(row) for row in trace.hash_ids]
         columns["block_tokens"] = [trace.block_tokens] * len(trace)

@@ -6,7 +6,8 @@ Formats of files are recognised by their content, plain or gzip-compressed:
 * JSON lines: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` (Mooncake);
 * CSV with a header that names its columns as in `COLUMNS`, with commas, semicolons, tabs or bars between them; times
   are numbers or a clock (`simtune.specs.trace_formats.clocks`); without an arrival column it is lengths only;
-* what load generators and gateways write, and conversations: `simtune.specs.trace_formats`.
+* the same with `session_id` and `delay` (`simtune.specs.trace_formats.mooncake_sessions`);
+* what load generators and gateways write, conversations, and runs of agents: `simtune.specs.trace_formats`.
 
 Columns may also be named by hand (`LogReading.columns`). Further columns are ignored, with a note. A trace with
 anything wrong in it is refused with all its problems, the first MAX_SHOWN of them in full.
@@ -40,6 +41,7 @@ from simtune.specs.input_files import (
     unpacked,
 )
 from simtune.specs.scrapes import is_scrape
+from simtune.specs.text_blocks import TextBlocks
 from simtune.specs.trace_formats import (
     AS_IT_IS,
     SHARED_BLOCK_TOKENS,
@@ -54,6 +56,9 @@ from simtune.specs.trace_formats import (
 )
 from simtune.specs.trace_formats.clocks import EARLIEST_S
 from simtune.specs.trace_formats.log_rows import first_value, look_up
+from simtune.specs.trace_formats.mooncake_sessions import has_delays, read_sessions
+from simtune.specs.trace_formats.session_rows import SessionLog
+from simtune.specs.trace_turns import TraceTurns, turns_of
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20
@@ -88,10 +93,13 @@ class Trace:
     arrival_s: Array | None
     prompt_tokens: Ints
     output_tokens: Ints
-    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    hash_ids: Sequence[tuple[int, ...]] | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     session: Ints | None = None
     """Conversation of which each request is a turn, numbered by first turn; None if the file has none."""
+    turns: TraceTurns | None = None
+    """Turns that wait for the answers before them; then requests are in order of sessions, and arrival_s is that of
+    the session. None if every request has a time of its own."""
     began_s: float | None = None
     """Time of day of the first request, in seconds since 1970 UTC; None if the file has none."""
     notes: tuple[str, ...] = ()
@@ -103,11 +111,23 @@ class Trace:
         return len(self.prompt_tokens)
 
     @property
+    def arrivals_s(self) -> Array | None:
+        """Times of arrivals: of sessions if turns wait for answers, else of requests; None in a lengths-only trace."""
+        if self.arrival_s is None or self.turns is None:
+            return self.arrival_s
+        return self.arrival_s[self.turns.first[:-1]]
+
+    @property
+    def num_arrivals(self) -> int:
+        """Number of sessions if turns wait for answers, else of requests."""
+        return len(self) if self.turns is None else len(self.turns.first) - 1
+
+    @property
     def rate_rps(self) -> float | None:
-        """Requests per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
+        """Arrivals per second: one over the mean gap. None without arrival times or if all arrive at the same time."""
         if self.arrival_s is None or not self.arrival_s[-1] > 0:
             return None
-        return (len(self) - 1) / float(self.arrival_s[-1])
+        return (self.num_arrivals - 1) / float(self.arrival_s[-1])
 
 
 def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
@@ -137,7 +157,7 @@ def read_trace(path: Path, reading: LogReading = AS_IT_IS) -> Trace:
     else:
         table = (_json_table if start == "{" else _csv_table)(text, problems, dict(reading.columns))
     if reading.zero_output != "refuse":
-        table = _without_zeros(table, reading)
+        table = _without_zeros(table, reading, problems)
     return _trace(path, raw, table, problems)
 
 
@@ -145,10 +165,17 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
     arrival_s, began_s = _arrival_s(table, problems)
     prompt = _lengths(table, "prompt", problems)
     output = _lengths(table, "output", problems)
-    hash_ids = table.values.get("hash_ids") if table.per_s else _hash_ids(table, prompt, problems)
+    hash_ids = (
+        table.values.get("hash_ids")
+        if table.per_s
+        else _hash_ids(table, prompt + (output if "after" in table.values else 0), problems)
+    )
     problems.raise_if_any()
     prompt_tokens, output_tokens = prompt.astype(np.int64), output.astype(np.int64)
     session = _numbered(table.values["session"]) if "session" in table.values else None
+    turns = table.turns
+    if turns is None and "after" in table.values:
+        turns = turns_of(table.values, table.lines, problems)
     for column in (arrival_s, prompt_tokens, output_tokens, session):
         if column is not None:
             column.flags.writeable = False
@@ -158,9 +185,10 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
         arrival_s=arrival_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        hash_ids=None if hash_ids is None else tuple(hash_ids),
+        hash_ids=hash_ids if hash_ids is None or isinstance(hash_ids, TextBlocks) else tuple(hash_ids),
         block_tokens=table.block_tokens,
         session=session,
+        turns=turns,
         began_s=began_s,
         notes=tuple(table.notes),
         ignored=table.ignored,
@@ -219,6 +247,7 @@ class _TraceTable:
     ignored: tuple[str, ...] = ()
     unit: str | None = None
     """Unit of arrivals if the column was named by hand: s, ms or ns."""
+    turns: TraceTurns | None = None
 
 
 def _formatted_table(
@@ -226,19 +255,26 @@ def _formatted_table(
 ) -> _TraceTable:
     """Return the requests of a known format in order of arrival: load generators write them as they end."""
     log: LogRequests = form.read(objects, lines, reading, problems)
-    values, at = log.values, log.lines
-    if not at:
+    if not log.lines:
         problems.stop("no request is left", lines[0])
+    return _log_table(log, f"read as {form.title}")
+
+
+def _log_table(log: LogRequests, *notes: str) -> _TraceTable:
+    """Return the requests of a log in order of arrival; those of sessions are in order of sessions already."""
+    values, at, notes = log.values, log.lines, (*notes, *log.notes)
+    if isinstance(log, SessionLog):
+        table = _TraceTable(log.names, values, at, True, log.per_s, notes, log.block_tokens)
+        return replace(table, turns=log.turns)
     times = values.get("arrival")
     if times is not None and all(isinstance(t, (int, float)) for t in times):
         order = sorted(range(len(times)), key=times.__getitem__)
         values = {field: [column[i] for i in order] for field, column in values.items()}
         at = [at[i] for i in order]
-    notes = [f"read as {form.title}", *log.notes]
     return _TraceTable(log.names, values, at, True, log.per_s, notes, SHARED_BLOCK_TOKENS)
 
 
-def _without_zeros(table: _TraceTable, reading: LogReading) -> _TraceTable:
+def _without_zeros(table: _TraceTable, reading: LogReading, problems: _Faults) -> _TraceTable:
     """Return the table without requests of no output token, or with one token for each."""
     column = table.values["output"]
     zero = [_is_zero(value) for value in column]
@@ -251,6 +287,12 @@ def _without_zeros(table: _TraceTable, reading: LogReading) -> _TraceTable:
         ]
         notes = [*table.notes, f"{count:,} requests of no output token are given one"]
         return replace(table, values={**table.values, "output": ones}, notes=notes)
+    if table.turns is not None:
+        problems.stop(
+            "generates nothing, and other turns wait for it; give it a token: simtune workload --zero-output one",
+            table.lines[zero.index(True)],
+            table.names["output"],
+        )
     nonzero = [not z for z in zero]
     values = {field: list(compress(values, nonzero)) for field, values in table.values.items()}
     notes = [*table.notes, f"{count:,} requests of no output token left out"]
@@ -319,10 +361,11 @@ def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trac
     rows, lines = _json_rows(text, problems)
     if not rows:
         problems.raise_if_any()
+    if not asked and has_delays(rows):
+        return _log_table(read_sessions(rows, lines, problems))
     rows = _with_dotted(rows, asked)
     names = _named_columns(list(rows[0]), asked, problems, lines[0])
     names |= _optional(rows)
-    _refuse_turns(rows, lines, names, problems)
     complete = []
     for i, row in enumerate(rows):
         absent = [name for name in names.values() if name not in row]
@@ -342,21 +385,6 @@ def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trac
     return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
 
 
-def _refuse_turns(
-    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], names: Mapping[str, str], problems: _Faults
-) -> None:
-    """Report the first row that is a later turn of a session, without a time of its own, and stop."""
-    clock = names.get("arrival")
-    turn = next((i for i, row in enumerate(rows) if "delay" in row and clock is not None and clock not in row), None)
-    if turn is not None:
-        problems.stop(
-            "a turn of a session, sent this long after the answer before it: a trace holds requests at times of their "
-            f"own; give every turn a {clock}, or state a workload with sessions, or with a graph of nodes with delay_s",
-            lines[turn],
-            "delay",
-        )
-
-
 def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[dict[str, Any]]:
     """Rows with the values at the dotted keys that were named by hand, such as usage.prompt_tokens."""
     dotted = [name for name in asked.values() if "." in name and name not in rows[0]]
@@ -365,7 +393,7 @@ def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[d
 
 def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Columns that a trace has or has not, which must then be in all of its lines."""
-    return {name: name for name in ("hash_ids", "session") if any(name in row for row in rows)}
+    return {name: name for name in ("hash_ids", "session", "after", "pause_s") if any(name in row for row in rows)}
 
 
 def _block_tokens(row: Mapping[str, Any], line: int, problems: _Faults) -> int:
@@ -628,11 +656,11 @@ def _ahead(texts: Sequence[str]) -> NDArray[np.timedelta64]:
     return np.array(minutes, dtype="timedelta64[m]").astype("timedelta64[ns]")
 
 
-def _hash_ids(table: _TraceTable, prompt: Array, problems: _Faults) -> tuple[tuple[int, ...], ...] | None:
+def _hash_ids(table: _TraceTable, tokens: Array, problems: _Faults) -> tuple[tuple[int, ...], ...] | None:
     if "hash_ids" not in table.values:
         return None
     rows: list[tuple[int, ...]] = []
-    blocks = np.ceil(prompt / table.block_tokens).tolist()
+    blocks = np.ceil(tokens / table.block_tokens).tolist()
     for ids, most, line in zip(table.values["hash_ids"], blocks, table.lines, strict=True):
         if not isinstance(ids, list) or not _all_integers(ids) or not min(ids, default=0) >= 0:
             problems.add("must be a list of whole numbers of at least 0", line, "hash_ids")

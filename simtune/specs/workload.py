@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +21,7 @@ from simtune.specs.base import (
     Seats,
     Seconds,
     Seq,
+    Share,
     Spec,
     Tokens,
 )
@@ -139,15 +142,20 @@ class Quantiles(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if len(self.levels) != len(self.tokens):
-            raise ValueError(f"{len(self.levels)} levels but {len(self.tokens)} tokens")
-        if self.levels[0] != 0 or self.levels[-1] != 1:
-            raise ValueError("levels must run from 0 to 1")
-        if any(not a < b for a, b in zip(self.levels, self.levels[1:], strict=False)):
-            raise ValueError("levels must rise strictly")
-        if any(not a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
-            raise ValueError("tokens must not fall")
+        _check_quantiles(self.levels, self.tokens, "tokens")
         return self
+
+
+def _check_quantiles(levels: Sequence[float], values: Sequence[float], name: str) -> None:
+    """Raise ValueError unless levels run from 0 to 1 and rise strictly, and the values do not fall."""
+    if len(levels) != len(values):
+        raise ValueError(f"{len(levels)} levels but {len(values)} {name}")
+    if levels[0] != 0 or levels[-1] != 1:
+        raise ValueError("levels must run from 0 to 1")
+    if any(not a < b for a, b in pairwise(levels)):
+        raise ValueError("levels must rise strictly")
+    if any(not a <= b for a, b in pairwise(values)):
+        raise ValueError(f"{name} must not fall")
 
 
 class TraceLengths(Part):
@@ -162,7 +170,9 @@ DrawnLengths = Annotated[FixedLength | Lognormal | Quantiles, Field(discriminato
 
 # --- service level objectives -----------------------------------------------------------------------------
 
-SloMetric = Literal["ttft", "tpot", "e2el", "family"]
+SloMetric = Literal["ttft", "tpot", "e2el", "family", "family_active"]
+FAMILY_METRICS: tuple[SloMetric, ...] = ("family", "family_active")
+"""Metrics with a value for each family of requests."""
 Statistic = Annotated[str, Field(pattern=r"^(mean|p(50|[5-9][0-9]|99\.[0-9]+))$")]
 
 
@@ -173,7 +183,14 @@ class Slo(Part):
     tpot_s: dict[Statistic, Positive] = Field(default_factory=dict)
     e2el_s: dict[Statistic, Positive] = Field(default_factory=dict)
     family_s: dict[Statistic, Positive] = Field(
-        default_factory=dict, description="of a request graph: from the arrival of a family until its last node is over"
+        default_factory=dict,
+        description="of a request graph or of sessions: from the arrival of a family until its last node or turn is "
+        "over, pauses included",
+    )
+    family_active_s: dict[Statistic, Positive] | None = Field(
+        None,
+        description="of a request graph or of sessions: the part of it in which at least one request is under way, so "
+        "without pauses",
     )
     confidence: Annotated[float, Field(ge=0.5, le=0.99)] | None = Field(
         None,
@@ -186,7 +203,7 @@ class Slo(Part):
         return [
             (metric, statistic, limit)
             for metric in get_args(SloMetric)
-            for statistic, limit in getattr(self, metric + "_s").items()
+            for statistic, limit in (getattr(self, metric + "_s") or {}).items()
         ]
 
 
@@ -220,18 +237,88 @@ class SharedPrefix(Part):
     )
 
 
+class LognormalSpread(Part):
+    """Lognormal values with the given mean and shape sigma, at most `max`."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    mean: Annotated[Positive, Field(le=LONGEST_S)]
+    sigma: Annotated[Positive, Field(le=20)]
+    max: Annotated[Positive, Field(le=LONGEST_S)]
+
+
+class QuantileSpread(Part):
+    """Empirical values: `values[i]` is the quantile at `levels[i]`, linear in between; see `quantiles` of lengths."""
+
+    kind: Literal["quantiles"] = "quantiles"
+    levels: Annotated[Seq[Level], Field(min_length=2, strict=False)]
+    values: Annotated[Seq[Seconds], Field(min_length=2, strict=False)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        _check_quantiles(self.levels, self.values, "values")
+        return self
+
+
+Spread = Annotated[LognormalSpread | QuantileSpread, Field(discriminator="kind")]
+TurnCount = Annotated[int, Field(ge=1, le=10**5)] | Spread
+"""Turns of a session: a fixed number, or a distribution, rounded to whole turns of at least one."""
+Pause = Seconds | Spread
+"""A pause in seconds: fixed, or a distribution."""
+
+
+class SubAgents(Part):
+    """Sub-agents: after some turns, sessions of their own that run at once; the next turn waits for all of them and
+    reads their last answers."""
+
+    share: Share = Field(description="probability that a turn, unless it is the last one, is followed by sub-agents")
+    count: Branches = Field(1, description="sub-agents that run at once")
+    turns: TurnCount
+    pause_s: Pause = 0.0
+    inherits: bool = Field(False, description="true if their prompts continue the text of the session")
+    first_prompt: DrawnLengths | None = Field(None, description="tokens of a first prompt; `prompt` unless given")
+    prompt: DrawnLengths | None = Field(None, description="tokens that a turn adds; those of the workload unless given")
+    output: DrawnLengths | None = None
+
+
 class Sessions(Part):
     """Conversations: each request is a turn of one, and its prompt begins with all prompts and answers before it.
 
-    `concurrent` conversations take turns, in order of arrival, and each is followed by a new one after its last turn.
-    So a conversation's next prompt comes `concurrent` arrivals after the one before, whether that is answered or not.
+    A turn is sent when the answer before it is over, `pause_s` later: the time in which a tool runs or a person reads.
+    Arrivals are then those of sessions, and a closed loop has as many sessions at a time as users. With
+    `follow: arrivals` every arrival is a turn instead: `concurrent` conversations take turns in order of arrival,
+    whether the turn before is answered or not, and each is followed by a new one after its last turn.
     """
 
-    concurrent: Tokens
-    turns: Tokens = Field(description="turns of each conversation")
+    follow: Literal["answers", "arrivals"] = Field("answers", description="what a turn follows")
+    turns: TurnCount = Field(description="turns of each conversation")
+    pause_s: Pause = Field(0.0, description="seconds from an answer to the next turn")
+    first_prompt: DrawnLengths | None = Field(
+        None, description="tokens of the first prompt, such as instructions and a task; `prompt` unless given"
+    )
+    subagents: SubAgents | None = None
+    concurrent: Tokens | None = Field(None, description="conversations that take turns; only with follow: arrivals")
     block_tokens: BlockSize = Field(
         16, description="tokens of a block, in which what turns share is counted; see shared_prefix"
     )
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.follow == "answers":
+            if self.concurrent is not None:
+                raise ErrorAt(
+                    "turns follow answers, so arrivals are those of sessions; add follow: arrivals for turns that come "
+                    "in order of arrival, or use a closed loop of as many users",
+                    "concurrent",
+                )
+            return self
+        if self.concurrent is None:
+            raise ErrorAt("follow: arrivals needs the number of conversations that take turns: concurrent", "follow")
+        if not isinstance(self.turns, int):
+            raise ErrorAt("must be a number with follow: arrivals", "turns")
+        for name in ("pause_s", "first_prompt", "subagents"):
+            if getattr(self, name):
+                raise ErrorAt("needs turns that follow answers; remove follow: arrivals and concurrent", name)
+        return self
 
 
 class GraphNode(Part):
@@ -283,7 +370,13 @@ class Workload(Spec):
     sessions: Sessions | None = Field(
         None,
         description="conversations, only without a trace that contains them; `prompt` is then what a turn adds to the "
-        "conversation, and groups are drawn for each",
+        "conversation, and groups and classes are drawn for each; `requests` is the number of sessions if turns follow "
+        "answers",
+    )
+    warm_up: Count | None = Field(
+        None,
+        description="arrivals (requests, families or sessions) at the beginning that are simulated, but left out of "
+        "latencies, throughput and SLO",
     )
 
     graph: Annotated[Seq[GraphNode], Field(strict=False)] | None = Field(
@@ -297,6 +390,11 @@ class Workload(Spec):
         return graph
 
     @property
+    def sends_families(self) -> bool:
+        """True if every arrival is a family of requests that follow one another: of a graph, or a session."""
+        return bool(self.graph) or (self.sessions is not None and self.sessions.follow == "answers")
+
+    @property
     def max_in_flight(self) -> int | None:
         """Most requests that the client of an open load has under way at once; None without a limit."""
         return None if isinstance(self.arrivals, ClosedLoop) else self.arrivals.max_in_flight
@@ -308,11 +406,17 @@ class Workload(Spec):
         return isinstance(self.arrivals, ClosedLoop) or self.max_in_flight is not None
 
     @model_validator(mode="after")
+    def _warms_up_what_goes_on(self) -> Self:
+        if self.batch and self.warm_up:
+            raise ErrorAt("a batch is judged as a whole; remove warm_up, or batch", "warm_up")
+        return self
+
+    @model_validator(mode="after")
     def _sends_requests_one_by_one(self) -> Self:
-        if self.graph and self.max_in_flight is not None:
+        if self.sends_families and self.max_in_flight is not None:
             raise ErrorAt(
-                "limits single requests, and those of a graph are sent when their node begins; remove max_in_flight, "
-                "or use a closed loop of families",
+                "limits single requests, and those of a graph or a session are sent when those before are over; remove "
+                "max_in_flight, or use a closed loop of families",
                 "arrivals",
                 "max_in_flight",
             )

@@ -47,6 +47,8 @@ class Judged:
     """Seconds from the first arrival to the last finish."""
     family_s: float | None = None
     """Mean seconds from the arrival of a family until its last node is over."""
+    family_active_s: float | None = None
+    """Mean of its part in which at least one request of the family was under way."""
 
 
 class Miss(NamedTuple):
@@ -69,7 +71,7 @@ class Objective(ABC):
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
     needs_batch: ClassVar[bool] = False
-    needs_graph: ClassVar[bool] = False
+    needs_families: ClassVar[bool] = False
     floor: ClassVar[Floor | None] = None
     """Latency that bounds the objective from below, which `best` takes."""
     aim: ClassVar[Aim | None] = None
@@ -251,7 +253,7 @@ class Makespan(Objective):
 class FamilyLatency(Objective):
     """The lowest mean latency of a family, from its arrival until its last node is over, at the workload's own load."""
 
-    name, unit, sign, needs_graph, floor = "family", "s", -1, True, "family"
+    name, unit, sign, needs_families, floor = "family", "s", -1, True, "family"
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
         """Return the simulated mean."""
@@ -259,6 +261,21 @@ class FamilyLatency(Objective):
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
         """Return the mean of the longest ways through families whose requests are alone."""
+        return floor_s
+
+
+class ActiveFamilyLatency(Objective):
+    """The lowest mean latency of a family without its pauses, at the workload's own load: the time in which at least
+    one of its requests is under way."""
+
+    name, unit, sign, needs_families, floor = "family_active", "s", -1, True, "family_active"
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the simulated mean."""
+        return float("inf") if judged.family_active_s is None else judged.family_active_s
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the mean of the longest ways through families whose requests are alone, without pauses."""
         return floor_s
 
 
@@ -309,6 +326,7 @@ OBJECTIVES: dict[str, Objective] = {
         MeanLatency(),
         Makespan(),
         FamilyLatency(),
+        ActiveFamilyLatency(),
         JoulesPerToken(),
         Pareto(),
     )

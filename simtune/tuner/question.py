@@ -29,6 +29,8 @@ from simtune.workload.requests import RequestStream, build_stream
 
 CAPACITY_REQUESTS = 8000
 """Least number of requests whose mean lengths a capacity is of."""
+SAMPLED_FAMILIES = 200
+"""Families that are drawn to find how many requests they have on average."""
 SAMPLED_CORES = 4
 """Cores that are simulated during the search, if a deployment has more; the chosen plan is confirmed on all cores."""
 
@@ -116,7 +118,7 @@ class Question:
         """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends
         it, nor for families, whose requests are spread over cores."""
         load = self.workload
-        if len(candidate.pools) > 1 or load.waits_for_answers or load.graph or load.batch:
+        if len(candidate.pools) > 1 or load.waits_for_answers or self.sends_families or load.batch:
             return False
         return ROUTER.find(candidate.routing(self.study).kind).deals_in_turn
 
@@ -148,9 +150,17 @@ class Question:
         requests = self.num_requests(candidate)
         return self.draws.stream(requests if self.workload.batch else max(requests, CAPACITY_REQUESTS))
 
+    @property
+    def sends_families(self) -> bool:
+        """True if every arrival is a family of requests: of a graph, or a session whose turns follow answers."""
+        return self.workload.sends_families or (self.trace is not None and self.trace.turns is not None)
+
     def arrivals(self, requests: int) -> int:
         """Return the arrivals that bring a number of simulated requests: fewer than these if families arrive."""
-        return requests // sum(node.count for node in self.workload.graph) if self.workload.graph else requests
+        if not self.sends_families:
+            return requests
+        sample = self.draws.stream(SAMPLED_FAMILIES)
+        return max(1, requests * sample.arrivals // len(sample))
 
     @property
     def draws(self) -> LoadDraws:

@@ -38,6 +38,10 @@ class LoadedStudy(Protocol):
         """Trace that the workload replays."""
 
     @property
+    def sends_families(self) -> bool:
+        """True if every arrival is a family of requests: of a graph, or a session whose turns follow answers."""
+
+    @property
     def engine(self) -> EnginePreset | None:
         """Engine preset of the study."""
 
@@ -123,10 +127,10 @@ def _check_load(question: LoadedStudy, setting: str, objective: Objective) -> No
             f"{name}: {setting} {objective.name} is of a finite load, but workload {load.name} is no batch; set "
             "batch: true in it if it ends with its last request, or use objective e2el"
         )
-    if objective.needs_graph and not load.graph:
+    if objective.needs_families and not question.sends_families:
         raise UsageError(
             f"{name}: {setting} {objective.name} is of families, but workload {load.name} has none; give it a "
-            "request graph (graph), or use objective e2el"
+            "request graph (graph) or sessions whose turns follow answers (sessions), or use objective e2el"
         )
     if load.batch and (objective.searches_rate or isinstance(objective, RateObjective)):
         seeks = "looks for" if setting == "objective" else "is on"
@@ -140,10 +144,11 @@ def _check_families(question: LoadedStudy) -> None:
     """Raise UsageError for limits on families that the load does not have, and for pools that families cannot
     have."""
     study, load = question.study, question.workload
-    if study.slo.family_s and not load.graph:
+    limited = [name for name in ("family_s", "family_active_s") if getattr(study.slo, name)]
+    if limited and not question.sends_families:
         raise UsageError(
-            f"{study.name}: slo.family_s limits families of a request graph, and workload {load.name} has none; "
-            "remove it, or give the workload a graph"
+            f"{study.name}: slo.{limited[0]} limits families of a request graph or sessions, and workload {load.name} "
+            "has none; remove it, or give the workload a graph or sessions"
         )
     if load.graph and "prefill-decode" in study.search.layouts:
         raise UsageError(

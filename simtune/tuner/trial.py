@@ -98,7 +98,14 @@ def judged_of(summary: SimulationSummary, rate_rps: float | None) -> Judged:
         joules_per_token=summary.joules_per_token,
         makespan_s=summary.duration_s,
         family_s=summary.metrics["family"].mean if "family" in summary.metrics else None,
+        family_active_s=_active_s(summary),
     )
+
+
+def _active_s(summary: SimulationSummary) -> float | None:
+    """Return the mean latency of a family without its pauses; of families that have none, the mean latency."""
+    latencies = summary.metrics.get("family_active", summary.metrics.get("family"))
+    return None if latencies is None else latencies.mean
 
 
 class CoursePoint(NamedTuple):

@@ -92,19 +92,20 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
 
 def _few(stream: RequestStream) -> RequestStream:
     """Return _FEW of the requests, or as many whole families, evenly spread over their lengths, in order of arrival."""
-    size = 1 if stream.graph is None else stream.graph.size
-    families, num_chosen = len(stream) // size, max(2, _FEW // size)
+    begin = np.arange(len(stream) + 1) if stream.families is None else stream.families.begin
+    families, sizes = len(begin) - 1, np.diff(begin)
+    num_chosen = max(2, _FEW * families // len(stream))
     if families <= num_chosen:
         return stream
     # Decoding takes most of the time: a few requests drawn at random could all have short outputs.
-    lengths = stream.output_tokens.reshape(families, size).sum(axis=1)
+    lengths = np.add.reduceat(stream.output_tokens, begin[:-1])
     chosen = np.argsort(lengths, kind="stable")[np.linspace(0, families - 1, num_chosen).round().astype(np.int64)]
-    return stream.kept(np.repeat(np.isin(np.arange(families), chosen), size))
+    return stream.kept(np.repeat(np.isin(np.arange(families), chosen), sizes))
 
 
 def warm_up(stream: RequestStream) -> RequestStream:
     """Return a few short requests, one after another."""
     prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
-    short = replace(stream, arrival_s=None, due_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
+    short = replace(stream, arrival_s=None, due_s=None, users=1, think_s=0.0, hash_ids=None, session=None, turns=None)
     zeros = np.zeros(WARM_UPS, dtype=np.int64)
     return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)

@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.arrays import Ints
+from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.graph import in_order
 from simtune.specs.workload import GraphNode
 
 BLOCK_TOKENS = 16
 """Tokens per block in which the shared text of a family is named."""
+
+
+class FamilyShape(NamedTuple):
+    """Nodes of one family, each after all nodes that it waits for; its requests are numbered node by node."""
+
+    begin: Sequence[int]
+    """Number of the first request of each node within the family."""
+    counts: Sequence[int]
+    first: Sequence[int]
+    """Answers after which each node is over."""
+    waits_for: Sequence[int]
+    """Number of nodes that must be over before each node is sent."""
+    followers: Sequence[Sequence[int]]
+    """Nodes that wait for each node."""
+    delay: Sequence[int]
+    """Ticks from then until the node is sent."""
+    since: Sequence[int]
+    """Earliest tick of the node, counted from the arrival of the family."""
+    node_of: Sequence[int]
+    """Node of each request."""
+    earliest: int
+    """Number of the request that arrives first."""
+
+
+class Families(ABC):
+    """Families of a stream: consecutive requests that arrive as one and follow one another."""
+
+    @property
+    @abstractmethod
+    def begin(self) -> Ints:
+        """Number of the first request of each family, and after the last one the number of all requests."""
+
+    @abstractmethod
+    def shape(self, family: int) -> FamilyShape:
+        """Return the nodes of a family."""
+
+    @property
+    @abstractmethod
+    def needed(self) -> NDArray[np.bool_]:
+        """True for each request that is answered to the end; the others may be aborted when their node is over."""
+
+    @property
+    @abstractmethod
+    def has_pauses(self) -> bool:
+        """True if requests are sent later than what they wait for is over."""
+
+    @abstractmethod
+    def longest_s(self, alone_s: Array, *, pauses: bool = True) -> Array:
+        """Return the seconds that each family takes if every request takes `alone_s`, with or without its pauses."""
+
+    def __len__(self) -> int:
+        return len(self.begin) - 1
+
+    @property
+    def sizes(self) -> Ints:
+        """Requests of each family."""
+        return np.diff(self.begin)
+
+    @property
+    def may_abort(self) -> bool:
+        """True if requests may be aborted."""
+        return not self.needed.all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +113,25 @@ class FamilyGraph:
         return tuple(int(sum(self.count[:node])) for node in range(len(self.count)))
 
     @property
-    def earliest(self) -> int:
-        """Number of the member that arrives first in its family."""
+    def shape(self) -> FamilyShape:
+        """The nodes as the simulation reads them."""
+        begin = self.begin
         roots = [node for node, after in enumerate(self.after) if not after]
-        return self.begin[min(roots, key=lambda node: max(self.delay[node], self.since[node]))]
+        followers: list[list[int]] = [[] for _ in self.after]
+        for node, after in enumerate(self.after):
+            for before in after:
+                followers[before].append(node)
+        return FamilyShape(
+            begin=begin,
+            counts=self.count,
+            first=self.first,
+            waits_for=[len(after) for after in self.after],
+            followers=followers,
+            delay=self.delay,
+            since=self.since,
+            node_of=self.node_of.tolist(),
+            earliest=begin[min(roots, key=lambda node: max(self.delay[node], self.since[node]))],
+        )
 
     @property
     def node_of(self) -> Ints:
@@ -106,6 +185,47 @@ class FamilyGraph:
                     names.append((*shared[: length[member]], *range(fresh, fresh + num_own)))
                     fresh += num_own
         return tuple(names)
+
+
+class GraphFamilies(Families):
+    """Families of a request graph: all have the same nodes."""
+
+    def __init__(self, graph: FamilyGraph, families: int) -> None:
+        self._graph, self._shape = graph, graph.shape
+        self._begin: Ints = np.arange(families + 1) * graph.size
+
+    @property
+    def begin(self) -> Ints:
+        """See `Families`."""
+        return self._begin
+
+    def shape(self, family: int) -> FamilyShape:
+        """See `Families`."""
+        return self._shape
+
+    @property
+    def needed(self) -> NDArray[np.bool_]:
+        """See `Families`."""
+        return np.tile(self._graph.needed, len(self))
+
+    @property
+    def has_pauses(self) -> bool:
+        """See `Families`."""
+        return any(self._graph.delay) or any(self._graph.since)
+
+    def longest_s(self, alone_s: Array, *, pauses: bool = True) -> Array:
+        """See `Families`; a node is over when the number of its requests that it needs are answered."""
+        graph = self._graph
+        of_families = alone_s.reshape(-1, graph.size)
+        over_s: list[Array] = []
+        for node, (begin, count, first) in enumerate(zip(graph.begin, graph.count, graph.first, strict=True)):
+            sent_s = np.max([np.zeros(len(of_families)), *(over_s[before] for before in graph.after[node])], axis=0)
+            if pauses:
+                delay_s, since_s = graph.delay[node] / TICKS_PER_SECOND, graph.since[node] / TICKS_PER_SECOND
+                sent_s = np.maximum(sent_s + delay_s, since_s)
+            over_s.append(sent_s + np.sort(of_families[:, begin : begin + count], axis=1)[:, first - 1])
+        longest: Array = np.max(over_s, axis=0)
+        return longest
 
 
 def compiled(nodes: Sequence[GraphNode]) -> FamilyGraph:

@@ -48,14 +48,18 @@ class LoadFacts(Record):
         description="of all prompt tokens those that an endless prefix cache would find; null if no blocks are named"
     )
     sessions: Whole | None
+    arrivals: Count | None = Field(
+        None, description="families or sessions that arrive, if requests follow one another: rates and gaps are theirs"
+    )
 
 
 class LoadColumns(Protocol):
     """Columns of requests, from a trace or from a stream drawn from a spec."""
 
     @property
-    def arrival_s(self) -> Array | None:
-        """Arrival times in order, in seconds; None if they are not known or follow from answers."""
+    def arrivals_s(self) -> Array | None:
+        """Arrival times of requests, families or sessions in order, in seconds; None if they are not known or follow
+        from answers."""
 
     @property
     def prompt_tokens(self) -> Ints:
@@ -82,14 +86,14 @@ def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | N
     """Return the facts of recorded or simulated requests; `users` is the number of users of a closed loop, or with
     `due_s`, the times at which requests are due, the most requests under way."""
     count, session = len(requests.prompt_tokens), requests.session
-    arrival_s = requests.arrival_s if due_s is None else due_s
+    arrival_s = requests.arrivals_s if due_s is None else due_s
     span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])
     rates, bin_s = rates_over_time(arrival_s) if arrival_s is not None and span_s else (np.zeros(0), None)
     gaps = np.diff(arrival_s) if arrival_s is not None and span_s else np.zeros(0)
     return LoadFacts(
         requests=count,
         span_s=span_s,
-        rate_rps=(count - 1) / span_s if span_s else None,
+        rate_rps=None if arrival_s is None or not span_s else (len(arrival_s) - 1) / span_s,
         users=users if due_s is None else None,
         max_in_flight=None if due_s is None else users,
         peak_rps=float(rates.max()) if len(rates) else None,
@@ -100,6 +104,7 @@ def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | N
         output_tokens=length_facts(requests.output_tokens),
         shared_prompt_share=shared_share(requests.hash_ids, requests.block_tokens, requests.prompt_tokens),
         sessions=None if session is None else len(np.unique(session)),
+        arrivals=None if arrival_s is None or len(arrival_s) == count else len(arrival_s),
     )
 
 

@@ -24,7 +24,8 @@ from simtune.specs.workload import (
     Workload,
 )
 from simtune.workload.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
-from simtune.workload.requests import RequestStream, build_stream, lengths_at
+from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.sampling import lengths_at
 
 TAIL = (0.98, 0.99, 0.999, 1.0)
 STEPS = (10, 20, 40, 80)

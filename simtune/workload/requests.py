@@ -8,12 +8,10 @@ the stream, and another rate scales the same arrival pattern.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import eq
-from statistics import NormalDist
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -23,19 +21,17 @@ from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
 from simtune.specs import room
 from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
+from simtune.specs.text_blocks import TextBlocks
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
 from simtune.specs.workload import (
     Arrivals,
     ClosedLoop,
     FixedInterval,
-    FixedLength,
     Gamma,
     GraphNode,
     Lengths,
-    Lognormal,
     Piecewise,
     Poisson,
-    Quantiles,
     RequestClass,
     Sessions,
     Slo,
@@ -43,10 +39,30 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
-from simtune.workload.graphs import BLOCK_TOKENS, FamilyGraph, compiled
-
-# Keys of the random streams: changing one changes every result.
-_ARRIVALS, _PROMPT, _OUTPUT, _CLASS, _GROUP, _PREDICTION = range(6)
+from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
+from simtune.workload.sampling import (
+    ARRIVALS,
+    CLASS,
+    GROUP,
+    OUTPUT,
+    PREDICTION,
+    PROMPT,
+    Span,
+    drawn,
+    needed_trace,
+    normal_quantiles,
+    sampled_lengths,
+    uniforms,
+)
+from simtune.workload.session_draws import (
+    KINDS,
+    layout_of,
+    lengths_by_kind,
+    repeated_turns,
+    session_prompts,
+    turns_of,
+)
+from simtune.workload.sessions import SessionTurns
 
 _REQUEST_BYTES = 450.0
 """Bytes of a request in a simulation and in its result."""
@@ -83,6 +99,10 @@ class RequestStream:
     """Conversation of each request; None if the workload has none."""
     graph: FamilyGraph | None = None
     """Graph by which requests follow one another: each `graph.size` of them are a family, which arrives as one."""
+    turns: SessionTurns | None = None
+    """Sessions whose turns follow answers: their requests are turns, session by session."""
+    warm_up: int = 0
+    """Requests at the beginning that statistics leave out."""
     batch: bool = False
     """True if the requests are a finite load, and no part of a load that continues."""
     max_tokens: int | None = None
@@ -101,12 +121,33 @@ class RequestStream:
     @property
     def needed(self) -> NDArray[np.bool_]:
         """True for each request that is answered to the end; the others may be aborted when their node is over."""
-        return np.ones(len(self), dtype=bool) if self.graph is None else np.tile(self.graph.needed, self.arrivals)
+        return np.ones(len(self), dtype=bool) if self.families is None else self.families.needed
+
+    @property
+    def families(self) -> Families | None:
+        """Families of the requests, of a graph or of sessions; None if every request arrives by itself."""
+        if self.graph is None:
+            return self.turns
+        return GraphFamilies(self.graph, len(self) // self.graph.size)
 
     @property
     def arrivals(self) -> int:
         """Number of arrivals: of families if there are some, else of requests."""
-        return len(self) if self.graph is None else len(self) // self.graph.size
+        return len(self) if self.families is None else len(self.families)
+
+    @property
+    def arrivals_s(self) -> Array | None:
+        """Times of arrivals: of families if there are some, else of requests; None in a closed loop."""
+        if self.arrival_s is None or self.families is None:
+            return self.arrival_s
+        return self.arrival_s[self.families.begin[:-1]]
+
+    @property
+    def warm_up_arrivals(self) -> int:
+        """Arrivals at the beginning that statistics leave out."""
+        if self.families is None:
+            return self.warm_up
+        return int(np.searchsorted(self.families.begin, self.warm_up))
 
     @property
     def offered_rate_rps(self) -> float | None:
@@ -159,27 +200,30 @@ class RequestStream:
             priority=self.priority[seen],
             hash_ids=self._blocks_of(seen),
             session=None if self.session is None else self.session[seen],
+            turns=None if self.turns is None else self.turns.kept(seen),
+            warm_up=int(seen[: self.warm_up].sum()),
             of_load=self.numbers[seen],
         )
 
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
         if self.hash_ids is None:
             return None
-        if isinstance(self.hash_ids, RepeatedBlocks):
+        if isinstance(self.hash_ids, RepeatedBlocks | TextBlocks):
             return self.hash_ids.kept(seen)
         return tuple(compress(self.hash_ids, seen.tolist()))
 
     def predicted_tokens(self, sigma: float, seed: int) -> Ints:
         """Return output lengths as a predictor would guess them: off by a lognormal factor of median 1 and shape
         sigma."""
-        factor = np.exp(sigma * _normal_quantiles(_uniforms(seed, _PREDICTION, len(self))))
+        factor = np.exp(sigma * normal_quantiles(uniforms(seed, PREDICTION, len(self))))
         return np.maximum(1, np.rint(self.output_tokens * factor)).astype(np.int64)
 
 
 def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
     """Return the first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
-    For a workload with a request graph, `requests` is the number of families.
+    For a workload with a request graph, `requests` is the number of families, and for sessions whose turns follow
+    answers that of sessions.
 
     A trace is repeated end to end if `requests` exceeds its length; a repeat shares no prefix
     with the round before. Raises UsageError if the workload needs a trace that is not given or has no
@@ -192,22 +236,22 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
 
     if workload.graph:
-        return _families(workload, workload.graph, requests, seed)
-    return draw(workload, trace, Span(0, requests), seed)
+        stream = _families(workload, workload.graph, requests, seed)
+    elif workload.sends_families or (trace is not None and trace.turns is not None):
+        stream = _sessions(workload, trace, requests, seed)
+    else:
+        stream = draw(workload, trace, Span(0, requests), seed)
+    return stream if workload.warm_up is None else _warmed_up(stream, workload.warm_up, workload.name)
 
 
-class Span(NamedTuple):
-    """Range of requests by number, from `first` up to but not including `end`."""
-
-    first: int
-    end: int
-    unit: float = 0.0
-    """Arrival of the request before, at rate 1."""
-
-    @property
-    def numbers(self) -> Ints:
-        """Numbers of the requests."""
-        return np.arange(self.first, self.end)
+def _warmed_up(stream: RequestStream, arrivals: int, load: str) -> RequestStream:
+    """Mark the requests of the warm-up. Raise UsageError if none is left."""
+    if arrivals >= stream.arrivals:
+        raise UsageError(
+            f"workload {load}: warm_up leaves out {arrivals:,} arrivals of {stream.arrivals:,}; lower it, or ask for "
+            "more: --requests, or search.requests of a study"
+        )
+    return replace(stream, warm_up=arrivals if stream.families is None else int(stream.families.begin[arrivals]))
 
 
 def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> RequestStream:
@@ -221,8 +265,8 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
     prompts = [c.prompt or workload.prompt for c in classes]
     outputs = [c.output or workload.output for c in classes]
     arrivals = workload.arrivals
-    prompt_tokens = _lengths(prompts, class_index, _drawn(seed, _PROMPT, span), trace, "prompt", span)
-    output_tokens = _lengths(outputs, class_index, _drawn(seed, _OUTPUT, span), trace, "output", span)
+    prompt_tokens = sampled_lengths(prompts, class_index, drawn(seed, PROMPT, span), trace, "prompt", span)
+    output_tokens = sampled_lengths(outputs, class_index, drawn(seed, OUTPUT, span), trace, "output", span)
     in_trace = _hash_ids(prompts, class_index, trace, span)
     if workload.sessions is None:
         shared = _shared(workload, in_trace, trace, prompt_tokens, seed, span)
@@ -251,24 +295,11 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
     )
 
 
-def _uniforms(seed: int, purpose: int, requests: int) -> Array:
-    """Return one uniform in [0, 1) per request: draw i of the stream (seed, purpose)."""
-    return _drawn(seed, purpose, Span(0, requests))
-
-
-def _drawn(seed: int, purpose: int, span: Span) -> Array:
-    """Return the uniforms of a range of requests."""
-    bits = np.random.Philox(np.random.SeedSequence((seed, purpose)))
-    assert span.first % 4 == 0, "a step of Philox makes four uniforms"
-    bits.advance(span.first // 4)
-    return np.random.Generator(bits).random(span.end - span.first)
-
-
 def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
     if len(classes) == 1:
         return np.zeros(span.end - span.first, dtype=np.int64)
     upper = np.cumsum([c.share for c in classes])
-    uniforms = _drawn(seed, _CLASS, span) * upper[-1]
+    uniforms = drawn(seed, CLASS, span) * upper[-1]
     index: Ints = np.minimum(np.searchsorted(upper, uniforms, side="right"), len(classes) - 1)
     return index
 
@@ -281,7 +312,7 @@ def _arrival_s(arrivals: Arrivals, trace: Trace | None, seed: int, span: Span) -
     if isinstance(arrivals, ClosedLoop):
         return None
     if isinstance(arrivals, TraceArrivals):
-        return _trace_arrival_s(arrivals, _needed(trace), span)
+        return _trace_arrival_s(arrivals, needed_trace(trace), span)
     unit = unit_arrivals(arrivals, seed, span)
     return _piecewise(arrivals, unit) if isinstance(arrivals, Piecewise) else unit / arrivals.rate_rps
 
@@ -294,9 +325,9 @@ def unit_arrivals(arrivals: Poisson | Gamma | FixedInterval | Piecewise, seed: i
     if isinstance(arrivals, Gamma):
         from scipy.special import gammaincinv
 
-        gaps = np.asarray(gammaincinv(arrivals.cv**-2, _drawn(seed, _ARRIVALS, span)) * arrivals.cv**2, np.float64)
+        gaps = np.asarray(gammaincinv(arrivals.cv**-2, drawn(seed, ARRIVALS, span)) * arrivals.cv**2, np.float64)
     else:
-        gaps = -np.log1p(-_drawn(seed, _ARRIVALS, span))
+        gaps = -np.log1p(-drawn(seed, ARRIVALS, span))
     gaps[0] += span.unit
     return np.cumsum(gaps)
 
@@ -333,17 +364,18 @@ def _piecewise(arrivals: Piecewise, unit: Array) -> Array:
 
 
 def _trace_arrival_s(arrivals: TraceArrivals, trace: Trace, span: Span) -> Array:
-    if trace.arrival_s is None:
+    arrival_s = trace.arrivals_s
+    if arrival_s is None:
         unread = f" (columns not read: {', '.join(trace.ignored)})" if trace.ignored else ""
         raise UsageError(f"{trace.file}: has no arrival times{unread}; use arrivals of another kind with its lengths")
     rate_rps = arrivals.rate_rps
-    if span.end <= len(trace) and rate_rps is None:
-        return trace.arrival_s[span.first : span.end]
+    if span.end <= len(arrival_s) and rate_rps is None:
+        return arrival_s[span.first : span.end]
     if trace.rate_rps is None:
         raise UsageError(f"{trace.file}: all requests come at once, so it can be neither stretched nor repeated")
     # A trace is repeated end to end: each round begins one mean gap after the last arrival of the round before.
-    round_, row = np.divmod(span.numbers, len(trace))
-    times: Array = trace.arrival_s[row] + round_ * (len(trace) / trace.rate_rps)
+    round_, row = np.divmod(span.numbers, len(arrival_s))
+    times: Array = arrival_s[row] + round_ * (len(arrival_s) / trace.rate_rps)
     return times if rate_rps is None else times * (trace.rate_rps / rate_rps)
 
 
@@ -358,19 +390,19 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
     requests = families * graph.size
     room.need(requests * _REQUEST_BYTES, f"{requests:,} requests", _FEWER)
     class_index = np.tile(graph.node_of, families)
-    output = _lengths(
+    output = sampled_lengths(
         [nodes[name].output or workload.output for name in graph.names],
         class_index,
-        _uniforms(seed, _OUTPUT, requests),
+        uniforms(seed, OUTPUT, requests),
         None,
         "output",
         Span(0, requests),
     ).reshape(families, graph.size)
     # All requests of a node use the number of its first one, so that samples have equally long prompts.
-    alike = _uniforms(seed, _PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
+    alike = uniforms(seed, PROMPT, requests).reshape(families, graph.size)[:, np.array(graph.begin)[graph.node_of]]
     prompt_lengths = [nodes[name].prompt or workload.prompt for name in graph.names]
     prompts = graph.prompts(
-        _lengths(prompt_lengths, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(
+        sampled_lengths(prompt_lengths, class_index, alike.reshape(-1), None, "prompt", Span(0, requests)).reshape(
             output.shape
         ),
         output,
@@ -397,46 +429,96 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
     )
 
 
-# --- lengths ----------------------------------------------------------------------------------------------
+# --- sessions ---------------------------------------------------------------------------------------------
 
 
-def _lengths(
-    by_class: Sequence[Lengths], class_index: Ints, uniforms: Array, trace: Trace | None, side: str, span: Span
-) -> Ints:
-    if all(lengths is by_class[0] for lengths in by_class):
-        return _sample(by_class[0], uniforms, trace, side, span.first)
-    samples = np.stack([_sample(lengths, uniforms, trace, side, span.first) for lengths in by_class])
-    tokens: Ints = samples[class_index, np.arange(len(uniforms))]
-    return tokens
+def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
+    """Draw or replay sessions whose turns follow answers."""
+    drawn_or_replayed = _replayed_sessions if trace is not None and trace.turns is not None else _drawn_sessions
+    stream = drawn_or_replayed(workload, trace, count, seed)
+    assert stream.turns is not None
+    users, think_s = _users(workload.arrivals)
+    arrival_s = _soon_enough(_arrival_s(workload.arrivals, trace, seed, Span(0, count)), f"workload {workload.name}")
+    sizes = stream.turns.sizes
+    return replace(
+        stream,
+        arrival_s=None if arrival_s is None else np.repeat(arrival_s, sizes),
+        session=np.repeat(np.arange(count), sizes),
+        users=users,
+        think_s=think_s,
+        batch=workload.batch,
+        max_tokens=workload.max_tokens,
+    )
 
 
-def lengths_at(lengths: Lengths, levels: Array) -> Ints:
-    """Return the quantiles of a distribution of lengths that needs no trace, at levels in [0, 1)."""
-    return _sample(lengths, levels, None, "prompt")
+def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
+    sessions = workload.sessions
+    assert sessions is not None
+    if trace is not None and trace.hash_ids is not None and workload.prompt.kind == "trace":
+        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove sessions")
+    layout = layout_of(sessions, count, seed)
+    requests = len(layout.after)
+    room.need(requests * _REQUEST_BYTES, f"{requests:,} turns", _FEWER)
+    turns = turns_of(sessions, layout, seed)
+    classes = workload.classes or (RequestClass(name="default"),)
+    class_index = np.repeat(_classes(classes, seed, Span(0, count)), turns.sizes)
+    of_kind = class_index * KINDS + np.array(layout.kind)
+    span = Span(0, requests)
+    added, output = (
+        sampled_lengths(
+            lengths_by_kind(workload, sessions, side), of_kind, uniforms(seed, purpose, requests), trace, side, span
+        )
+        for side, purpose in (("prompt", PROMPT), ("output", OUTPUT))
+    )
+    prompt_tokens, hash_ids = session_prompts(workload, sessions, layout, added, output, seed)
+    return RequestStream(
+        arrival_s=None,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output,
+        class_index=class_index,
+        priority=np.array([c.priority for c in classes], dtype=np.int64)[class_index],
+        class_names=tuple(c.name for c in classes),
+        slos=tuple(c.slo for c in classes),
+        hash_ids=hash_ids,
+        block_tokens=sessions.block_tokens,
+        turns=turns,
+    )
 
 
-def _normal_quantiles(levels: Array) -> Array:
-    """Return quantiles of the standard normal distribution at levels in [0, 1).
+def _replayed_sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
+    """Replay sessions of a trace as they are; each repeat has texts of its own."""
+    assert trace is not None
+    assert trace.turns is not None
+    if (
+        workload.classes
+        or workload.shared_prefix
+        or workload.sessions
+        or workload.max_in_flight
+        or not (workload.prompt.kind == workload.output.kind == "trace")
+    ):
+        raise UsageError(
+            f"{trace.file}: the turns of its sessions follow answers, so they are replayed as they are: set prompt and "
+            "output to kind: trace, without classes, shared_prefix, sessions and max_in_flight"
+        )
+    turns, numbers = repeated_turns(trace.turns, count)
+    room.need(len(numbers) * _REQUEST_BYTES, f"{len(numbers):,} turns", _FEWER)
+    row = numbers % len(trace)
+    zeros = np.zeros(len(row), dtype=np.int64)
+    return RequestStream(
+        arrival_s=None,
+        prompt_tokens=trace.prompt_tokens[row],
+        output_tokens=trace.output_tokens[row],
+        class_index=zeros,
+        priority=zeros,
+        class_names=("default",),
+        slos=(None,),
+        hash_ids=None if trace.hash_ids is None else RepeatedBlocks(trace.hash_ids, numbers),
+        block_tokens=trace.block_tokens,
+        turns=turns,
+    )
 
-    Not by scipy.special, whose import takes longer than a short simulation.
-    """
-    quantile = NormalDist().inv_cdf
-    return np.array([quantile(level) if level > 0 else -math.inf for level in levels.tolist()])
 
-
-def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, first: int = 0) -> Ints:
-    match lengths:
-        case FixedLength(tokens=tokens):
-            return np.full(len(uniforms), tokens, dtype=np.int64)
-        case Lognormal(mean_tokens=mean, sigma=sigma, max_tokens=most):
-            log_tokens = math.log(mean) - sigma**2 / 2 + sigma * _normal_quantiles(uniforms)
-            tokens_drawn = np.ceil(np.exp(np.minimum(log_tokens, math.log(most))))
-            return np.clip(tokens_drawn, 1, most).astype(np.int64)
-        case Quantiles(levels=levels, tokens=quantiles):
-            return np.rint(np.interp(uniforms, levels, quantiles)).astype(np.int64)
-        case TraceLengths():
-            column = _needed(trace).prompt_tokens if side == "prompt" else _needed(trace).output_tokens
-            return column[np.arange(first, first + len(uniforms)) % len(column)]
+# --- shared text ------------------------------------------------------------------------------------------
 
 
 class RepeatedBlocks(Sequence[tuple[int, ...]]):
@@ -450,7 +532,7 @@ class RepeatedBlocks(Sequence[tuple[int, ...]]):
         shared."""
         self._rows = rows
         self._requests = requests
-        self._apart = 1 + max((max(row, default=0) for row in rows), default=0)
+        self._apart = _above(rows)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -488,6 +570,11 @@ def _hash_ids(prompts: Sequence[Lengths], class_index: Ints, trace: Trace | None
     return RepeatedBlocks(trace.hash_ids, np.where(from_trace[class_index], span.numbers, -1))
 
 
+def _above(rows: Sequence[tuple[int, ...]]) -> int:
+    """Return a number above all names."""
+    return rows.end if isinstance(rows, TextBlocks) else 1 + max((max(row, default=0) for row in rows), default=0)
+
+
 class _Shared(NamedTuple):
     """Blocks that prompts share, and conversations."""
 
@@ -514,7 +601,7 @@ def _shared(
         return _Shared(in_trace, block_tokens, _trace_session(workload, trace, span))
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove shared_prefix")
-    session = (_drawn(seed, _GROUP, span) * prefix.groups).astype(np.int64)
+    session = (drawn(seed, GROUP, span) * prefix.groups).astype(np.int64)
     most = prefix.tokens // prefix.block_tokens
     blocks = np.minimum(most, prompt_tokens // prefix.block_tokens)
     _room_for_names(workload, blocks)
@@ -534,12 +621,19 @@ def _trace_session(workload: Workload, trace: Trace | None, span: Span) -> Ints 
     return session
 
 
+def _in_turn(sessions: Sessions) -> tuple[int, int]:
+    """Return the conversations that take turns in order of arrival, and the turns of each."""
+    assert sessions.concurrent is not None
+    assert isinstance(sessions.turns, int)
+    return sessions.concurrent, sessions.turns
+
+
 def _conversations(sessions: Sessions, added: Ints, output_tokens: Ints) -> Ints:
     """Return the prompt tokens of every request: all turns before it, and `added`, the tokens that its turn adds."""
     prompts = added.copy()
-    before = sessions.concurrent
+    before, turns = _in_turn(sessions)
     for start in range(before, len(added), before):
-        if start // before % sessions.turns:
+        if start // before % turns:
             turn, last = slice(start, start + before), slice(start - before, min(start, len(added) - before))
             prompts[turn] += prompts[last] + output_tokens[last]
     return prompts
@@ -560,12 +654,12 @@ def _shared_by_turns(
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove sessions")
     number = np.arange(len(added))
-    turns = number // sessions.concurrent
+    concurrent, num_turns = _in_turn(sessions)
     # The request with which its conversation began.
-    first = number - turns % sessions.turns * sessions.concurrent
+    first = number - number // concurrent % num_turns * concurrent
     size, prefix = sessions.block_tokens, workload.shared_prefix
     groups, most = (1, 0) if prefix is None else (prefix.groups, prefix.tokens // size)
-    group = (_uniforms(seed, _GROUP, len(added)) * groups).astype(np.int64)[first]
+    group = (uniforms(seed, GROUP, len(added)) * groups).astype(np.int64)[first]
     of_group = np.minimum(most, added[first] // size)
     most_own = max(int(known_tokens.max()) // size, 1)  # names kept for each conversation
     _room_for_names(workload, known_tokens // size)
@@ -587,9 +681,3 @@ def _room_for_names(workload: Workload, blocks: Ints) -> None:
     count = float(blocks.sum(dtype=np.float64))
     subject = f"workload {workload.name}: names of {count:,.0f} blocks that prompts share"
     room.need(count * _NAME_BYTES, subject, "ask for fewer requests or shorter prompts, or raise block_tokens")
-
-
-def _needed(trace: Trace | None) -> Trace:
-    if trace is None:
-        raise UsageError("the workload replays a trace (kind: trace), but no trace was read for it")
-    return trace

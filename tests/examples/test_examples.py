@@ -154,6 +154,27 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
     assert 0.5 * found["hit_tokens"] < host["hit_tokens"] + store["hit_tokens"] < found["hit_tokens"]
 
 
+def test_agents_find_their_text_again(tmp_path: Path) -> None:
+    """Nine of ten prompt tokens are found, and sessions take longer than requests of them are under way."""
+    run, folder = tmp_path / "run", "examples/agents"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
+         "--workload", f"{folder}/workload.yaml", "--requests", "18", "--out", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    (found,) = summary["prefix_cache"]
+    assert found["hit_rate"] > 0.9
+    family, active = (summary["metrics"][name] for name in ("family", "family_active"))
+    assert family["count"] == active["count"] == 6
+    assert active["mean"] < 0.8 * family["mean"]
+
+
 def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     """The plan that docs/inputs.md simulates: nobody is lost with the instance, and all that is sent arrives."""
     run = tmp_path / "run"

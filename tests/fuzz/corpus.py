@@ -61,7 +61,7 @@ arrivals: {kind: piecewise, segments: [{for_s: 2, rate_rps: 4}, {for_s: 1, rate_
 prompt: {kind: trace}
 output: {kind: trace}
 trace: trace.csv
-sessions: {concurrent: 3, turns: 2}
+sessions: {follow: arrivals, concurrent: 3, turns: 2}
 """
 PLAN = """\
 schema: simtune/plan@1

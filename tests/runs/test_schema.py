@@ -77,7 +77,9 @@ def test_the_requests_that_are_computed_are_those_that_are_read(
     rows = [row.to_data() for row in read_csv(text_of(files, "requests.csv", tmp_path), RequestRow)]
     table = requests_table(result)
     assert {name: [row[name] for row in rows] for name in table} == table
-    assert set(rows[0]) - set(table) == {"family_s", "held_s"}, "the load has no request graph and no cap"
+    assert set(rows[0]) - set(table) == {"family_s", "family_active_s", "held_s"}, (
+        "the load has no request graph and no cap"
+    )
 
 
 def test_candidates_are_written_as_they_are_read(make_run: Callable[..., Path], tmp_path: Path) -> None:

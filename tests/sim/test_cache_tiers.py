@@ -23,7 +23,7 @@ CHAT = Workload(
     arrivals=Poisson(rate_rps=3.0),
     prompt=Lognormal(mean_tokens=200, sigma=0.6, max_tokens=600),
     output=FixedLength(tokens=30),
-    sessions=Sessions(concurrent=40, turns=5),
+    sessions=Sessions(follow="arrivals", concurrent=40, turns=5),
 )
 """Conversations of which few fit a cache of 600 blocks, and all the requests at once do."""
 TOKEN_BYTES = 131_072

@@ -317,5 +317,7 @@ def test_loads_without_a_graph_have_no_families() -> None:
     plain = dataclasses.replace(result, stream=dataclasses.replace(result.stream, graph=None))
     assert "family" not in plain.summary().metrics
     assert "family_s" not in requests_table(plain)
-    with pytest.raises(UsageError, match=r"slo.family_s limits families of a request graph, and this load has none"):
+    with pytest.raises(
+        UsageError, match=r"slo.family_s limits families of a request graph or sessions, and this load has none"
+    ):
         _ = dataclasses.replace(plain, slo=Slo(family_s={"p95": 1.0})).limits

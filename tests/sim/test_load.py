@@ -22,7 +22,8 @@ from simtune.specs.workload import (
 )
 from simtune.workload.load import dispersion, kolmogorov_distance, load_facts, rates_over_time, shared_share
 from simtune.workload.load_fit import CLOSE, fit_lengths, fit_workload
-from simtune.workload.requests import build_stream, lengths_at
+from simtune.workload.requests import build_stream
+from simtune.workload.sampling import lengths_at
 
 CHANGING = Piecewise(segments=(Segment(for_s=200, rate_rps=2), Segment(for_s=200, rate_rps=12)))
 

@@ -160,7 +160,7 @@ def test_what_needs_all_requests_is_refused(tmp_path: Path) -> None:
         stream(specs(tmp_path, SHARED, MIXED + "router: {kind: session_affinity}\n"))
     with pytest.raises(UsageError, match=r"plan .*: its stages see all requests at once; leave --stream out"):
         stream(specs(tmp_path, SHARED, MIXED + "stages: [{name: see, pool: mixed, seconds: 0.1}]\n"))
-    turns = CLASSES.partition("classes:")[0] + "sessions: {concurrent: 3, turns: 4}\n"
+    turns = CLASSES.partition("classes:")[0] + "sessions: {follow: arrivals, concurrent: 3, turns: 4}\n"
     with pytest.raises(UsageError, match="turns of a conversation"):
         stream(specs(tmp_path, turns, MIXED))
 

@@ -117,8 +117,8 @@ rates: {kind: per_position, conditional: [0.5]}
         ),
         (
             Workload,
-            f"{LOAD}shared_prefix: {{tokens: 64, groups: 2, block_tokens: 16}}\nsessions: {{concurrent: 2, turns: 2, "
-            "block_tokens: 32}",
+            f"{LOAD}shared_prefix: {{tokens: 64, groups: 2, block_tokens: 16}}\nsessions: {{follow: arrivals, "
+            "concurrent: 2, turns: 2, block_tokens: 32}",
             "sessions.block_tokens: must be that of shared_prefix (16), not 32",
         ),
         (

@@ -9,11 +9,13 @@ import pytest
 from simtune.errors import UsageError
 from simtune.runs.contents import of_study
 from simtune.specs.study import Confirmation
-from simtune.specs.workload import FixedLength, GraphNode, Poisson, Slo, Workload
+from simtune.specs.workload import ClosedLoop, FixedLength, GraphNode, Poisson, Sessions, Slo, Workload
+from simtune.tuner.bounds.lone_requests import LoneRequests
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.trial import Tuned
+from simtune.workload.requests import build_stream
 from tests.tuner.test_search import question
 
 FAMILIES = Workload(
@@ -92,3 +94,37 @@ PLAIN = FAMILIES.model_copy(update={"graph": None})
 def test_what_does_not_apply_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         optimize(asked(**given), jobs=1)
+
+
+SESSIONS = Workload(
+    name="sessions",
+    requests=12,
+    arrivals=ClosedLoop(users=4),
+    prompt=FixedLength(tokens=300),
+    output=FixedLength(tokens=20),
+    sessions=Sessions(turns=3, pause_s=2.0),
+    warm_up=4,
+)
+
+
+def test_the_plan_with_the_least_latency_of_a_session_without_pauses() -> None:
+    limits = Slo(family_s={"p90": 6.0}, family_active_s={"p90": 2.0})
+    tuned = optimize(asked("family_active", limits, SESSIONS), jobs=1)
+    assert tuned.value == float(tuned.result.values("family_active").mean())
+    assert len(tuned.result.values("family_active")) == tuned.result.stream.arrivals - 4
+    assert tuned.result.values("family").min() > 4.0
+    assert "without pauses" in tuned.chosen.reason
+    audit = Audit(certificate_of(tuned), tuned.question)
+    assert audit.run(), audit.problems
+
+
+def test_pauses_that_are_longer_than_a_limit_rule_plans_out() -> None:
+    deployment = optimize(asked("family", Slo(), SESSIONS, tp=(1,)), jobs=1).deployment
+    stream = build_stream(SESSIONS, None, requests=12, seed=0)
+    bounds = LoneRequests(deployment, stream)
+    assert bounds.families_late(Slo(family_s={"p90": 4.0}))
+    assert not bounds.families_late(Slo(family_active_s={"p90": 4.0}))
+    result = deployment.simulate(stream)
+    first = stream.families.begin[:-1]  # type: ignore[union-attr]
+    assert (bounds.family_s <= result.family_s[first]).all()
+    assert (bounds.family_active_s <= result.family_active_s[first]).all()

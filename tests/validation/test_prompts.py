@@ -39,7 +39,9 @@ def test_prompts_share_what_the_workload_says_and_no_more() -> None:
 
 
 def test_turns_of_a_conversation_begin_with_those_before() -> None:
-    stream = build_stream(workload(sessions=Sessions(concurrent=2, turns=3)), None, requests=6, seed=1)
+    stream = build_stream(
+        workload(sessions=Sessions(follow="arrivals", concurrent=2, turns=3)), None, requests=6, seed=1
+    )
     prompts = Prompts(stream, 1000)
     whole = int(stream.prompt_tokens[0]) // stream.block_tokens * stream.block_tokens
     assert whole > 0

@@ -206,7 +206,7 @@ def conversations(requests: int, shared: SharedPrefix | None = None, rate_rps: f
         prompt=FixedLength(tokens=100),
         output=FixedLength(tokens=60),
         shared_prefix=shared,
-        sessions=Sessions(concurrent=4, turns=3),
+        sessions=Sessions(follow="arrivals", concurrent=4, turns=3),
     )
     return build_stream(workload, None, requests=requests, seed=1)
 
@@ -236,7 +236,7 @@ def test_conversations_of_a_group_share_its_prefix() -> None:
             prompt=FixedLength(tokens=1),
             output=FixedLength(tokens=1),
             shared_prefix=SharedPrefix(groups=1, tokens=64, block_tokens=32),
-            sessions=Sessions(concurrent=1, turns=1),
+            sessions=Sessions(follow="arrivals", concurrent=1, turns=1),
         )
 
 

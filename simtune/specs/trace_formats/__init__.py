@@ -8,7 +8,9 @@ from typing import Any
 from simtune.specs.trace_formats.benchmarks import AiPerf, GenAiPerf, GuideLlm, PerfSummary, VllmBench
 from simtune.specs.trace_formats.log_rows import AS_IT_IS, LogReading, LogRequests, Problems, TraceFormat, cached_note
 from simtune.specs.trace_formats.logs import SHARED_BLOCK_TOKENS, OpenAiLog, ShareGpt
+from simtune.specs.trace_formats.otel import OtelSpans
 from simtune.specs.trace_formats.strangers import binary_title, stranger
+from simtune.specs.trace_formats.weka import Weka
 
 FORMATS: tuple[TraceFormat, ...] = (
     PerfSummary(),
@@ -17,6 +19,8 @@ FORMATS: tuple[TraceFormat, ...] = (
     GuideLlm(),
     GenAiPerf(),
     ShareGpt(),
+    Weka(),
+    OtelSpans(),
     OpenAiLog(),
 )
 """Tried in this order."""

@@ -10,7 +10,8 @@ pools, after whose last prompt a decode follows, those of decode pools, before w
 sent, and the link between them. Requests that may be aborted (`FamilyGraph.needed`) count for nothing.
 
 The latency of a family is at least the longest way through its graph: a node is sent when those that it waits for are
-over, and over when the number of its requests that it needs could be answered, each as if it were alone.
+over, and over when the number of its requests that it needs could be answered, each as if it were alone. A turn of a
+session is a node.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from simtune.arrays import Array
 from simtune.tuner.bounds.plans import PlanBounds, combined
 from simtune.tuner.bounds.windows import ROUNDING
 
-Floor = Literal["e2el", "makespan", "family"]
+Floor = Literal["e2el", "makespan", "family", "family_active"]
 
 
 def least_e2el_s(bounds: PlanBounds) -> float:
     """Return a lower bound on the mean end-to-end latency of the answered requests, in seconds."""
-    alone_s = bounds.ttft_s + bounds.decode_s
-    needed_s, abortable_s = alone_s[bounds.needed], alone_s[~bounds.needed]
+    counted = slice(bounds.stream.warm_up, None)
+    alone_s, needed = (bounds.ttft_s + bounds.decode_s)[counted], bounds.needed[counted]
+    needed_s, abortable_s = alone_s[needed], alone_s[~needed]
     # Of requests that may be aborted any number may be answered, none sooner than the shortest.
     least = [float(needed_s.mean())] if len(needed_s) else []
     if len(abortable_s):
@@ -47,15 +49,25 @@ def least_makespan_s(bounds: PlanBounds) -> float:
         return 0.0
     arrival_s = np.zeros(len(stream)) if stream.arrival_s is None else stream.arrival_s - stream.arrival_s.min()
     alone_s = float((arrival_s + bounds.ttft_s + bounds.decode_s)[counted].max())
-    if stream.graph is not None:
-        alone_s = max(alone_s, float((arrival_s[:: stream.graph.size] + bounds.family_s).max()))
+    if stream.families is not None:
+        alone_s = max(alone_s, float((arrival_s[stream.families.begin[:-1]] + bounds.family_s).max()))
     busy_s = max(_busy_s(arrival_s, resource) for resource in _resources(bounds, counted))
     return max(0.0, max(alone_s, busy_s) * (1 - ROUNDING) - ROUNDING)
 
 
 def least_family_s(bounds: PlanBounds) -> float:
     """Return a lower bound on the mean latency of a family, in seconds; 0 for a load without families."""
-    return 0.0 if bounds.stream.graph is None else float(bounds.family_s.mean())
+    return 0.0 if bounds.stream.families is None else float(bounds.family_s[bounds.stream.warm_up_arrivals :].mean())
+
+
+def least_active_s(bounds: PlanBounds) -> float:
+    """Return a lower bound on the mean time in which requests of a family are under way, in seconds; 0 for a load
+    without families."""
+    return (
+        0.0
+        if bounds.stream.families is None
+        else float(bounds.family_active_s[bounds.stream.warm_up_arrivals :].mean())
+    )
 
 
 _Resource = tuple[NDArray[np.bool_], list[Array], float, Array, Array]
@@ -109,4 +121,5 @@ FLOORS: dict[Floor, Callable[[PlanBounds], float]] = {
     "e2el": least_e2el_s,
     "makespan": least_makespan_s,
     "family": least_family_s,
+    "family_active": least_active_s,
 }

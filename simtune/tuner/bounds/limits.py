@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array
 from simtune.results.run_statistics import objectives
-from simtune.specs.workload import Slo, SloMetric
+from simtune.specs.workload import FAMILY_METRICS, Slo, SloMetric
 from simtune.workload.requests import RequestStream
 
 MARKOV = (1.5, 4.0, 20.0)
@@ -72,7 +72,10 @@ def _widest(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_]
 
 def _objectives(stream: RequestStream, slo: Slo) -> Iterator[tuple[NDArray[np.bool_], Slo]]:
     for index, _, objective in objectives(stream, slo):
-        yield np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index, objective
+        applies = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
+        # Latencies of the warm-up do not count (`Result.values`).
+        applies[: stream.warm_up] = False
+        yield applies, objective
 
 
 def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[SloLimits], list[MeanLimit]]:
@@ -85,7 +88,7 @@ def of_statistics(stream: RequestStream, slo: Slo) -> tuple[list[SloLimits], lis
     for applies, objective in _objectives(stream, slo):
         widest: dict[SloMetric, tuple[float, int]] = {}
         for metric, statistic, limit in objective.limits():
-            if metric == "family":
+            if metric in FAMILY_METRICS:
                 # Not bounded: a family takes at least as long as its members, so no plan is ruled out by its limit.
                 continue
             counted = applies & (stream.output_tokens > 1) if metric == "tpot" else applies

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array
 from simtune.costs.bounds import least_costs
-from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.result import statistic_of
 from simtune.sim.deployment import Deployment
 from simtune.sim.kv_links import first_token_of
-from simtune.specs.workload import Slo
+from simtune.specs.workload import FAMILY_METRICS, Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits
@@ -122,21 +121,23 @@ class LoneRequests:
     @cached_property
     def family_s(self) -> Array:
         """Least seconds from the arrival of each family until its last node is over."""
-        graph = self.stream.graph
-        assert graph is not None
-        alone_s = (self.ttft_s + self.decode_s).reshape(-1, graph.size)
-        over_s: list[Array] = []
-        for node, (begin, count, first) in enumerate(zip(graph.begin, graph.count, graph.first, strict=True)):
-            waited_s = np.max([np.zeros(len(alone_s)), *(over_s[before] for before in graph.after[node])], axis=0)
-            sent_s = np.maximum(waited_s + graph.delay[node] / TICKS_PER_SECOND, graph.since[node] / TICKS_PER_SECOND)
-            # A node is over when the number of its requests that it needs are answered.
-            over_s.append(sent_s + np.sort(alone_s[:, begin : begin + count], axis=1)[:, first - 1])
-        longest: Array = np.max(over_s, axis=0) * (1 - ROUNDING)
-        return longest
+        families = self.stream.families
+        assert families is not None
+        return families.longest_s(self.ttft_s + self.decode_s) * (1 - ROUNDING)
+
+    @cached_property
+    def family_active_s(self) -> Array:
+        """Least seconds in which requests of each family are under way: those that wait for one another are never under
+        way at the same time."""
+        families = self.stream.families
+        assert families is not None
+        return families.longest_s(self.ttft_s + self.decode_s, pauses=False) * (1 - ROUNDING)
 
     def families_late(self, slo: Slo) -> bool:
         """True if families miss a limit even though each of their requests is alone."""
-        limits = [(statistic, limit_s) for metric, statistic, limit_s in slo.limits() if metric == "family"]
-        if self.stream.graph is None:
+        limits = [limit for limit in slo.limits() if limit[0] in FAMILY_METRICS]
+        if not limits or self.stream.families is None:
             return False
-        return any(statistic_of(self.family_s, statistic) > limit_s for statistic, limit_s in limits)
+        counted = slice(self.stream.warm_up_arrivals, None)
+        least_s = {"family": self.family_s[counted], "family_active": self.family_active_s[counted]}
+        return any(statistic_of(least_s[metric], statistic) > limit_s for metric, statistic, limit_s in limits)

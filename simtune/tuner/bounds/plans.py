@@ -110,7 +110,7 @@ class PlanBounds(LoneRequests):
     @property
     def timed(self) -> bool:
         """True if the stream states when each request arrives, and not only when its family or its user does."""
-        return self.stream.arrival_s is not None and self.stream.graph is None
+        return self.stream.arrival_s is not None and self.stream.families is None
 
     # --- windows ----------------------------------------------------------------------------------------------
 

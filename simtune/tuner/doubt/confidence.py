@@ -65,9 +65,9 @@ class RivalPlan:
     weight: float = 1.0
     """Divisor of the rate: GPUs, or dollars per hour. If the load is given and cost is compared, the cost of the
     plan."""
-    worth: Literal["rate", "weight", "e2el", "makespan", "family", "joules_per_token"] = "rate"
+    worth: Literal["rate", "weight", "e2el", "makespan", "family", "family_active", "joules_per_token"] = "rate"
     """Value of which more is better: rate / weight, 1 / weight, or 1 over the mean E2EL, the makespan, the mean latency
-    of a family or the energy of an output token; 0 if the SLO is missed."""
+    of a family, with or without pauses, or the energy of an output token; 0 if the SLO is missed."""
     cores: int | None = None
     """Engine cores that are simulated for all of them; None for all."""
     long_stream: RequestStream | None = None
@@ -287,9 +287,10 @@ class _InWorld:
 
 
 _AT_GIVEN_LOAD: dict[str, Callable[[Result], float]] = {
-    "e2el": lambda result: float(np.nanmean(result.e2el_s)),
+    "e2el": lambda result: float(result.values("e2el").mean()),
     "makespan": lambda result: result.duration_s,
     "family": lambda result: float(result.values("family").mean()),
+    "family_active": lambda result: float(result.values("family_active").mean()),
     "joules_per_token": lambda result: result.summary(noise=False).joules_per_token or math.inf,
 }
 """Value of a run at the given load by the `worth` of a rival, of which less is better."""

@@ -12,7 +12,14 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs
 from simtune.sim.uncertainty import uncertainty
 from simtune.tuner.doubt.confidence import Confidence, RivalPlan, confidence
-from simtune.tuner.objectives import FamilyLatency, JoulesPerToken, Makespan, MeanLatency, RateObjective
+from simtune.tuner.objectives import (
+    ActiveFamilyLatency,
+    FamilyLatency,
+    JoulesPerToken,
+    Makespan,
+    MeanLatency,
+    RateObjective,
+)
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import LOWEST
 from simtune.tuner.trial import Trial, Tuned
@@ -104,6 +111,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
         return replace(contender, worth="e2el")
     if isinstance(objective, FamilyLatency):
         return replace(contender, worth="family")
+    if isinstance(objective, ActiveFamilyLatency):
+        return replace(contender, worth="family_active")
     if isinstance(objective, Makespan):
         return replace(contender, worth="makespan")
     if isinstance(objective, JoulesPerToken):

@@ -165,6 +165,7 @@ _MADE_OF: dict[str, Callable[[SampledStep], float]] = {
     "tpot": lambda step: float(step.num_decodes),
     "e2el": lambda step: float(step.num_decodes + len(step.chunks)),
     "family": lambda step: float(step.num_decodes + len(step.chunks)),
+    "family_active": lambda step: float(step.num_decodes + len(step.chunks)),
 }
 """Weight of a step in a metric."""
 

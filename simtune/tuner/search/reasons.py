@@ -24,6 +24,8 @@ def _praise(row: Trial, question: Question, value: float) -> str:
         return f"meets the SLO with a mean end-to-end latency of {value:.4g} s"
     if objective.name == "family":
         return f"meets the SLO with a mean latency of a family of {value:.4g} s"
+    if objective.name == "family_active":
+        return f"meets the SLO with a mean latency of a family without pauses of {value:.4g} s"
     if objective.name == "makespan":
         return f"meets the SLO and is done after {value:.4g} s"
     if objective.name == "gpus":
@@ -84,6 +86,8 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
         return f"{value:.4g} {objective.unit}, {1 - value / chosen:.1%} less than the chosen plan"
     if objective.name == "e2el":
         return f"mean end-to-end latency {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
+    if objective.name == "family_active":
+        return f"meets the SLO with a mean latency of a family without pauses of {value:.4g} s"
     if objective.name == "makespan":
         return f"is done after {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
     return f"{value:.4g} {objective.unit}, {value / chosen - 1:.1%} more than the chosen plan"

@@ -28,7 +28,7 @@ def short_lengths(question: Question, candidate: Candidate) -> tuple[int, ...]:
     """
     load = question.workload
     steady = isinstance(load.arrivals, Poisson | Gamma | FixedInterval) and not load.waits_for_answers
-    shared = load.graph or load.batch or question.stream(candidate, requests=1).hash_ids is not None
+    shared = question.sends_families or load.batch or question.stream(candidate, requests=1).hash_ids is not None
     if not steady or shared or question.trace is not None:
         return ()
     lengths, requests = list[int](), question.requests // SHORTER

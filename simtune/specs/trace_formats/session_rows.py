@@ -1,0 +1,97 @@
+"""Sessions as readers find them, made into rows in order of arrival: turns, what they wait for, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from simtune.specs.text_blocks import TextBlocks
+from simtune.specs.trace_formats.log_rows import LogRequests
+from simtune.specs.trace_turns import TraceTurns
+
+
+@dataclass(slots=True)
+class RecordedTurn:
+    """One request of a session. Lengths are as the file contains them, and are checked with those of all formats."""
+
+    line: int
+    prompt: Any
+    output: Any
+    after: tuple[int, ...]
+    """Turns that it waits for, numbered within the session."""
+    pause_s: float
+    """Seconds from then until it is sent; for a turn that waits for none, from the arrival of the session."""
+    text: int = 0
+    """Number of the text, within the session, that its prompt and answer are the beginning of."""
+    blocks: int = 0
+    """Leading blocks of the text that its prompt and answer fill."""
+
+
+@dataclass(slots=True)
+class RecordedSession:
+    """Turns in an order in which each comes after those that it waits for."""
+
+    turns: list[RecordedTurn]
+    arrival: float | None = None
+    """Time of the first turn; None if the file has none."""
+    texts: list[tuple[range, ...]] = field(default_factory=list)
+    """Names of the blocks of each text; empty if they are not known."""
+
+
+@dataclass(slots=True)
+class SessionLog(LogRequests):
+    """Requests of a file whose turns wait for answers."""
+
+    turns: TraceTurns | None = None
+    block_tokens: int = 0
+
+
+def session_log(
+    sessions: Sequence[RecordedSession],
+    names: dict[str, str],
+    *,
+    block_tokens: int,
+    per_s: float = 1.0,
+    notes: Sequence[str] = (),
+) -> SessionLog:
+    """Return the rows of sessions, those that arrive first before all others."""
+    timed = all(session.arrival is not None for session in sessions)
+    ordered = sorted(sessions, key=lambda session: session.arrival or 0.0) if timed else list(sessions)
+    rows = [(number, session, turn) for number, session in enumerate(ordered) for turn in session.turns]
+    values: dict[str, Any] = {
+        "prompt": [turn.prompt for _, _, turn in rows],
+        "output": [turn.output for _, _, turn in rows],
+        "session": [number for number, _, _ in rows],
+    }
+    if timed:
+        values["arrival"] = [session.arrival for _, session, _ in rows]
+    if all(session.texts for session in ordered):
+        begin = np.cumsum([0, *(len(session.texts) for session in ordered)])
+        text_of = np.array([int(begin[number]) + turn.text for number, _, turn in rows])
+        texts = [text for session in ordered for text in session.texts]
+        values["hash_ids"] = TextBlocks(texts, text_of, np.array([turn.blocks for _, _, turn in rows]))
+    sizes = [len(session.turns) for session in ordered]
+    turns = TraceTurns(
+        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        tuple(turn.after for _, _, turn in rows),
+        np.array([turn.pause_s for _, _, turn in rows], dtype=np.float64),
+    )
+    lines = [turn.line for _, _, turn in rows]
+    if not timed:
+        names = {key: name for key, name in names.items() if key != "arrival"}
+    return SessionLog(names, values, lines, per_s, list(notes), turns, block_tokens)
+
+
+def in_sessions(count: int, sessions: int) -> str:
+    """Return the note on turns that wait for answers."""
+    return (
+        f"{count:,} requests in {sessions:,} sessions: turns follow the answers before them, after the pauses recorded"
+    )
+
+
+def whole_tokens(value: Any) -> int:
+    """Return a number of tokens to compute with, 0 if it is none: what is wrong with it is reported later."""
+    return value if type(value) is int and 0 < value <= 10**9 else 0
