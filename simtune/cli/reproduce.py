@@ -131,7 +131,7 @@ def _on_own(entries: list[Entry], own: OwnLoad, quiet: bool, as_json: bool) -> i
             update(len(gains), len(entries), gain.title)
     if as_json:
         document = OwnGains(
-            schema_="simtune/own-gains@1",
+            schema_="simtune/own-gains@2",
             model=own.model,
             hardware=own.hardware,
             workload=own.workload.name,

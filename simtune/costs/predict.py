@@ -419,7 +419,10 @@ def load_residuals(hardware: Hardware) -> int:
 
 def _process_of(spec: Residual, arrays: Mapping[str, NDArray[Any]]) -> Process:
     """Return the process of a residual. Raises SpecError if the arrays do not match the spec."""
+    derived: dict[Any, Process] = arrays.derived if isinstance(arrays, Arrays) else {}
     try:
-        return Process.load(spec, arrays[f"{spec.array}.points"], arrays[f"{spec.array}.weights"])
+        if spec not in derived:
+            derived[spec] = Process.load(spec, arrays[f"{spec.array}.points"], arrays[f"{spec.array}.weights"])
+        return derived[spec]
     except ValueError as error:
         raise SpecError(Problem(str(arrays) if isinstance(arrays, Arrays) else ARRAYS, str(error))) from None

@@ -13,7 +13,7 @@ depend on all rows (`Process.condensed`): from the exact process their times cou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ _LENGTH, _NOISE = (0.5, 1.5), (np.log(0.03), 1.0)  # priors of the logarithms: m
 _BOUNDS = {"length": (-3.0, 4.0), "signal": (-5.0, 1.5), "noise": (-6.0, -1.0)}  # of the logarithms
 # Of the signal, on the diagonal of what would else be nearly singular.
 _JITTER = 1e-4
+MOST_MEANS = 10_000
+"""Calls whose expectations a process keeps."""
 _BATCH = 4096  # shapes per matrix of kernel values
 _ROOT3 = np.sqrt(3.0)
 
@@ -73,6 +75,8 @@ class Process:
     clamp: tuple[float, float]
     points: Array
     weights: Array
+    _means: dict[bytes, Array] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """Expectations by the bytes of their shapes: plans that differ in their drafts ask for the same shapes again."""
 
     @classmethod
     def load(cls, spec: Residual, points: NDArray[Any], weights: NDArray[Any]) -> Process:
@@ -113,8 +117,13 @@ class Process:
 
     def mean(self, x: Array) -> Array:
         """Expected log(measured / base) at standardised features (points, d), within the clamp."""
-        mean = np.concatenate([self._covariance(part) @ self.weights for part in _batches(x)])
-        return mean.clip(*self.clamp)
+        shapes = x.tobytes()
+        if shapes not in self._means:
+            if len(self._means) >= MOST_MEANS:
+                self._means.clear()
+            mean = np.concatenate([self._covariance(part) @ self.weights for part in _batches(x)])
+            self._means[shapes] = mean.clip(*self.clamp)
+        return self._means[shapes].copy()
 
     def sd(self, x: Array) -> Array:
         """Standard deviation of the log of one more measurement there, noise included."""

@@ -8,6 +8,7 @@ against that page alone: its types need a runtime that comes with a GPU image.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -48,11 +49,15 @@ def deployment_file(
         "Frontend": {
             "componentType": "frontend",
             "replicas": 1,
-            "extraPodSpec": _container(["python3", "-m", "dynamo.frontend"], ["--router-mode", router]),
+            "extraPodSpec": _container(
+                ["python3", "-m", "dynamo.frontend"], ["--router-mode", router, *_conditional(plan)]
+            ),
         }
     }
     for pool in plan.pools:
         arguments = [model_option, checkpoint, "--disaggregation-mode", _ROLES[pool.role], *_options(settings(pool))]
+        if pool.role == "decode" and _conditional(plan) and module == "dynamo.vllm":
+            arguments.append("--enable-conditional-disagg")
         services[service_name(pool)] = {
             "componentType": "worker",
             **({} if pool.role == "mixed" else {"subComponentType": pool.role}),
@@ -75,6 +80,29 @@ def deployment_file(
     return {"engine/dynamo.yaml": yamlfile.dump(manifest, with_unsaid(comment, unsaid))}
 
 
+def _conditional(plan: Plan) -> list[str]:
+    """Return the options by which the router leaves prompts to decode instances; it needs to know their caches."""
+    rule = plan.local_prefill
+    if rule is None or not rule.below_tokens or ROUTER_MODES.get(plan.router.kind) != "kv":
+        return []
+    share = 1.0 if rule.below_share is None else rule.below_share
+    bounding = {"policy": "isl_bounding", "eff_isl_threshold": rule.below_tokens, "eff_isl_ratio_threshold": share}
+    return ["--router-conditional-disagg", "--router-conditional-disagg-config", json.dumps(bounding)]
+
+
+def _local_unsaid(plan: Plan) -> Iterator[str]:
+    """Yield what Dynamo does otherwise with prompts that are left to decode instances."""
+    rule = plan.local_prefill
+    if rule is None or not rule.keeps_any:
+        return
+    if not _conditional(plan):
+        yield "local_prefill: Dynamo's router goes by what decode instances have cached; set router to prefix_aware"
+    elif rule.below_share is None:
+        yield "local_prefill: Dynamo leaves no prompt to a decode instance of which nothing is cached"
+    if rule.queue_above is not None:
+        yield "local_prefill.queue_above: Dynamo judges the load of prefill instances by a rule of its own"
+
+
 def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
     """Yield the settings of the plan that Dynamo is not given, and what it does instead."""
     if plan.router.kind not in ROUTER_MODES:
@@ -87,6 +115,7 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
         yield "decode_router: Dynamo chooses the decode instance by its own rule"
     if plan.links or (plan.link is not None and plan.link.model_fields_set):
         yield "link: Dynamo sends KV caches by NIXL over what there is"
+    yield from _local_unsaid(plan)
     if plan.events:
         yield "events: what happens to instances is not a setting"
     if plan.control is not None:

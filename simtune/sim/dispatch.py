@@ -6,8 +6,10 @@ from collections import deque
 
 from simtune.engine import Request
 from simtune.sim.agenda import ARRIVAL, Agenda
+from simtune.sim.core import EngineCore
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
+from simtune.sim.local_prefill import LocalPrefills
 from simtune.sim.recorder import Recorder
 from simtune.sim.source import RequestSource
 
@@ -24,8 +26,9 @@ class Dispatcher:
         routers: Routers,
         handover: Handover,
         front_end: FrontEnd | None,
+        local: LocalPrefills | None = None,
     ) -> None:
-        self._agenda, self._front_end = agenda, front_end
+        self._agenda, self._front_end, self._local = agenda, front_end, local
         self._recorder, self._source, self._routers, self._handover = recorder, source, routers, handover
         self._passing: dict[int, Request] = {}  # in the front end
         self._apart = bool(routers.back.cores)
@@ -48,16 +51,24 @@ class Dispatcher:
             self._agenda.post((self._front_end.passed(now, request.prompt_tokens), ARRIVAL, number, 1))
 
     def route(self, now: int, request: Request) -> None:
-        """Send a request to a core, which may refuse it; if decode cores are separate, send only its prompt."""
+        """Send a request to a core, which may refuse it; if decode cores are separate, send only its prompt, unless a
+        decode core is to compute it."""
+        if self._local is not None and (decode_core := self._local.core_for(now, request)) is not None:
+            self._give(now, request, decode_core)
+            return
         sent = self._source.prompt_only(request) if self._apart else request
         core = self._routers.front.choose(sent, now)
         if core is None:
             self._parked.append(request)
             return
-        self._recorder.core[request.id] = core.number
         # A prompt whose answer no decode core could hold would compute its cache in vain.
-        if (self._apart and not self._handover.fits(request.id)) or not core.add(now, sent):
-            self._routers.over(now, sent, core)
+        self._give(now, sent, core, fits=not self._apart or self._handover.fits(request.id))
+
+    def _give(self, now: int, request: Request, core: EngineCore, *, fits: bool = True) -> None:
+        """Give a request to a core; it is refused if it does not fit."""
+        self._recorder.core[request.id] = core.number
+        if not fits or not core.add(now, request):
+            self._routers.over(now, request, core)
             self._recorder.refuse(request.id)
             self._source.refused(now, request.id)
 

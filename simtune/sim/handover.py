@@ -53,10 +53,11 @@ class Handover:
         routers: Routers,
         cores: Iterable[EngineCore],
         first_token: FirstToken = "prefill",
+        names_blocks: bool = False,
     ) -> None:
         """Create the handover; `cores` are all cores of the deployment, `first_token` is the source of the client's
-        first token."""
-        self.first_token = first_token
+        first token. With `names_blocks` prefix caches of decode cores find the prompts that were sent to them."""
+        self.first_token, self._names_blocks = first_token, names_blocks
         self._agenda, self._recorder, self._source = agenda, recorder, source
         self._routers, self._router = routers, routers.back
         self._transfers: dict[int, KvTransfer] = {}  # by request
@@ -81,6 +82,8 @@ class Handover:
             self._delivered(now, held.id)
             core.scheduler.release(held)
             return False
+        if self._names_blocks:
+            request.blocks = held.blocks
         transfer = KvTransfer(request, core, held, now, self._next_serial())
         self._transfers[request.id] = transfer
         core.holding += 1

@@ -485,7 +485,7 @@ def simulate_streamed(
         world = StreamedWorld(
             load, slo, cores=wiring.cores, router=wiring.router, decode_router=wiring.decode_router,
             front_end=wiring.front_end, changes=wiring.changes, control=wiring.control,
-            first_token=wiring.first_token,
+            first_token=wiring.first_token, local_prefill=wiring.local_prefill,
             stop_when=watched(watch, len(load)),
         )  # fmt: skip
         outcome = world.run()

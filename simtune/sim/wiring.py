@@ -27,7 +27,7 @@ from simtune.sim.role_controller import RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, FirstToken, KvLink, Plan, Start, Switch
+from simtune.specs.plan import Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
 from simtune.specs.pool import Role
 from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
@@ -48,6 +48,7 @@ class Wiring:
     changes: Sequence[Change]
     control: RoleController | None
     first_token: FirstToken
+    local_prefill: LocalPrefill | None
     predicted_tokens: Sequence[int] | None
     """Predicted output tokens of every request; None if no policy uses them."""
     deadlines: Sequence[float] | None
@@ -64,6 +65,7 @@ class Wiring:
             changes=self.changes,
             control=self.control,
             first_token=self.first_token,
+            local_prefill=self.local_prefill,
             predicted_tokens=self.predicted_tokens,
             deadlines=self.deadlines,
             **how,
@@ -109,6 +111,7 @@ def wire(
         changes=changes,
         control=_controller(plan, by_pool),
         first_token=first_token_of(plan) if receiving else "prefill",
+        local_prefill=plan.local_prefill,
         predicted_tokens=_predicted_tokens(pools, stream, seed),
         deadlines=_deadlines(stream, slo) if _reading(pools, "deadline") else None,
     )

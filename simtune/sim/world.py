@@ -30,12 +30,13 @@ from simtune.sim.dispatch import Dispatcher
 from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
+from simtune.sim.local_prefill import LocalPrefills
 from simtune.sim.recorder import MOST_ROWS, Recorder
 from simtune.sim.role_controller import RoleController
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.run_ahead import run_ahead
 from simtune.sim.source import Hints, RequestSource
-from simtune.specs.plan import FirstToken
+from simtune.specs.plan import FirstToken, LocalPrefill
 from simtune.workload.requests import RequestStream
 
 
@@ -53,6 +54,7 @@ class World:
         changes: Sequence[Change] = (),
         control: RoleController | None = None,
         first_token: FirstToken = "prefill",
+        local_prefill: LocalPrefill | None = None,
         predicted_tokens: Sequence[int] | None = None,
         deadlines: Sequence[float] | None = None,
         single_steps: bool = False,
@@ -61,7 +63,8 @@ class World:
     ) -> None:
         """Wire a world of `cores`, all of the deployment. `router` chooses among those that accept new requests (all,
         in turn, unless given), `decode_router` among those that take over from cores with a `connector`.
-        `first_token` is its source in that case. `control` moves instances between the two roles; requests pass
+        `first_token` is its source in that case, and `local_prefill` the rule for prompts that the latter compute
+        themselves. `control` moves instances between the two roles; requests pass
         `front_end` before they are routed.
 
         `single_steps` makes every step an event of its own: slow, and the oracle for jumps. `record` keeps every
@@ -79,10 +82,7 @@ class World:
             self._routers = control.counted(self._routers)
         self._agenda = Agenda()
         self._recorder, self._source = self._books(stream, record, predicted_tokens, deadlines)
-        self._handover = Handover(self._agenda, self._recorder, self._source, self._routers, self._cores, first_token)
-        self._dispatcher = Dispatcher(
-            self._agenda, self._recorder, self._source, self._routers, self._handover, front_end
-        )
+        self._handover, self._dispatcher = self._senders(front_end, first_token, local_prefill)
         self._availability = Availability(
             self._agenda, self._recorder, self._routers, self._dispatcher, self._handover, changes
         )
@@ -107,6 +107,16 @@ class World:
         if stream.families is None:
             return recorder, RequestSource(stream, self._agenda, **hints)
         return recorder, FamilySource(stream, self._agenda, cores=self._cores, recorder=recorder, **hints)
+
+    def _senders(
+        self, front_end: FrontEnd | None, first_token: FirstToken, local_prefill: LocalPrefill | None
+    ) -> tuple[Handover, Dispatcher]:
+        """Return what sends requests from core to core, and to the first core."""
+        local = None if local_prefill is None else LocalPrefills(local_prefill, *self._routers)
+        names_blocks = local_prefill is not None and local_prefill.keeps_any
+        agenda, recorder, source, routers = self._agenda, self._recorder, self._source, self._routers
+        handover = Handover(agenda, recorder, source, routers, self._cores, first_token, names_blocks)
+        return handover, Dispatcher(agenda, recorder, source, routers, handover, front_end, local)
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, no core is up to serve the rest, or `stop_when` returns

@@ -388,6 +388,8 @@ class Arrays(Mapping[str, "NDArray[Any]"]):
     ) -> None:
         """`digest` is the SHA-256 of the file, if it is known."""
         self._path, self._digest = path, digest
+        self.derived: dict[Any, Any] = {}
+        """Objects that were made of the arrays, by their specs, for all who read the same profile."""
         self._content = None if content is None else {name: _frozen(array) for name, array in content.items()}
 
     def reopened(self) -> Arrays:

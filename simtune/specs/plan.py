@@ -117,6 +117,31 @@ class KvLink(Part):
         return self
 
 
+class LocalPrefill(Part):
+    """Prompts that decode instances compute themselves, though there are prefill instances: conditional disaggregation.
+
+    The decode router chooses the decode instance. Prompt tokens in its prefix cache need not be computed.
+    """
+
+    below_tokens: Annotated[int, Field(ge=0, le=2**40)] = Field(
+        description="prompts with fewer tokens to compute than this are computed by the decode instance; 0: none"
+    )
+    below_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="of these, only prompts of which a smaller share than this is to be computed; all of them unless "
+        "given",
+    )
+    queue_above: Annotated[int, Field(ge=0, le=2**40)] | None = Field(
+        None,
+        description="also prompts of any length while more requests than this wait at every prefill instance",
+    )
+
+    @property
+    def keeps_any(self) -> bool:
+        """True if a decode instance may compute a prompt."""
+        return self.below_tokens > 0 or self.queue_above is not None
+
+
 class PairLink(KvLink):
     """The way from one prefill pool to one decode pool, in place of the one between all."""
 
@@ -138,6 +163,10 @@ class Plan(Spec):
     links: Annotated[Seq[PairLink], Field(strict=False)] | None = Field(
         None, description="links between single pairs of pools; other pairs have the link above"
     )
+    local_prefill: LocalPrefill | None = Field(
+        None,
+        description="prompts that decode instances compute themselves; prefill instances compute all unless given",
+    )
     events: Annotated[Seq[Event], Field(strict=False)] = ()
     stages: Annotated[Seq[Stage], Field(strict=False)] | None = Field(
         None, description="services that requests go through before a pool, or beside it"
@@ -152,6 +181,11 @@ class Plan(Spec):
         """GPUs of all pools and stages."""
         of_stages = sum(stage.instances * stage.devices for stage in self.stages or ())
         return of_stages + sum(p.instances * p.devices for p in self.pools if p.share is None or p.share.beside is None)
+
+    @property
+    def prefills_locally(self) -> bool:
+        """True if decode instances may compute prompts themselves."""
+        return self.local_prefill is not None and self.local_prefill.keeps_any
 
     def pool(self, name: str) -> Pool:
         """The pool of a name that is there."""
@@ -194,6 +228,8 @@ class Plan(Spec):
 
     @model_validator(mode="after")
     def _equal_instances_controlled(self) -> Self:
+        if self.control is not None and self.local_prefill is not None:
+            raise ErrorAt("cannot be combined with control, whose instances change roles; remove one", "local_prefill")
         if self.control is not None:
             check_control(self.control, self.pools, bool(self.events))
         return self
@@ -222,7 +258,7 @@ class Plan(Spec):
 
     @model_validator(mode="after")
     def _pools_apart_to_join(self) -> Self:
-        for key in ("link", "links", "decode_router"):
+        for key in ("link", "links", "decode_router", "local_prefill"):
             if all(pool.role == "mixed" for pool in self.pools) and getattr(self, key) is not None:
                 raise ErrorAt(
                     "has no effect if all pools are mixed; remove it, or give pools the roles prefill and decode",

@@ -1,9 +1,9 @@
 """Variants of a study's plans: fragments of a pool or of a plan that are merged over every plan of its search.
 
 `search.variants` lists fragments, each a mapping with keys of a pool, of `router`, `decode_router`, `link`,
-`speculation` and `engine`, or under `prefill` and `decode` keys of the pools of that role. The empty fragment stands
-for the plans as they are without variants. A fragment that sets what a search has choices for (`DIMENSIONS`) replaces
-these choices.
+`local_prefill`, `speculation` and `engine`, or under `prefill` and `decode` keys of the pools of that role. The empty
+fragment stands for the plans as they are without variants. A fragment that sets what a search has choices for
+(`DIMENSIONS`) replaces these choices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from simtune.errors import suggest
 from simtune.specs.base import ErrorAt, Part, problems_of
-from simtune.specs.plan import KvLink
+from simtune.specs.plan import KvLink, LocalPrefill
 from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
 from simtune.specs.routing import Routing
@@ -59,7 +59,7 @@ UNSEARCHED: Mapping[str, str] = {
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""
 ROLES = ("prefill", "decode")
-_OF_PAIRS = (*ROLES, "link", "decode_router")
+_OF_PAIRS = (*ROLES, "link", "decode_router", "local_prefill")
 """Keys that change nothing in a plan of mixed pools."""
 _JOINED = "-and-"
 _UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size")
@@ -72,6 +72,7 @@ class PlanFragment(Part):
     router: Routing | None = None
     decode_router: Routing | None = None
     link: KvLink | None = None
+    local_prefill: LocalPrefill | None = None
 
 
 class _DraftFragment(Part):

@@ -16,7 +16,7 @@ from simtune.sim.deployment import Deployment, compiled_costs
 from simtune.sim.feasibility import check
 from simtune.sim.plan_parts import POLICY
 from simtune.sim.pools import DeployedPool
-from simtune.specs.pool import Pool
+from simtune.specs.pool import Pool, Role
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import PoolCapacity
 from simtune.tuner.doubt.margin import MEAN_OF, margin
@@ -51,7 +51,7 @@ class PlanCache:
         self._settled: dict[PoolChoice, PoolChoice | Refused] = {}
         self._settled_objects: dict[int, tuple[PoolChoice, PoolChoice | Refused]] = {}
         self._memories: dict[PoolChoice, Memory] = {}
-        self._sustained: dict[tuple[PoolChoice, int], float] = {}
+        self._sustained: dict[tuple[PoolChoice, Role | None, int], float] = {}
         self._ways: dict[PoolShape, str] = {}
         self._streams: dict[int, RequestStream] = {}
         self._long_streams: dict[int, RequestStream] = {}
@@ -251,10 +251,12 @@ class PlanCache:
     def capacity(self, candidate: Candidate) -> RateBound:
         """Return the requests per second that no schedule of a settled candidate exceeds."""
         stream = self._capacity_stream(candidate)
-        bounds = []
-        for choice in candidate.pools:
-            where = "" if choice.shape.role == "mixed" else f" of the {choice.shape.role} pool"
-            bounds.append(RateBound(self._sustains(choice, stream) * choice.instances, f"capacity{where}"))
+        rates = [self._sustains(choice, stream) * choice.instances for choice in candidate.pools]
+        bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
+        if candidate.prefills_locally:
+            # Whoever computes its prompt, each request decodes on a decode instance.
+            alone_rps = self._sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
+            return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
         return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
 
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
@@ -266,25 +268,30 @@ class PlanCache:
             return None
         return settled.devices, self._sustains(settled, self._capacity_stream(candidate))
 
-    def _sustains(self, choice: PoolChoice, stream: RequestStream) -> float:
-        """Return the requests per second that an instance could sustain at most."""
+    def _sustains(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> float:
+        """Return the requests per second that an instance could sustain at most, in its own role unless given."""
         alone = choice.alone
-        key = (alone, len(stream))
+        key = (alone, as_role, len(stream))
         if key not in self._sustained:
-            self._sustained[key] = self._capacity(alone, stream).rps(self._deployed(alone)) / alone.instances
+            self._sustained[key] = self._capacity(alone, stream, as_role).rps(self._deployed(alone)) / alone.instances
         return self._sustained[key]
 
     def _deployed(self, choice: PoolChoice) -> DeployedPool:
         pool, hardware = self.pool(choice), self.question.hardware_of(choice)
         return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self._length(choice), 0)
 
-    def _capacity(self, choice: PoolChoice, stream: RequestStream) -> PoolCapacity:
-        caches = self.pool(choice).kv_cache.prefix_caching
-        key = (choice.shape, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
+    def _capacity(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> PoolCapacity:
+        caches, role = self.pool(choice).kv_cache.prefix_caching, as_role or choice.shape.role
+        key = (choice.shape, role, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
-            tables, role = self.costs(choice).tables, choice.shape.role
+            tables = self.costs(choice).tables
             self._capacities[key] = PoolCapacity(tables, stream, role, self._length(choice), caches=caches)
         return self._capacities[key]
+
+
+def _capacity_of(role: Role) -> str:
+    """Return the name of the bound by the capacity of a pool."""
+    return "capacity" if role == "mixed" else f"capacity of the {role} pool"
 
 
 def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:

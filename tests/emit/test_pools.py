@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -239,3 +240,18 @@ def test_shares_of_a_gpu_are_refused_by_name(engine: str) -> None:
         pool["kv_cache"]["memory_utilization"] = 0.45
     with pytest.raises(UsageError, match=r"pool back\.end: share: .* has no setting for shares of a GPU"):
         ENGINES[engine].files(Plan.model_validate(plan, strict=False), MODEL)
+
+
+@pytest.mark.parametrize(("kind", "given"), [("prefix_aware", True), ("round_robin", False)])
+def test_dynamo_leaves_prompts_to_decode_instances(kind: str, given: bool) -> None:
+    plan = pools_of("vllm", local_prefill={"below_tokens": 2048, "below_share": 0.7}, router={"kind": kind})
+    text = ENGINES["vllm"].files(plan, MODEL)["engine/dynamo.yaml"]
+    services = yaml.safe_load(text)["spec"]["services"]
+    front, prefill, decode = (service["extraPodSpec"]["mainContainer"]["args"] for service in services.values())
+    assert ("--router-conditional-disagg" in front) is given
+    assert ("--enable-conditional-disagg" in decode) is given
+    assert "--enable-conditional-disagg" not in prefill
+    assert ("local_prefill: Dynamo's router goes by what decode instances have cached" in text) is not given
+    if given:
+        bounding = json.loads(front[front.index("--router-conditional-disagg-config") + 1])
+        assert bounding == {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7}

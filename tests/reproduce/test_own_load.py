@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simtune.errors import UsageError
 from simtune.specs.workload import ClosedLoop, FixedLength, Poisson, Workload
 from simtune.validation.published import OwnGain, OwnLoad, own_gains, select
-from simtune.validation.published.own_load import NO_GAIN, OwnPoint, crossing
+from simtune.validation.published.own_gain import NO_GAIN, crossing, ratio, traced
+from simtune.validation.published.own_load import OwnPoint
+from simtune.validation.published.own_needs import needs_of
+from simtune.validation.published.own_runs import OwnRun, OwnRuns, RunLoad, highest_near
 
 FILE = """\
 schema: simtune/systems@1
@@ -87,13 +93,15 @@ def test_a_gain_is_of_latency_under_the_load_with_the_ends_of_assumed_inputs(gai
     assert slower.gain == pytest.approx(slower.base / slower.variant)
     (item,) = slower.inputs
     assert item.gains[0] < (slower.gain or 0) < item.gains[1]
-    assert (slower.low, slower.high) == (min(item.gains), max(item.gains))
+    assert slower.low is not None
+    assert slower.high is not None
+    assert slower.low <= min(item.gains) < max(item.gains) <= slower.high
     assert slower.variant > 12 * 0.05
 
 
 def test_lengths_and_seats_are_those_of_the_load_unless_they_tell_the_sides_apart(gains: dict[str, OwnGain]) -> None:
     """Prompts of 600 tokens are longer than the published max_model_len, and served."""
-    assert gains["slower-host"].reason is None
+    assert gains["slower-host"].gain is not None
     seats = gains["seats"]
     assert seats.gain is not None
     assert seats.gain > 1
@@ -106,7 +114,8 @@ def test_lengths_and_seats_are_those_of_the_load_unless_they_tell_the_sides_apar
 
 def test_an_entry_that_is_no_plan_under_a_load_has_a_reason(gains: dict[str, OwnGain]) -> None:
     assert gains["step"].gain is None
-    assert gains["step"].reason == "its sides differ in the published step or load alone"
+    assert gains["step"].reason == "its sides differ in the published step, load or model alone"
+    assert gains["step"].left_out == "alike"
     assert gains["branches"].reason == "its sides are no plans under an ordinary load (branches)"
     assert "memory_utilization" in (gains["too-large"].reason or "")
 
@@ -140,3 +149,93 @@ def test_where_a_gain_turns_is_between_the_points() -> None:
     assert crossing(points(NO_GAIN - 0.5, NO_GAIN + 0.5), "users") == "from 2 users"
     assert crossing(points(NO_GAIN + 0.5, NO_GAIN - 0.5, 2.0, None), "users").startswith("below 2 users, from ")
     assert crossing(points(None), "users") == "at no number of users that fits"
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+def run_of(e2el_s: list[float]) -> OwnRun:
+    return OwnRun(np.array(e2el_s), "keeps up", 1.0, None)
+
+
+def test_error_of_a_gain_is_of_pairs_of_requests() -> None:
+    """A variant that takes half of each request's time has no error, however the requests differ."""
+    times = np.linspace(1, 5, 40)
+    halved = ratio(run_of(list(times)), run_of(list(times / 2)))
+    assert halved.gain == pytest.approx(2)
+    assert halved.error == pytest.approx(0, abs=1e-12)
+    noise = np.random.default_rng(0).uniform(0.4, 0.6, 40)
+    unequal = ratio(run_of(list(times)), run_of(list(times * noise)))
+    assert unequal.error is not None
+    assert 0.02 < unequal.error < 0.5
+    assert ratio(run_of([1.0, 2.0]), run_of([1.0, 1.0])).error is None
+    with pytest.raises(UsageError, match="no request ends on both sides"):
+        ratio(run_of([np.nan, 1.0]), run_of([1.0, np.nan]))
+
+
+@given(best=st.floats(0.001, 1000), start=st.floats(0.01, 100), leap=st.sampled_from([1.3, 2.0]))
+def test_highest_rate_is_found_from_any_start(best: float, start: float, leap: float) -> None:
+    rate = highest_near(lambda rate: rate <= best, start, (0.01, 100), leap, 0.05)
+    if best < 0.01:
+        assert rate is None
+    else:
+        assert rate is not None
+        assert rate <= min(best, 100) <= rate * 1.0501
+
+
+def test_points_are_added_where_the_gain_passes_one() -> None:
+    asked: list[float] = []
+
+    def gain_at(users: float) -> float:
+        asked.append(users)
+        return 2.0 if users < 20 else 0.5
+
+    assert [point.at for point in traced((1, 8, 64), gain_at, whole=True)] == [1, 8, 23, 64]
+    assert asked == [1, 8, 64, 23]
+
+
+FAMILIES = """\
+schema: simtune/systems@1
+name: {name}
+title: Mine
+setup: {{model: llama-2-7b, hardware: a100-sxm-80g, workload: {{prompt: 8, output: 8}}}}
+systems:
+  - name: {name}-drafts
+    title: Drafts
+    source: a test
+    claim: {{says: more, gain: 2, band: [1, 4]}}
+    base: {{}}
+    variant:
+      pool:
+        batching: {{chunked_prefill: false}}
+        speculation: {{drafter: {{kind: draft_model, model: {draft}}}, scheme: {{kind: chain, tokens: 2}},
+          acceptance: eagle3-llama-3.1-8b}}
+"""
+
+
+def test_equal_sides_of_two_families_run_once_and_a_draft_model_is_one_of_its_size(tmp_path: Path) -> None:
+    """llama-2-7b has another vocabulary than the target and takes 4,096 tokens; prompts are not cut."""
+    files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    for file in files:
+        file.write_text(FAMILIES.format(name=file.stem, draft="llama-2-7b"))
+    long = LOAD.model_copy(update={"prompt": FixedLength(tokens=9000), "requests": 2})
+    runs = OwnRuns(OwnLoad("llama-3.1-8b", "h100-sxm", long))
+    ran = []
+    for family, system in select(list(map(str, files))):
+        sides = runs.adapted(family.sides(system))
+        for name in ("base", "variant"):
+            runs.run(family, sides[name][0], RunLoad(2))
+            ran.append(len(runs._runs))
+        variant = runs.side(family, sides["variant"][0], RunLoad(2))
+        assert variant.draft_model("llama-2-7b").vocab_size == variant.model.vocab_size
+        assert variant.plan.pools[0].batching.max_num_batched_tokens == 9216
+        (need,) = needs_of(runs.side(family, sides["base"][0], RunLoad(2)), variant)
+        assert need == "a draft model of 7.5 B parameters with the vocabulary of llama-3.1-8b"
+    assert ran == [1, 2, 2, 3], "drafts may be a family's own, a base without drafts is not"
+
+
+def test_a_model_that_is_too_large_for_the_published_gpus_gets_as_many_as_it_needs() -> None:
+    runs = OwnRuns(OwnLoad("llama-3.3-70b", "h100-sxm", LOAD))
+    sides = runs.adapted({"base": {"pool": {"parallelism": {"pp": 2}}}, "variant": {"pools": [{"name": "a"}]}})
+    assert sides["base"][0]["pool"]["parallelism"] == {"pp": 2}
+    assert sides["variant"][0]["pools"][0]["parallelism"] == {"tp": 2}

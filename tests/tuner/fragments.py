@@ -58,6 +58,8 @@ OF_PAIRS: tuple[dict[str, Any], ...] = (
     {"link": {"bytes_per_s": 2e9, "shared": True}},
     {"link": {"first_token": "prefill"}},
     {"decode_router": {"kind": "round_robin"}},
+    {"local_prefill": {"below_tokens": 64}},
+    {"local_prefill": {"below_tokens": 0, "queue_above": 2}},
     {"decode": {"research": {"kv_policy": {"kept": 0.5}}}},
     {"decode": {"batching": {"policy": "sglang"}}},
     {"prefill": {"batching": {"policy": "shortest-predicted-first"}}},

@@ -147,7 +147,9 @@ def drawn_worlds(draw: st.DrawFn) -> World:
         per_context_s=draw(st.sampled_from([0.0, 3e-7, 1e-5])),
         per_pair_s=draw(st.sampled_from([0.0, 1e-7])),
     )
-    deployment = deployed(*pools, costs=costs, router={"kind": draw(st.sampled_from(ROUTERS))})
+    local = draw(st.sampled_from([None, None, {"below_tokens": 40}])) if apart else None
+    router = {"kind": draw(st.sampled_from(ROUTERS))}
+    deployment = deployed(*pools, costs=costs, router=router, local_prefill=local)
     load = (
         draw(st.sampled_from([3, 100, 300])),
         draw(st.sampled_from([20.0, 200.0])),

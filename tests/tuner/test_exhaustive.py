@@ -17,7 +17,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import FixedInterval, Lognormal, Poisson, Slo, Workload
-from simtune.tuner.bounds.best_case import slo_bound
+from simtune.tuner.bounds.best_case import slo_bound, sustained_rps
 from simtune.tuner.objectives import Judged, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -28,9 +28,10 @@ from simtune.tuner.search.climb import SimulationFinding, longer, too_short
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.trial import Tuned
-from tests.tuner.fragments import with_fragments
+from tests.tuner.fragments import with_fragments, with_variants
 
 MODEL = load_model("llama-3.1-8b")
+LOCAL: tuple[dict[str, Any], ...] = ({"below_tokens": 300}, {"below_tokens": 0, "queue_above": 1})
 
 
 @cache
@@ -261,3 +262,22 @@ def test_over_many_studies_few_plans_are_simulated() -> None:
     counts = [counted for seed in range(1000, 1200) if (counted := check(random_question(seed, 16))) is not None]
     assert len(counts) > 100
     assert float(np.mean([simulated / plans for simulated, plans in counts])) < 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fragment", "seed"), [(fragment, seed) for fragment in LOCAL for seed in (1, 2)])
+def test_no_plan_whose_decode_instances_compute_prompts_is_better(fragment: dict[str, Any], seed: int) -> None:
+    q = random_question(seed, 4)
+    update = {"pp": (1,), "tp": (1,), "max_num_seqs": (32,), "layouts": ("prefill-decode",)}
+    study = q.study.model_copy(
+        update={
+            "objective": "goodput",
+            "search": q.study.search.model_copy(update=update),
+            "link": KvLink(path="intra_node"),
+        }
+    )
+    asked = with_variants(replace(q, study=study), {}, {"local_prefill": fragment})
+    check(asked)
+    for candidate, deployment, sustained in deployments(asked):
+        rate = sustained_rps(deployment, asked.stream(candidate, sustained))
+        assert rate == pytest.approx(sustained, rel=0.2), candidate.name

@@ -75,13 +75,20 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
     Rates of pools that share the requests add up; if each request passes several pools, the slowest pool limits the
     rate.
     """
-    rates = []
-    for pool in deployment.pools:
-        assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
-        role = pool.spec.role
-        caches = pool.spec.kv_cache.prefix_caching
-        rates.append(PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len, caches=caches).rps(pool))
+    rates = [_pool_rps(pool, stream, pool.spec.role) for pool in deployment.pools]
+    if deployment.plan.prefills_locally:
+        # Whoever computes its prompt, each request decodes on a decode instance.
+        serving_alone = [_pool_rps(pool, stream, "mixed") for pool in deployment.pools if pool.spec.role == "decode"]
+        by_role = {pool.spec.role: rate for pool, rate in zip(deployment.pools, rates, strict=True)}
+        return min(by_role["decode"], by_role["prefill"] + sum(serving_alone))
     return sum(rates) if all(pool.spec.role == "mixed" for pool in deployment.pools) else min(rates)
+
+
+def _pool_rps(pool: DeployedPool, stream: RequestStream, role: Role) -> float:
+    """Return the requests per second that a pool sustains in a role."""
+    assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
+    caches = pool.spec.kv_cache.prefix_caching
+    return PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len, caches=caches).rps(pool)
 
 
 def slo_bound(

@@ -30,7 +30,9 @@ class LoneRequests:
         self.front: list[PoolWork] = []
         self.back: list[PoolWork] = []
         """`front`: the pools that requests enter; `back`: the pools that only decode."""
-        self.known = not deployment.plan.events and deployment.plan.control is None
+        plan = deployment.plan
+        # A prompt that a decode instance computes is on other cores than bounds take it to be.
+        self.known = not plan.events and plan.control is None and not plan.prefills_locally
         for pool in deployment.pools:
             least = least_costs(pool.costs)
             if least is None:

@@ -323,6 +323,12 @@ class Candidate:
         of_variant = None if self.changes is None else self.changes.router
         return of_variant or study.routers[self.router]
 
+    @property
+    def prefills_locally(self) -> bool:
+        """True if decode instances may compute prompts themselves."""
+        local = None if self.changes is None or self.prefilling is None else self.changes.local_prefill
+        return local is not None and local.keeps_any
+
     def with_pools(self, pools: Iterable[PoolChoice]) -> Candidate:
         """Return the same plan with other pools."""
         return replace(self, pools=tuple(pools))
@@ -341,6 +347,7 @@ class Candidate:
             router=self._weighted(self.routing(study)),
             decode_router=(changes.decode_router or study.decode_router) if apart else None,
             link=(changes.link or study.link or KvLink()) if apart else None,
+            local_prefill=changes.local_prefill if apart else None,
         )
 
     def _weighted(self, router: Routing) -> Routing:

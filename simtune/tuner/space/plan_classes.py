@@ -51,18 +51,20 @@ class PlanClasses:
     def sorted_out(self, candidates: Iterable[Candidate]) -> tuple[list[Candidate], dict[str, list[Candidate]]]:
         """Return (plans that are in no class, plans of each class, by the roles and GPU types of their pools).
 
-        A plan of one pool needs no programme to be bounded. There are no classes if the objective is not one of rates
-        and costs, if the study fixes a pool, if requests come only when others are answered, or for
-        a batch, whose rate need not be kept up with.
+        A plan of one pool needs no programme to be bounded; one whose decode instances compute prompts has none.
+        There are no classes if the objective is not one of rates and costs, if the study fixes a pool, if requests come
+        only when others are answered, or for a batch, whose rate need not be kept up with.
         """
         every, question = list(candidates), self._question
-        together = [candidate for candidate in every if len(candidate.pools) > 1]
+        # Instances that serve requests as a whole or in part have no rate in a programme.
+        together = [c for c in every if len(c.pools) > 1 and not c.prefills_locally]
         if not together or question.objective.aim is None or question.study.fixed:
             return every, {}
         stream = self._plan_cache.stream(together[0])
         if stream.offered_rate_rps is None or stream.batch:
             return every, {}
-        return [candidate for candidate in every if len(candidate.pools) == 1], _by(_types, together)
+        alone = [c for c in every if len(c.pools) == 1 or c.prefills_locally]
+        return alone, _by(_types, together)
 
     def bounded_all(self, classes: Mapping[str, Sequence[Candidate]]) -> list[PlanClass]:
         """Return classes with the bounds of their programmes."""

@@ -2,7 +2,8 @@
 
 from simtune.validation.published.collection import Entry, collection, select
 from simtune.validation.published.findings import Finding, Findings, headline
-from simtune.validation.published.own_load import OwnGain, OwnGains, OwnLoad, own_gains
+from simtune.validation.published.own_gain import own_gains
+from simtune.validation.published.own_load import OwnGain, OwnGains, OwnLoad
 from simtune.validation.published.reproduction import reproduce
 
 __all__ = [

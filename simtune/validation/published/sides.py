@@ -171,8 +171,12 @@ class Side:
     def hardware(self) -> dict[str, Hardware]:
         """Hardware of every pool, by the name of the pool."""
         names = {(pool.hardware, pool.engine): None for pool in self.plan.pools}
-        profiles = {name: load_kernels(*name) for name in names}
+        profiles = {name: self.profile(*name) for name in names}
         return {pool.name: profiles[pool.hardware, pool.engine] for pool in self.plan.pools}
+
+    def profile(self, hardware: str, engine: str | None) -> Hardware:
+        """Return a profile with the kernels of an engine."""
+        return load_kernels(hardware, engine)
 
     @property
     def pool(self) -> Pool:
@@ -180,20 +184,32 @@ class Side:
         return self.plan.pools[0]
 
     @cached_property
+    def key(self) -> str:
+        """Text that is equal for sides that differ in their load only. Sides of several families share it unless they
+        depend on what a family defines.
+        """
+        defines = self._family.own_model(self.model.name) or any(pool.speculation for pool in self.plan.pools)
+        family = self._family.name if defines else None
+        return json.dumps([family, self.model.name, self.plan.to_data()], sort_keys=True)
+
+    @cached_property
     def deployment(self) -> Deployment:
-        """Deployment that `simulate` runs; the same for all sides that differ in their load only."""
-        key = json.dumps([self._family.name, self.model.name, self.plan.to_data()], sort_keys=True)
-        if key not in self._deployed:
+        """Deployment that `simulate` runs; the same for all sides of one key."""
+        if self.key not in self._deployed:
             drafting = {pool.name: self._drafting(pool) for pool in self.plan.pools if pool.speculation is not None}
             plan = self.plan.model_copy(update={"model": self.model.name})
-            self._deployed[key] = deploy(plan, self.model, self.hardware, None, drafting=drafting)
-        return self._deployed[key]
+            self._deployed[self.key] = deploy(plan, self.model, self.hardware, None, drafting=drafting)
+        return self._deployed[self.key]
 
     def _drafting(self, pool: Pool) -> Drafting:
         assert pool.speculation is not None
-        draft_model, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
-        model = None if draft_model is None else self._family.own_model(draft_model) or load_model(draft_model)
+        name, rates = pool.speculation.drafter.own_model, pool.speculation.acceptance
+        model = None if name is None else self.draft_model(name)
         return Drafting(self._family.own_acceptance(rates) or load_acceptance(rates), model)
+
+    def draft_model(self, name: str) -> Model:
+        """Return a model that drafts, of the file or by name."""
+        return self._family.own_model(name) or load_model(name)
 
     @cached_property
     def stream(self) -> RequestStream:
@@ -254,7 +270,7 @@ class Side:
         """Return the highest rate of some requests. Raise Infeasible if the limits are not met at the lowest one."""
 
         def ok(rate: float) -> bool:
-            return _meets(self.deployment.simulate(stream.at_rate(rate)), measure)
+            return meets(self.deployment.simulate(stream.at_rate(rate)), measure)
 
         rate = bisected(ok, measure.from_rps, measure.to_rps, measure.tolerance)
         if rate is None:
@@ -441,7 +457,8 @@ def bisected(ok: Callable[[float], bool], low: float, high: float, tolerance: fl
     return low
 
 
-def _meets(result: Result, measure: HighestRate) -> bool:
+def meets(result: Result, measure: HighestRate) -> bool:
+    """True if a result meets the limits of a measure."""
     if result.saturated:
         return False
     limits = [(name, getattr(measure, f"{name}_s")) for name in ("ttft", "tpot", "e2el")]
