@@ -324,6 +324,7 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
     # Latencies of a growing queue show only how long the simulation was.
     if not summary.saturated:
         _print_latencies(plan, summary, drawn)
+        _print_first_token(summary)
     for key in (
         "requests",
         "refused",
@@ -370,6 +371,14 @@ def _print_end(summary: SimulationSummary) -> None:
         waits = f"{back.share:.1%} of the requests, {number(back.mean_s)} s on average, p99 {number(back.p99_s)} s"
         limit = f"more than {back.max_in_flight:,} under way; such a load cannot saturate"
         click.echo(f"{'held back':30} {waits} ({limit})")
+
+
+def _print_first_token(summary: SimulationSummary) -> None:
+    """Print the mean parts of the TTFT, of all requests and of the slowest hundredth."""
+    for group in summary.first_token_parts:
+        parts = [f"{name} {number(1e3 * seconds)}" for name, seconds in group.parts.items() if seconds]
+        if group.slowest in (1.0, 0.01):
+            click.echo(f"{'TTFT of ' + group.group:30} {', '.join(parts)} ms")
 
 
 def _print_latencies(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None) -> None:

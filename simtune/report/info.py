@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from simtune.costs.predict import Z90, Basis
 from simtune.errors import plural
-from simtune.results.summary import SLO_METRIC_NAMES, Metric, SloLimit
+from simtune.results.summary import SLO_METRIC_NAMES, Metric, SimulationSummary, SloLimit
 from simtune.runs.schema import CandidateRow, HardwareFacts, Run, Summary
 from simtune.sim.run_basis import note
 from simtune.specs.base import Spec
@@ -614,6 +614,28 @@ def breakdown(s: Summary) -> BreakdownInfo:
         for key in keys
     )
     labels = tuple(f"{x.step}: {ms(sum(p.seconds for p in x.parts))} ms" for x in steps)
+    return BreakdownInfo(labels, layers)
+
+
+SOURCES_OF_TTFT = {
+    "front end": "times of the preset or plan",
+    "queue": "scheduler",
+    "prefill": "cost model",
+    "handover": "link",
+    "first delivery": "decode steps",
+}
+"""Where the time of each part of the time to first token comes from."""
+
+
+def first_token(s: SimulationSummary) -> BreakdownInfo:
+    """Mean times to first token as stacks of their parts; parts that are nothing for all groups are left out."""
+    groups = s.first_token_parts
+    layers = tuple(
+        Layer(name, source, tuple(1e3 * group.parts[name] for group in groups))
+        for name, source in SOURCES_OF_TTFT.items()
+        if any(group.parts[name] for group in groups)
+    )
+    labels = tuple(f"{g.group} ({number(g.requests)}): {ms(sum(g.parts.values()))} ms" for g in groups)
     return BreakdownInfo(labels, layers)
 
 

@@ -97,6 +97,9 @@ def _figures(run: Run, first: first_screen.FirstFigure | None) -> dict[str, str]
         pictures[f"cdf-{cdf.title.lower()}"] = (figures.cdf_figure(cdf, series, labels), 420)
     if steps.labels:
         pictures["breakdown"] = (figures.breakdown_figure(steps), 150 + 70 * len(steps.labels))
+    first_token = info.first_token(s)
+    if first_token.layers and not s.saturated:
+        pictures["first-token"] = (figures.breakdown_figure(first_token), 150 + 70 * len(first_token.labels))
     pictures |= _timelines(s)
     if len(s.instances) > 1:
         pictures["instances"] = (figures.instances_figure(s.instances), 300)

@@ -58,6 +58,8 @@ class Outcome:
     """Events of every request, as columns in order of request number; times in ticks, -1 if the event never came."""
 
     arrival: Ticks
+    routed: Ticks
+    """Tick at which the request had passed the front end; -1 without one."""
     scheduled: Ticks
     first_token: Ticks
     finish: Ticks

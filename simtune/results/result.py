@@ -25,8 +25,8 @@ from simtune.results.outcome import Outcome
 from simtune.results.run_statistics import METRICS, InSystem, RunStatistics, Sums, objectives
 from simtune.results.statistics import TokenIntervals, warm_up
 from simtune.results.steady import in_system, wander
-from simtune.results.summary import Distribution, HeldBack, LatencyQuantiles, Metric, SloLimit
-from simtune.results.summing import between_tokens, distribution, held_back, quantiles
+from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, LatencyQuantiles, Metric, SloLimit
+from simtune.results.summing import between_tokens, distribution, held_back, quantiles, slowest
 from simtune.specs.workload import FAMILY_METRICS, Slo, SloMetric
 from simtune.workload.graphs import Families
 from simtune.workload.requests import RequestStream
@@ -84,6 +84,29 @@ class RequestTimes:
     def queue_s(self) -> Array:
         """Time from arrival to the first step."""
         return self.scheduled_s - self.arrival_s
+
+    @cached_property
+    def front_end_s(self) -> Array:
+        """The part of `queue_s` in the front end; 0 without one."""
+        return np.where(self.outcome.routed >= 0, _seconds(self.outcome.routed) - self.arrival_s, 0.0)
+
+    @cached_property
+    def delivery_s(self) -> Array:
+        """Time from the end of the transfer to the first token, if a decode instance delivers that; NaN if not."""
+        sent = np.where(self.outcome.transferred >= 0, self.outcome.transferred, self.outcome.prefilled)
+        return np.where(self.outcome.prefilled >= 0, self.first_token_s - _seconds(sent), np.nan)
+
+    def first_token_parts(self) -> tuple[FirstTokenParts, ...]:
+        """Return the mean parts of the TTFT: of all requests that count, of the slowest tenth and hundredth. A group of
+        fewer than ten requests is left out."""
+        queue_s = self.queue_s - self.front_end_s
+        by_decode = self.outcome.prefilled >= 0
+        handover_s = np.where(by_decode & (self.outcome.transferred >= 0), self.transfer_s, 0.0)
+        delivery_s = np.where(by_decode, self.delivery_s, 0.0)
+        columns = self.front_end_s, queue_s, self.prefill_s, handover_s, delivery_s
+        parts = np.stack([column[self.counted] for column in columns])
+        parts = parts[:, np.isfinite(self.ttft_s[self.counted])]
+        return slowest(parts)
 
     @cached_property
     def e2el_s(self) -> Array:

@@ -13,7 +13,7 @@ from simtune.errors import UsageError
 from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
-from simtune.results.summary import Distribution, HeldBack, Metric, SimulationSummary, SloLimit
+from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
 from simtune.results.summing import cache_tiers, instances, prefix_cache, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
@@ -117,6 +117,10 @@ class RunStatistics(ABC):
     def held_back(self) -> HeldBack | None:
         """Times for which a client that limits requests under way held some back; None without such a client."""
         return None
+
+    def first_token_parts(self) -> tuple[FirstTokenParts, ...]:
+        """Return the mean parts of the TTFT of all requests and of the slowest; empty if requests are not kept."""
+        return ()
 
     # --- what follows -----------------------------------------------------------------------------------------
 
@@ -233,6 +237,8 @@ class RunStatistics(ABC):
         core_use = instances(self.outcome.cores, sums.answered, self.span_s)
         if (held_back := self.held_back) is not None:
             where_it_applies["held_back"] = held_back
+        if parts := self.first_token_parts():
+            where_it_applies["first_token_parts"] = parts
         where_it_applies |= self.outcome.controlled
         where_it_applies |= energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(

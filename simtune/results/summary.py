@@ -137,6 +137,38 @@ class HeldBack(Record):
     max_s: Uncertain[NonNegative]
 
 
+class FirstTokenParts(Record):
+    """Mean parts of the TTFT of a group of requests; they add up to its mean TTFT."""
+
+    slowest: Share = Field(
+        description="share of the requests that the group is: those with the longest TTFTs; 1 for all"
+    )
+    requests: Uncertain[Count]
+    front_end_s: Uncertain[NonNegative] = Field(description="until it passed the front end")
+    queue_s: Uncertain[NonNegative] = Field(description="from there until its first step")
+    prefill_s: Uncertain[NonNegative] = Field(description="until its prompt was done")
+    handover_s: Uncertain[NonNegative] = Field(
+        description="until its KV cache had reached the decode instance, if that delivers the first token"
+    )
+    delivery_s: Uncertain[NonNegative] = Field(description="from there to the first token")
+
+    @property
+    def group(self) -> str:
+        """The group in words."""
+        return "all requests" if self.slowest == 1.0 else f"the slowest {self.slowest:.0%}"
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by the name of the part."""
+        return {
+            "front end": self.front_end_s,
+            "queue": self.queue_s,
+            "prefill": self.prefill_s,
+            "handover": self.handover_s,
+            "first delivery": self.delivery_s,
+        }
+
+
 class SimulationSummary(Record):
     """Numbers of a simulation of one plan under one load; null is a number that does not exist or has no bound."""
 
@@ -181,6 +213,9 @@ class SimulationSummary(Record):
     joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
     num_gpus: Count
     metrics: dict[Metric, Distribution]
+    first_token_parts: Seq[FirstTokenParts] = Field(
+        (), description="mean parts of the TTFT; left out if requests are not kept"
+    )
     warm_up_requests: Whole | None = Field(
         description="requests before the TTFT settles; null if requests are not kept"
     )

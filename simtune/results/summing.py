@@ -12,7 +12,18 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.results.outcome import EngineCoreUse
 from simtune.results.statistics import TokenIntervals, batch_means
-from simtune.results.summary import CacheTierUse, Distribution, HeldBack, InstanceUse, PrefixCacheUse, Verifications
+from simtune.results.summary import (
+    CacheTierUse,
+    Distribution,
+    FirstTokenParts,
+    HeldBack,
+    InstanceUse,
+    PrefixCacheUse,
+    Verifications,
+)
+
+FEWEST_SLOWEST = 10
+"""Fewest requests of which the slowest share is a group of its own."""
 
 
 def held_back(held_s: Array, most: int) -> HeldBack | None:
@@ -28,6 +39,27 @@ def held_back(held_s: Array, most: int) -> HeldBack | None:
         p99_s=float(np.percentile(seconds, 99)),
         max_s=float(seconds.max()),
     )
+
+
+def slowest(parts: Array) -> tuple[FirstTokenParts, ...]:
+    """Return mean parts of TTFTs, `parts` (5, requests) in seconds: of all requests, and of the slowest tenth and
+    hundredth if they are ten or more."""
+    order = np.argsort(-parts.sum(axis=0), kind="stable")
+    groups = []
+    for share in (1.0, 0.1, 0.01):
+        number = round(share * len(order))
+        if number and (share == 1.0 or number >= FEWEST_SLOWEST):
+            # Rounding of ticks to seconds may leave -1e-18.
+            front_end, queue, prefill, handover, delivery = np.maximum(
+                0.0, parts[:, order[:number]].mean(axis=1)
+            ).tolist()
+            groups.append(
+                FirstTokenParts(
+                    slowest=share, requests=number, front_end_s=front_end, queue_s=queue, prefill_s=prefill,
+                    handover_s=handover, delivery_s=delivery,
+                )
+            )  # fmt: skip
+    return tuple(groups)
 
 
 def distribution(values: Array, noise: bool = True) -> Distribution:

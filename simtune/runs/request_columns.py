@@ -39,7 +39,8 @@ def requests_table(result: Result, rows: slice = slice(None)) -> dict[str, list[
 
 
 def _names(result: Result) -> list[str]:
-    """Return the columns of the table: those of request graphs and of held-back requests only if the load has any."""
+    """Return the columns of the table: those of request graphs, of held-back requests, of front ends and of
+    first tokens from decode instances only if there are any."""
     absent = set()
     if result.stream.families is None:
         absent |= {"family_s", "family_active_s"}
@@ -47,6 +48,10 @@ def _names(result: Result) -> list[str]:
         absent.add("family_active_s")
     if result.stream.due_s is None:
         absent.add("held_s")
+    if (result.outcome.routed < 0).all():
+        absent.add("front_end_s")
+    if (result.outcome.prefilled < 0).all():
+        absent.add("delivery_s")
     return [name for name in columns(RequestRow) if name not in absent]
 
 

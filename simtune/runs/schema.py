@@ -398,7 +398,9 @@ class CourseRow(Record):
 class RequestRow(Record):
     """A row of `requests.csv`: a simulated request. A time is empty if the event never happened."""
 
-    MAY_LACK: ClassVar[frozenset[str]] = frozenset({"family_s", "family_active_s", "held_s"})
+    MAY_LACK: ClassVar[frozenset[str]] = frozenset(
+        {"family_s", "family_active_s", "held_s", "front_end_s", "delivery_s"}
+    )
 
     request: Annotated[Whole, _column("number, by arrival")]
     request_class: Annotated[str, Field(alias="class", description="class of the workload")]
@@ -422,12 +424,16 @@ class RequestRow(Record):
     family_active_s: Annotated[
         float | None, _column("the part of family_s in which requests of the family were under way", "s")
     ] = None
+    front_end_s: Annotated[float | None, _column("the part of queue_s in the front end", "s")] = None
     queue_s: Annotated[float | None, _column("scheduled_s - arrival_s", "s")]
     prefill_s: Annotated[
         float | None,
         _column("until its prompt was done, first_token_s - scheduled_s unless a decode instance delivers that", "s"),
     ]
     transfer_s: Annotated[float | None, _column("until its KV cache had come to a decode instance", "s")]
+    delivery_s: Annotated[
+        float | None, _column("from there to the first token, if a decode instance delivers that", "s")
+    ] = None
     decode_s: Annotated[float | None, _column("from there, or from the first token, to the last", "s")]
     preemptions: Annotated[Whole, _column("times it was put back to waiting")]
     resent: Annotated[Whole, _column("times it was sent to another instance after a failure")]

@@ -38,6 +38,7 @@ class Dispatcher:
         """Accept a new request, or with version 1 one that has passed the front end."""
         if version:
             request = self._passing.pop(number)
+            self._recorder.routed[number] = now
             if not self._source.gave_up(number):
                 self.route(now, request)
             return

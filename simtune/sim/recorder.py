@@ -16,6 +16,7 @@ from simtune.sim.step_timing import JumpTime
 
 COLUMNS = (
     "arrival",
+    "routed",
     "scheduled",
     "first_token",
     "finish",
@@ -40,6 +41,7 @@ class Recorder:
         """Create empty columns for `requests` requests; `record` keeps every jump, for timelines."""
         self.scheduled, self.first_token, self.finish = (empty_column(requests, -1) for _ in range(3))
         self.core, self.transferred, self.prefilled = (empty_column(requests, -1) for _ in range(3))
+        self.routed = empty_column(requests, -1)
         self.preemptions, self.waiting_at_arrival, self.resent = (empty_column(requests, 0) for _ in range(3))
         self.family_begin, self.family_end = empty_column(0, -1), empty_column(0, -1)
         """Tick at which each family of a request graph arrived, and tick at which its last node was over."""

@@ -251,9 +251,10 @@ class StreamRecorder(Recorder):
 
     def __init__(self, load: StreamedLoad, slo: Slo, cores: int) -> None:
         super().__init__(0)
-        self.live = _Live(-1), _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0)
+        self.live = _Live(-1), _Live(-1), _Live(-1), _Live(-1), _Finish(self), _Live(-1), _Live(0), _Live(0), _Live(-1)
         self.scheduled, self.first_token, self.prefilled = self.live[:3]  # type: ignore[assignment]
-        self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:]  # type: ignore[assignment]
+        self.transferred, self.finish, self.core, self.preemptions, self.resent = self.live[3:8]  # type: ignore[assignment]
+        self.routed = self.live[8]  # type: ignore[assignment]
         self.finished = 0
         self.at_arrivals = _LiveArrivals(self, len(load))
         self.waiting_at_arrival = self.at_arrivals  # type: ignore[assignment]
@@ -281,9 +282,21 @@ class StreamRecorder(Recorder):
         if not numbers:
             return
         rows = np.array([self._forget(number) for number in numbers], dtype=np.int64).T
-        arrival, prompt, output, kind, scheduled, first, prefilled, transferred, finish, core, preemptions, resent = (
-            rows
-        )
+        (
+            arrival,
+            prompt,
+            output,
+            kind,
+            scheduled,
+            first,
+            prefilled,
+            transferred,
+            finish,
+            core,
+            preemptions,
+            resent,
+            _,
+        ) = rows
         done_at = np.where(prefilled >= 0, prefilled, first)
         t, finished = self.totals, finish >= 0
         t.completed += np.bincount(kind[finished], minlength=len(t.completed))

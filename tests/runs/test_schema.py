@@ -77,8 +77,8 @@ def test_the_requests_that_are_computed_are_those_that_are_read(
     rows = [row.to_data() for row in read_csv(text_of(files, "requests.csv", tmp_path), RequestRow)]
     table = requests_table(result)
     assert {name: [row[name] for row in rows] for name in table} == table
-    assert set(rows[0]) - set(table) == {"family_s", "family_active_s", "held_s"}, (
-        "the load has no request graph and no cap"
+    assert set(rows[0]) - set(table) == {"family_s", "family_active_s", "held_s", "front_end_s", "delivery_s"}, (
+        "no request graph, no cap, no front end, no first token from a decode instance"
     )
 
 
@@ -138,7 +138,7 @@ def test_all_that_worlds_could_change_has_an_interval() -> None:
     certain = {name for name, uncertain in numbers(SimulationSummary) if not uncertain}
     assert certain == {
         "requests", "num_gpus", "offered_rate_rps", "held_back.max_in_flight", "warm_up_requests",
-        "metrics.count", "metrics.ci95",
+        "metrics.count", "metrics.ci95", "first_token_parts.slowest",
         "slo.limit_s", "instances.instance", "instances.requests",
     }  # fmt: skip
     assert sum(uncertain for _, uncertain in numbers(SimulationSummary)) > 30

@@ -14,6 +14,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policies.listed import StallFree
 from simtune.engine.policies.static import StaticBatching
 from simtune.engine.request import Request
+from simtune.results.result import Result
 from simtune.sim.router import RoundRobin
 from simtune.specs.plan import FirstToken
 from simtune.testing.clusters import Cluster, Incident, SmallPool, Way, check, clusters, controlled
@@ -122,3 +123,13 @@ def test_a_jump_evicts_what_single_steps_do() -> None:
     flown, stepped = cluster.run(), cluster.run(single_steps=True)
     assert flown.finish.tolist() == stepped.finish.tolist()
     assert flown.preemptions.sum() > 0
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "transfer", "decode"])
+def test_parts_of_the_first_token_add_up_wherever_it_comes_from(first_token: FirstToken) -> None:
+    cluster = _pair(first_token, [7, 3, 12, 1, 9, 4, 2, 8, 5, 6, 11, 3], [5] * 12, seats=2)
+    result = Result(cluster.stream, cluster.run(), num_gpus=2)
+    (every,) = result.first_token_parts()[:1]
+    assert sum(every.parts.values()) == pytest.approx(result.ttft_s.mean())
+    assert (every.handover_s > 0) == (first_token != "prefill")
+    assert (every.delivery_s > 0) == (first_token == "decode")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from simtune.results.result import Result
+from simtune.runs.request_columns import requests_table
 from simtune.sim.deployment import deploy
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.plan_parts import OwnCosts
@@ -85,3 +86,25 @@ def test_requests_of_a_family_that_are_aborted_in_it_reach_no_engine() -> None:
     load = {"arrivals": {"kind": "fixed", "rate_rps": 0.001}, "output": {"kind": "fixed", "tokens": 1}, "graph": branch}
     result = simulated({"request_s": 100 * STEP_S, "token_s": 0.0}, load=load, requests=1)
     assert sorted((result.outcome.scheduled >= 0).tolist()) == [False, True]
+
+
+def test_parts_of_the_first_token_add_up_to_it() -> None:
+    """Request n passes the front end after n + 1 requests' times and has its first token one to two steps later."""
+    result = simulated({"request_s": STEP_S / 2, "token_s": STEP_S / 200}, requests=200)
+    assert result.front_end_s[:12] == pytest.approx(STEP_S * np.arange(1, 13), rel=1e-6)
+    every, slowest = result.first_token_parts()
+    assert (every.slowest, every.requests, slowest.slowest, slowest.requests) == (1.0, 200, 0.1, 20)
+    assert sum(every.parts.values()) == pytest.approx(result.ttft_s.mean())
+    assert sum(slowest.parts.values()) == pytest.approx(np.sort(result.ttft_s)[-20:].mean())
+    assert every.front_end_s == pytest.approx(result.front_end_s.mean())
+    assert every.prefill_s == pytest.approx(STEP_S, rel=1e-6)
+    assert (every.handover_s, every.delivery_s) == (0.0, 0.0)
+    assert result.summary(noise=False).first_token_parts == (every, slowest)
+
+
+def test_without_a_front_end_no_column_of_it_is_written() -> None:
+    names = requests_table(simulated(None))
+    assert "front_end_s" not in names
+    assert "delivery_s" not in names
+    with_one = requests_table(simulated({"request_s": 0.01, "token_s": 0.0}))
+    assert with_one["front_end_s"] == pytest.approx(0.01 * np.arange(1, 13))

@@ -73,7 +73,7 @@ def close(ours: Any, theirs: Any, error: float) -> None:
     """Numbers within an error, all else the same; what is not told of a streamed run aside."""
     if isinstance(theirs, dict):
         for key in theirs:
-            if key not in ("ci95", "warm_up_requests"):
+            if key not in ("ci95", "warm_up_requests", "first_token_parts"):
                 close(ours[key], theirs[key], error)
     elif isinstance(theirs, (list, tuple)):
         for mine, its in zip(ours, theirs, strict=True):
