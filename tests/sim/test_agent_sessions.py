@@ -22,6 +22,7 @@ from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo, Workload
+from simtune.validation.loads import loads
 from simtune.workload.requests import RequestStream, build_stream
 
 STEP_S = 0.01
@@ -335,3 +336,12 @@ def test_sessions_that_cannot_be_are_refused_with_their_place(sessions: str, mes
     with pytest.raises(SpecError) as caught:
         Workload.from_text(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [{"sessions": {"turns": 2}}, {"graph": [{"name": "a", "count": 2}]}])
+def test_what_follows_answers_cannot_be_sent_by_the_load_client(load: dict[str, Any]) -> None:
+    fixed = {"kind": "fixed", "tokens": 8}
+    spec = {"name": "w", "arrivals": {"kind": "poisson", "rate_rps": 1.0}, "prompt": fixed, "output": fixed, **load}
+    stream = drawn(Workload.model_validate(spec, strict=False), 3)
+    with pytest.raises(UsageError, match="requests of this workload follow one another"):
+        loads(deployed(), stream)
