@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -345,3 +346,11 @@ def test_what_follows_answers_cannot_be_sent_by_the_load_client(load: dict[str, 
     stream = drawn(Workload.model_validate(spec, strict=False), 3)
     with pytest.raises(UsageError, match="requests of this workload follow one another"):
         loads(deployed(), stream)
+
+
+def test_the_audit_counts_energy_over_the_warm_up_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SIMTUNE_AUDIT", "1")
+    monkeypatch.chdir(tmp_path)
+    load = workload({"turns": 2, "pause_s": 0.5}, arrivals={"kind": "closed_loop", "users": 2}, warm_up=6)
+    summary = deployed().simulate(drawn(load, 8)).summary()
+    assert summary.energy_j is not None
