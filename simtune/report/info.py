@@ -161,6 +161,8 @@ def _objective_figure(s: Summary) -> list[tuple[str, str, str]]:
         "family": "mean latency of a family",
         "family_active": "mean latency of a family without pauses",
         "gpus": "GPUs needed",
+        "users": "most users in limits",
+        "users_per_gpu": "most users in limits",
     }
     in_seconds = s.objective.unit == "s"
     in_words, unit = (ms, "ms") if in_seconds else (number, s.objective.unit)

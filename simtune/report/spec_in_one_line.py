@@ -76,10 +76,13 @@ def _load(workload: Workload, trace: Trace | None) -> str:
         prompt, output = stream.prompt_tokens, stream.output_tokens
         if stream.hash_ids is not None:
             words.append("prompts share prefixes")
+    unit = "requests"
+    if workload.sends_families or (trace is not None and trace.turns is not None):
+        unit = "families" if workload.graph else "sessions"
     words += [_lengths("prompt", prompt), _lengths("output", output)]
     if trace is not None and trace.ignored:
         words.append(f"columns ignored: {', '.join(trace.ignored)}")
-    return f"workload {workload.name}: {workload.requests:,} requests, " + ", ".join(words)
+    return f"workload {workload.name}: {workload.requests:,} {unit}, " + ", ".join(words)
 
 
 def _lengths(what: str, tokens: Ints) -> str:

@@ -188,6 +188,7 @@ class Result(RequestTimes, RunStatistics):
     """Number of equal, independent cores that each simulated one stands for; throughputs are those of all of them."""
     power: Power | None = None
     """Power of the instances; None if a hardware profile does not state it."""
+    searched_users: int | None = None
 
     @cached_property
     def duration_s(self) -> float:

@@ -49,6 +49,8 @@ class RunStatistics(ABC):
     offered_rate_rps: float | None
     scale: float
     power: Power | None
+    searched_users: int | None = None
+    """Users of a closed loop, if a search chose their number."""
 
     # --- what a derived class knows ---------------------------------------------------------------------------
 
@@ -239,6 +241,8 @@ class RunStatistics(ABC):
             where_it_applies["held_back"] = held_back
         if parts := self.first_token_parts():
             where_it_applies["first_token_parts"] = parts
+        if self.searched_users is not None:
+            where_it_applies["users"] = self.searched_users
         where_it_applies |= self.outcome.controlled
         where_it_applies |= energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(

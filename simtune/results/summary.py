@@ -179,8 +179,9 @@ class SimulationSummary(Record):
     )
     unserved: Uncertain[Whole] = Field(description="requests left when no instance was up any more")
     preemptions: Uncertain[Whole]
+    users: Count | None = Field(None, description="of a closed loop, if a search chose their number")
     duration_s: Uncertain[NonNegative] = Field(
-        description="from the first arrival to the last finish: the makespan of a batch"
+        description="from the first arrival (after the warm-up) to the last finish: the makespan of a batch"
     )
     saturated: bool = Field(description="requests pile up faster than they are served")
     steadiness: Steadiness | None = Field(

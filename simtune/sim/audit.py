@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.results.outcome import Outcome
 from simtune.results.result import Result
 from simtune.sim.core import EngineCore
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.trace_write import trace_text
 from simtune.specs.traces import Trace
 from simtune.specs.yamlfile import dump
@@ -160,7 +162,7 @@ def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
     if result.power is None or energy_j is None or plan.events or plan.control is not None:
         return
     least, most = (
-        sum(watts * of.instances for of, watts in zip(result.power.values(), rated, strict=True)) * result.duration_s
+        sum(watts * of.instances for of, watts in zip(result.power.values(), rated, strict=True)) * result.span_s
         for rated in ([of.idle_w for of in result.power.values()], [of.tdp_w for of in result.power.values()])
     )
     if not least * (1 - 1e-9) <= energy_j <= most * (1 + 1e-9):
@@ -181,6 +183,9 @@ def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence
         output_tokens=stream.output_tokens,
         hash_ids=None if stream.hash_ids is None else tuple(stream.hash_ids),
         session=stream.session,
+        turns=None
+        if stream.turns is None
+        else TraceTurns(stream.turns.first, stream.turns.after, stream.turns.pause / TICKS_PER_SECOND),
         block_tokens=stream.block_tokens,
     )
     (folder / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
@@ -191,7 +196,7 @@ def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence
         arrivals["max_in_flight"] = stream.users
     elif stream.users is not None:
         arrivals = {"kind": "closed_loop", "users": stream.users, "think_s": stream.think_s}
-    load = {"schema": "simtune/workload@1", "name": "audited", "trace": "requests.jsonl", "requests": len(stream)}
+    load = {"schema": "simtune/workload@1", "name": "audited", "trace": "requests.jsonl", "requests": stream.arrivals}
     lengths = {"kind": "trace"}
     (folder / "workload.yaml").write_text(dump(load | {"arrivals": arrivals, "prompt": lengths, "output": lengths}))
     command = (

@@ -50,6 +50,8 @@ ObjectiveName = Literal[
     "makespan",
     "family",
     "family_active",
+    "users",
+    "users_per_gpu",
     "joules_per_token",
     "pareto",
 ]

@@ -57,8 +57,8 @@ from simtune.specs.trace_formats import (
 from simtune.specs.trace_formats.clocks import EARLIEST_S
 from simtune.specs.trace_formats.log_rows import first_value, look_up
 from simtune.specs.trace_formats.mooncake_sessions import has_delays, read_sessions
-from simtune.specs.trace_formats.session_rows import SessionLog
-from simtune.specs.trace_turns import TraceTurns, turns_of
+from simtune.specs.trace_formats.session_rows import SessionLog, turns_of
+from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.workload import MAX_TOKENS
 
 MAX_SHOWN = 20

@@ -13,6 +13,7 @@ from simtune.specs.study import StudyLimits
 from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.relaxation import Aim
 from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.search.draws import MOST_REQUESTS
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Judged:
     """Mean seconds from the arrival of a family until its last node is over."""
     family_active_s: float | None = None
     """Mean of its part in which at least one request of the family was under way."""
+    users: int | None = None
+    """Users of a closed loop."""
 
 
 class Miss(NamedTuple):
@@ -67,6 +70,8 @@ class Objective(ABC):
     sign: ClassVar[int] = 1
     searches_rate: ClassVar[bool] = False
     """True if the search looks for the highest rate that meets the SLO; otherwise the load is the workload's."""
+    searches_users: ClassVar[bool] = False
+    """True if the search looks for the most users of a closed loop that meet the SLO."""
     needs_slo: ClassVar[bool] = False
     needs_prices: ClassVar[bool] = False
     needs_power: ClassVar[bool] = False
@@ -279,6 +284,38 @@ class ActiveFamilyLatency(Objective):
         return floor_s
 
 
+class Users(Objective):
+    """The most users of a closed loop, at each of which one request, family or session is under way, within the SLO.
+
+    Users that think or wait for tools cost nothing, so nothing but the largest number that is simulated bounds the
+    users of a plan: every plan is simulated.
+    """
+
+    name, unit, searches_users, needs_slo = "users", "users", True, True
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the users of the simulation."""
+        return float(judged.users or 0)
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the largest number that is simulated: each user sends a request."""
+        return float(MOST_REQUESTS)
+
+
+class UsersPerGpu(Users):
+    """Users within the SLO for each GPU."""
+
+    name, unit = "users_per_gpu", "users/GPU"
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the users of the simulation over the GPUs of the plan."""
+        return super().value(plan, judged) / plan.num_gpus
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the largest number that is simulated over the GPUs of the plan."""
+        return super().best(plan, rate_bound_rps, floor_s) / plan.num_gpus
+
+
 class JoulesPerToken(Objective):
     """Energy of an output token at the load at which it is served (`simtune.results.energy`)."""
 
@@ -327,6 +364,8 @@ OBJECTIVES: dict[str, Objective] = {
         Makespan(),
         FamilyLatency(),
         ActiveFamilyLatency(),
+        Users(),
+        UsersPerGpu(),
         JoulesPerToken(),
         Pareto(),
     )

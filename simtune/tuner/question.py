@@ -88,6 +88,11 @@ class Question:
         return self.objective.searches_rate
 
     @property
+    def searches_users(self) -> bool:
+        """True if the objective is a number of users, which the search varies."""
+        return self.objective.searches_users
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Labels of the drafters, and '' for no drafter; empty if the study has no drafters."""
         return ("", *(draft.choice.label for draft in self.drafts)) if self.drafts else ()

@@ -11,7 +11,7 @@ from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
-from simtune.tuner.objectives import Limit, Objective, RateObjective
+from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
 
 
 class LoadedEngine(Protocol):
@@ -80,6 +80,7 @@ def check(question: LoadedStudy) -> None:
     _check_engine(question)
     _check_day(question)
     _check_confidence(question)
+    _check_users(question)
     requests = study.search.requests
     if question.workload.batch and requests not in (None, question.workload.requests):
         raise UsageError(
@@ -95,6 +96,25 @@ def check(question: LoadedStudy) -> None:
         )
     if question.objective.needs_slo and not study.slo.limits() and not any(c.slo for c in question.workload.classes):
         raise UsageError(f"{name}: objective {study.objective} needs an slo with at least one limit")
+
+
+def _check_users(question: LoadedStudy) -> None:
+    """Raise UsageError for an objective on users if the load has none, or if there is no limit that they could miss."""
+    study, load = question.study, question.workload
+    if not OBJECTIVES[study.objective].searches_users:
+        return
+    if not isinstance(load.arrivals, ClosedLoop) or load.batch:
+        raise UsageError(
+            f"{study.name}: objective {study.objective} looks for the most users of a closed loop, and workload "
+            f"{load.name} is none; set arrivals: {{kind: closed_loop, users: 8}} in it, or use objective goodput"
+        )
+    if not study.slo.limits() and not any(c.slo for c in load.classes):
+        raise UsageError(f"{study.name}: objective {study.objective} needs an slo with at least one limit")
+    if study.slo.confidence is not None:
+        raise UsageError(
+            f"{study.name}: slo.confidence is not judged for objective {study.objective}; remove it, or use objective "
+            "family or e2el at a number of users"
+        )
 
 
 def _why_no_rate(workload: Workload) -> str:

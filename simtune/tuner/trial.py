@@ -99,6 +99,7 @@ def judged_of(summary: SimulationSummary, rate_rps: float | None) -> Judged:
         makespan_s=summary.duration_s,
         family_s=summary.metrics["family"].mean if "family" in summary.metrics else None,
         family_active_s=_active_s(summary),
+        users=summary.users,
     )
 
 

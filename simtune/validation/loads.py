@@ -40,7 +40,15 @@ class NamedLoad(NamedTuple):
 
 
 def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[NamedLoad]:
-    """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change."""
+    """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change.
+
+    Raise UsageError for families and sessions: the load client sends every request at a time of its own.
+    """
+    if stream.families is not None:
+        raise UsageError(
+            "requests of this workload follow one another (a graph, or sessions whose turns follow answers), and the "
+            "load client sends each at a time of its own; validate with a workload without them"
+        )
     if stream.due_s is not None and not rates:
         return [NamedLoad("capped", stream)]
     if stream.target_rate_rps is None:
@@ -91,21 +99,18 @@ def knee_rps(deployment: Deployment, stream: RequestStream, seed: int = 0) -> fl
 
 
 def _few(stream: RequestStream) -> RequestStream:
-    """Return _FEW of the requests, or as many whole families, evenly spread over their lengths, in order of arrival."""
-    begin = np.arange(len(stream) + 1) if stream.families is None else stream.families.begin
-    families, sizes = len(begin) - 1, np.diff(begin)
-    num_chosen = max(2, _FEW * families // len(stream))
-    if families <= num_chosen:
+    """Return _FEW of the requests, evenly spread over their lengths, in order of arrival."""
+    if len(stream) <= _FEW:
         return stream
     # Decoding takes most of the time: a few requests drawn at random could all have short outputs.
-    lengths = np.add.reduceat(stream.output_tokens, begin[:-1])
-    chosen = np.argsort(lengths, kind="stable")[np.linspace(0, families - 1, num_chosen).round().astype(np.int64)]
-    return stream.kept(np.repeat(np.isin(np.arange(families), chosen), sizes))
+    by_length = np.argsort(stream.output_tokens, kind="stable")
+    chosen = by_length[np.linspace(0, len(stream) - 1, _FEW).round().astype(np.int64)]
+    return stream.kept(np.isin(np.arange(len(stream)), chosen))
 
 
 def warm_up(stream: RequestStream) -> RequestStream:
     """Return a few short requests, one after another."""
     prompt, output = (np.full(WARM_UPS, tokens, dtype=np.int64) for tokens in WARM_UP_TOKENS)
-    short = replace(stream, arrival_s=None, due_s=None, users=1, think_s=0.0, hash_ids=None, session=None, turns=None)
+    short = replace(stream, arrival_s=None, due_s=None, users=1, think_s=0.0, hash_ids=None, session=None)
     zeros = np.zeros(WARM_UPS, dtype=np.int64)
     return replace(short, prompt_tokens=prompt, output_tokens=output, class_index=zeros, priority=zeros)

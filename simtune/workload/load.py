@@ -104,7 +104,7 @@ def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | N
         output_tokens=length_facts(requests.output_tokens),
         shared_prompt_share=shared_share(requests.hash_ids, requests.block_tokens, requests.prompt_tokens),
         sessions=None if session is None else len(np.unique(session)),
-        arrivals=None if arrival_s is None or len(arrival_s) == count else len(arrival_s),
+        **({} if arrival_s is None or len(arrival_s) == count else {"arrivals": len(arrival_s)}),
     )
 
 

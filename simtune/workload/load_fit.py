@@ -26,6 +26,7 @@ from simtune.specs.workload import (
 from simtune.workload.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
 from simtune.workload.requests import RequestStream, build_stream
 from simtune.workload.sampling import lengths_at
+from simtune.workload.session_fit import arrivals_without_times, fit_sessions
 
 TAIL = (0.98, 0.99, 0.999, 1.0)
 STEPS = (10, 20, 40, 80)
@@ -68,6 +69,8 @@ def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> Fitt
 
     `rate_rps` is that of Poisson arrivals for a trace without times. Raises UsageError if neither is known.
     """
+    if trace.turns is not None:
+        return _fit_agents(trace, name, rate_rps)
     arrival_s, rate = trace.arrival_s, rate_rps or trace.rate_rps
     if rate is None:
         raise UsageError(f"{trace.file}: a spec needs a rate, and this trace has no arrival times; set one with --rate")
@@ -90,6 +93,23 @@ def fit_workload(trace: Trace, name: str, rate_rps: float | None = None) -> Fitt
     _, workload, stream = min(scored, key=lambda x: x[0])
     distances = tuple((w.arrivals.kind, d) for d, w, _ in scored) if timed else ()
     return FittedLoad(workload, _agreements(trace, stream), distances, _lost(trace))
+
+
+def _fit_agents(trace: Trace, name: str, rate_rps: float | None) -> FittedLoad:
+    """Return the spec of sessions that is nearest to a trace of agents, under the nearest kind of arrivals."""
+    arrival_s, rate = trace.arrivals_s, rate_rps or trace.rate_rps
+    if arrival_s is None or trace.rate_rps is None or rate is None or trace.num_arrivals < 3:
+        fitted = fit_sessions(trace, name, arrivals_without_times(trace, rate), SEED)
+        return FittedLoad(fitted.workload, fitted.agreements, (), fitted.lost)
+    count, length = trace.num_arrivals, FixedLength(tokens=1)
+    scored = []
+    for arrivals in _kinds(arrival_s, rate):
+        one_by_one = Workload(name=name, arrivals=arrivals, prompt=length, output=length)
+        stream = build_stream(one_by_one, None, requests=count, seed=SEED)
+        scored.append((_distance(arrival_s, stream), arrivals))
+    fitted = fit_sessions(trace, name, min(scored, key=lambda x: x[0])[1], SEED)
+    distances = tuple((arrivals.kind, distance) for distance, arrivals in scored)
+    return FittedLoad(fitted.workload, fitted.agreements, distances, fitted.lost)
 
 
 def _kinds(arrival_s: Array, rate_rps: float) -> list[Arrivals]:

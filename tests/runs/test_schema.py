@@ -137,7 +137,7 @@ def test_all_that_worlds_could_change_has_an_interval() -> None:
     """Only what is given, counted before anything ran, or speaks of this run's own noise has none."""
     certain = {name for name, uncertain in numbers(SimulationSummary) if not uncertain}
     assert certain == {
-        "requests", "num_gpus", "offered_rate_rps", "held_back.max_in_flight", "warm_up_requests",
+        "requests", "users", "num_gpus", "offered_rate_rps", "held_back.max_in_flight", "warm_up_requests",
         "metrics.count", "metrics.ci95", "first_token_parts.slowest",
         "slo.limit_s", "instances.instance", "instances.requests",
     }  # fmt: skip

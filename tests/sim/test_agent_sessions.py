@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo, Workload
+from simtune.validation.loads import loads
 from simtune.workload.requests import RequestStream, build_stream
 
 STEP_S = 0.01
@@ -335,3 +337,20 @@ def test_sessions_that_cannot_be_are_refused_with_their_place(sessions: str, mes
     with pytest.raises(SpecError) as caught:
         Workload.from_text(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [{"sessions": {"turns": 2}}, {"graph": [{"name": "a", "count": 2}]}])
+def test_what_follows_answers_cannot_be_sent_by_the_load_client(load: dict[str, Any]) -> None:
+    fixed = {"kind": "fixed", "tokens": 8}
+    spec = {"name": "w", "arrivals": {"kind": "poisson", "rate_rps": 1.0}, "prompt": fixed, "output": fixed, **load}
+    stream = drawn(Workload.model_validate(spec, strict=False), 3)
+    with pytest.raises(UsageError, match="requests of this workload follow one another"):
+        loads(deployed(), stream)
+
+
+def test_the_audit_counts_energy_over_the_warm_up_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SIMTUNE_AUDIT", "1")
+    monkeypatch.chdir(tmp_path)
+    load = workload({"turns": 2, "pause_s": 0.5}, arrivals={"kind": "closed_loop", "users": 2}, warm_up=6)
+    summary = deployed().simulate(drawn(load, 8)).summary()
+    assert summary.energy_j is not None

@@ -1,7 +1,12 @@
 """Mooncake's keys with sessions: turns with `session_id` and `delay`, as aiperf replays them.
 
+<<<<<<< HEAD
 The first turn of a session has a `timestamp`, later turns a `delay` after the answer before them, in milliseconds. A
 turn has the tokens and blocks that it adds alone: its prompt is all prompts and answers before it, and these.
+=======
+The first turn of a session has a `timestamp`, later turns a `delay` after the answer before them, in ms. A turn
+has the tokens and blocks that it adds alone: its prompt is all prompts and answers before it, and these.
+>>>>>>> wt-agents
 """
 
 from __future__ import annotations

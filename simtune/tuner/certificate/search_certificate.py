@@ -33,6 +33,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter, as_full
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import judged_together, num_draws, part_requests
+from simtune.tuner.search.most_users import UserLoad, run_at_load
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
@@ -282,9 +283,21 @@ class Resimulations:
         if tried.requests is not None:
             stream = draws.stream(tried.requests, tried.draw)
         if tried.all_cores:
-            return Simulation(deployment, stream, slo, tried.rate_rps, None)
+            users = self._question.searches_users
+            return Simulation(
+                deployment, stream, slo, tried.rate_rps, None, draws=draws if users else None, searches_users=users
+            )
         part = part_requests(self._question) if tried.draw else None
-        return Simulation(deployment, stream, slo, tried.rate_rps, draws=draws, draw=tried.draw, part=part)
+        return Simulation(
+            deployment,
+            stream,
+            slo,
+            tried.rate_rps,
+            draws=draws,
+            draw=tried.draw,
+            part=part,
+            searches_users=self._question.searches_users,
+        )
 
 
 class Audit:
@@ -525,7 +538,8 @@ class Audit:
             stream = question.draws.stream(last.requests)
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)
-        result = bounded_candidate.deployment.simulate(stream, question.study.slo)
+        users = UserLoad(stream, question.draws) if question.searches_users else None
+        result = run_at_load(bounded_candidate.deployment, stream, question.study.slo, users)
         self._resimulations.count += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")

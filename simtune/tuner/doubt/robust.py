@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.results.summary import Uncertainty
 from simtune.sim.deployment import Deployment
@@ -107,6 +108,8 @@ def _contender(tuned: Tuned, trial: Trial) -> RivalPlan:
     contender = RivalPlan(candidate.name, deployment, stream, None, cores=SAMPLED_CORES, long_stream=long_stream)
     if isinstance(objective, RateObjective):
         return replace(contender, rate_rps=_near_rps(question, trial), weight=1 / objective.worth(facts))
+    if objective.searches_users:
+        raise UsageError("worlds are not drawn for a number of users; ask for objective family or e2el at one number")
     if isinstance(objective, MeanLatency):
         return replace(contender, worth="e2el")
     if isinstance(objective, FamilyLatency):

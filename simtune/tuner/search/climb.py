@@ -14,6 +14,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.search.implied_results import Use, decodes_miss, first_tokens_miss, uses
+from simtune.tuner.search.most_users import UserLoad, most_users
 from simtune.workload.requests import RequestStream
 
 LOWER = 0.75
@@ -69,11 +70,16 @@ class Simulation:
     part: int | None = None
     """Requests of a part; each of the parts that the run can be cut into must keep the SLO by itself. None: the run is
     judged as a whole."""
+    searches_users: bool = False
+    """True to run the most users of a closed loop that meet the SLO, by requests of `draws`."""
 
     def run(self) -> SimulationFinding:
         """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
         stream = self.stream
-        result = self._simulated(stream)
+        if self.searches_users and self.draws is not None:
+            result = most_users(UserLoad(stream, self.draws, self.draw), self._simulated)
+        else:
+            result = self._simulated(stream)
         while self.draws is not None and (requests := longer(result, len(stream))) is not None:
             stream = self.draws.stream(requests, self.draw)
             result = self._simulated(stream)

@@ -29,6 +29,7 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
 from simtune.tuner.search.draws import MOST_REQUESTS
 from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.search.most_users import UserLoad, run_at_load
 from simtune.tuner.trial import Attempt, Confirmed, judged_of
 
 ENOUGH_LIFETIMES = 25
@@ -90,6 +91,9 @@ class FreshDraws:
         least = part_requests(question)
         if least is None:
             return question.num_requests(plan.candidate)
+        if question.searches_users:
+            # Users wait for answers, so that no overload has to be given time to be felt.
+            return max(question.requests, question.arrivals(least))
         rate = rate_rps if summary is None or rate_rps is not None else summary.offered_rate_rps
         felt = question.num_requests(plan.candidate, MOST_REQUESTS) if rate is None else felt_after_s(question) * rate
         simulated = question.simulated_instances(plan.candidate) / plan.candidate.pools[0].instances
@@ -192,7 +196,16 @@ def draw_task(
 ) -> Simulation:
     """Return the simulation of a plan on a fresh draw."""
     stream, part = question.draws.stream(requests, draw), part_requests(question)
-    return Simulation(plan.deployment, stream, question.study.slo, rate_rps, draws=question.draws, draw=draw, part=part)
+    return Simulation(
+        plan.deployment,
+        stream,
+        question.study.slo,
+        rate_rps,
+        draws=question.draws,
+        draw=draw,
+        part=part,
+        searches_users=question.searches_users,
+    )
 
 
 def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
@@ -297,11 +310,12 @@ class Confirmer:
         requests = question.requests if summary is None else max(question.requests, question.arrivals(summary.requests))
         deployment = question.deploy(best.candidate, self.plan_cache.max_model_len)
         stream = question.stream(best.candidate, rate, requests)
-        result = deployment.simulate(stream, question.study.slo, record=True)
+        users = UserLoad(stream, question.draws) if question.searches_users else None
+        result = run_at_load(deployment, stream, question.study.slo, users, record=True)
         judged = result
         if result.meets_slo and question.study.slo.confidence is not None:
             # Judge with the margin of the study, but report the result as predicted.
-            judged = best.deployment.simulate(stream, question.study.slo)
+            judged = run_at_load(best.deployment, stream, question.study.slo, users)
         row.simulations += 1
         row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=stream.arrivals))
         if judged.meets_slo:

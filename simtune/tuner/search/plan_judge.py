@@ -124,7 +124,14 @@ class PlanJudge:
     def task(self, plan: BoundedCandidate, rate: float | None) -> Simulation:
         """Return the simulation of a plan at a rate, or at the workload's own for None."""
         stream = self.plan_cache.stream(plan.candidate)
-        return Simulation(plan.deployment, stream, self.question.study.slo, rate, draws=self.question.draws)
+        return Simulation(
+            plan.deployment,
+            stream,
+            self.question.study.slo,
+            rate,
+            draws=self.question.draws,
+            searches_users=self.question.searches_users,
+        )
 
     def take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Write the finding of a simulation into the row of its plan."""
@@ -137,7 +144,9 @@ class PlanJudge:
             row.best = row.best if objective.searches_rate else None
             return
         if not objective.searches_rate:
-            self.seen.remember(plan, rate, finding)
+            # What was used by the most users tells nothing of more users, which another plan may serve.
+            if not objective.searches_users:
+                self.seen.remember(plan, rate, finding)
             row.best = objective.value(plan.facts, row.judged)
         for limit in self.question.limits:
             if wrong := limit.violated(limit.objective.value(plan.facts, row.judged)):

@@ -26,6 +26,8 @@ def _praise(row: Trial, question: Question, value: float) -> str:
         return f"meets the SLO with a mean latency of a family of {value:.4g} s"
     if objective.name == "family_active":
         return f"meets the SLO with a mean latency of a family without pauses of {value:.4g} s"
+    if objective.searches_users:
+        return f"meets the SLO with up to {row.judged.users or 0:,} users, {value:.4g} {objective.unit}"
     if objective.name == "makespan":
         return f"meets the SLO and is done after {value:.4g} s"
     if objective.name == "gpus":
@@ -88,6 +90,8 @@ def _beaten(row: Trial, best: Trial, question: Question, values: Mapping[int, fl
         return f"mean end-to-end latency {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
     if objective.name == "family_active":
         return f"meets the SLO with a mean latency of a family without pauses of {value:.4g} s"
+    if objective.searches_users:
+        return f"meets the SLO with up to {row.judged.users or 0:,} users, {value:.4g} {objective.unit}"
     if objective.name == "makespan":
         return f"is done after {value:.4g} s, {value / chosen - 1:.1%} more than the chosen plan"
     return f"{value:.4g} {objective.unit}, {value / chosen - 1:.1%} more than the chosen plan"
