@@ -29,6 +29,7 @@ VERBS = {
     "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
     "reproduce": "Simulate published systems beside what they claim.",
+    "rank": "Rank published techniques on your model, hardware and load.",
     "workload": "Describe a trace, cut or scale it, and fit a spec to it.",
     "acceptance": "Estimate how often drafts are kept, from what engines log.",
     "speculate": "Choose how to draft at every batch size and context.",
@@ -81,7 +82,7 @@ def _allow_code_option() -> click.Option:
     )
 
 
-SIMULATES = ("optimize", "simulate", "sweep", "validate", "certify", "loop", "reproduce")
+SIMULATES = ("optimize", "simulate", "sweep", "validate", "certify", "loop", "reproduce", "rank")
 """Verbs that simulate, whose runs can be audited."""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -24,7 +25,17 @@ from simtune.cli.output import number, print_json, print_table, progress
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
-    from simtune.validation.published import Entry, Finding, OwnLoad
+    from simtune.specs.base import Record
+    from simtune.validation.published import Entry, Finding, OwnGain, OwnLoad
+
+R = TypeVar("R", bound="Record")
+
+journal_option = click.option(
+    "--journal",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write findings to FILE as they are made; the same command continues from there.",
+)
 
 
 @click.command()
@@ -32,12 +43,7 @@ if TYPE_CHECKING:
 @hardware_option.but(help="Run all systems on this profile instead; the results are not judged.")
 @html_option
 @jobs_option.but(help="Processes, one family in each; one per core by default.")
-@click.option(
-    "--journal",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write findings to FILE as they are made; the same command continues from there.",
-)
+@journal_option
 @model_option.but(help="Run both sides on this model, with --workload.")
 @workload_option.but(
     help="Run both sides under this load, with --model and --hardware: gain, its interval, and where it pays."
@@ -69,17 +75,19 @@ def reproduce(  # noqa: PLR0913 - one for each option
     is reported with the reason, beside the others; exit code 2 if that is so on its own hardware. With --model,
     --hardware and --workload both sides run there, and nothing is judged.
     """
+    from dataclasses import replace
+
     from simtune.runs.files import write_file
     from simtune.validation.published import Findings, headline, select
 
-    _claim_page(html, force)
+    claim_page(html, force)
     entries = select(systems)
     if only_list:
         _list(entries)
         return 0
-    user_load = _own(model, hardware, workload, ttft, tpot)
+    user_load = own_load(model, hardware, workload, ttft, tpot)
     if user_load is not None:
-        return _on_own(entries, user_load, quiet, as_json)
+        return _on_own(entries, replace(user_load, detailed=html is not None), jobs, journal, html, quiet, as_json)
     findings: list[Finding] = []
     with progress("systems", quiet) as update:
         for finding in _run(entries, hardware, jobs, journal):
@@ -103,7 +111,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     return 2 if failed and hardware is None else 0
 
 
-def _own(
+def own_load(
     model: str | None, hardware: str | None, workload: str | None, ttft: float | None, tpot: float | None
 ) -> OwnLoad | None:
     """Return the load of the user; None if none is named. Raises UsageError if a part of it is missing."""
@@ -120,32 +128,47 @@ def _own(
     return OwnLoad(model, hardware, requests, trace, ttft, tpot)
 
 
-def _on_own(entries: list[Entry], own: OwnLoad, quiet: bool, as_json: bool) -> int:
-    """Run systems on a load of the user's own, and print what each gives."""
-    from simtune.validation.published import OwnGain, OwnGains, own_gains
+def _on_own(
+    entries: list[Entry],
+    own: OwnLoad,
+    jobs: int | None,
+    journal: Path | None,
+    html: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Run systems on a load of the user's own, and print the gain of each."""
+    from simtune.runs.files import write_file
+    from simtune.validation.published import OwnGains
 
     gains: tuple[OwnGain, ...] = ()
     with progress("systems", quiet) as update:
-        for gain in own_gains(entries, own):
+        for gain in own_gains_of(entries, own, jobs, journal):
             gains += (gain,)
             update(len(gains), len(entries), gain.title)
+    document = OwnGains.of(gains, own)
+    if html is not None:
+        from simtune.report.own_gains_page import render_systems
+
+        write_file(html, render_systems(document, own))
+        click.echo(f"wrote {html}", err=True)
     if as_json:
-        document = OwnGains(
-            schema_="simtune/own-gains@2",
-            model=own.model,
-            hardware=own.hardware,
-            workload=own.workload.name,
-            gains=gains,
-        )
         print_json(document.to_data())
-        return 0
+    else:
+        _print_gains(gains, own)
+    return 0
+
+
+def _print_gains(gains: tuple[OwnGain, ...], own: OwnLoad) -> None:
+    from simtune.validation.published import interval_in_words
+
     rows = [
         (
             g.title,
             number(g.base),
             number(g.variant),
             number(g.gain),
-            "-" if g.low is None else f"{number(g.low)} to {number(g.high)}",
+            interval_in_words(g),
         )
         for g in gains
     ]
@@ -154,10 +177,9 @@ def _on_own(entries: list[Entry], own: OwnLoad, quiet: bool, as_json: bool) -> i
     for gain in gains:
         for line in (*(f"pays {where}" for where in gain.pays), *([gain.reason] if gain.reason else [])):
             click.echo(f"{gain.title}: {line}")
-    return 0
 
 
-def _claim_page(html: Path | None, force: bool) -> None:
+def claim_page(html: Path | None, force: bool) -> None:
     """Keep others from writing the page, if there is to be one. Raises UsageError if it exists."""
     from simtune.runs.files import alone
 
@@ -169,45 +191,74 @@ def _claim_page(html: Path | None, force: bool) -> None:
 
 
 def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: Path | None) -> Iterator[Finding]:
-    """Yield findings as they are made; families whose key, a hash of all inputs, is in the journal are read from it."""
+    """Yield findings as they are made; those of a family are read from the journal if it has them."""
+    from simtune.specs.catalog import load_hardware
+    from simtune.validation.published import Finding
+    from simtune.validation.published import reproduce as run
+
+    question = None if hardware is None or journal is None else load_hardware(hardware).to_data()
+    work = partial(run, hardware=hardware, jobs=jobs)
+    return _journaled(entries, work, Finding, question, journal)
+
+
+def own_gains_of(entries: list[Entry], own: OwnLoad, jobs: int | None, journal: Path | None) -> Iterator[OwnGain]:
+    """Yield gains on the user's load as they are made; those of a family are read from the journal if it has them."""
+    from simtune.specs.catalog import load_hardware, load_model
+    from simtune.validation.published import OwnGain, own_gains
+
+    question = None
+    if journal is not None:
+        trace = None if own.trace is None else own.trace.sha256
+        specs = [load_model(own.model), load_hardware(own.hardware), own.workload]
+        limits = [own.ttft_s, own.tpot_s, own.requests, own.detailed, trace]
+        question = [*(spec.to_data() for spec in specs), *limits]
+    return _journaled(entries, partial(own_gains, own=own, jobs=jobs), OwnGain, question, journal)
+
+
+def _journaled(
+    entries: list[Entry],
+    work: Callable[[list[Entry]], Iterator[R]],
+    row: type[R],
+    question: object,
+    journal: Path | None,
+) -> Iterator[R]:
+    """Yield the results of entries as they are made; families whose key, a hash of all inputs, is in the journal are
+    read from it.
+    """
     from itertools import groupby, islice
 
     from simtune.specs.folder_lock import lock
     from simtune.specs.row_journal import RowJournal
-    from simtune.validation.published import Finding
-    from simtune.validation.published import reproduce as run
 
     if journal is None:
-        yield from run(entries, hardware=hardware, jobs=jobs)
+        yield from work(entries)
         return
     lock(journal)
     store = RowJournal(journal)
     stored = store.read()
     families = [list(group) for _, group in groupby(entries, key=lambda entry: entry.family.name)]
-    keys = [_key(family, hardware) for family in families]
+    keys = [_key(family, question) for family in families]
     remaining = [entry for key, family in zip(keys, families, strict=True) if key not in stored for entry in family]
-    fresh = run(remaining, hardware=hardware, jobs=jobs)
+    fresh = work(remaining)
     for key, family in zip(keys, families, strict=True):
         if key in stored:
-            yield from (Finding.model_validate(row) for row in stored[key])
+            yield from (row.model_validate(stored_row) for stored_row in stored[key])
             continue
-        findings = list(islice(fresh, len(family)))
-        store.add(key, [finding.model_dump(mode="json") for finding in findings])
-        yield from findings
+        results = list(islice(fresh, len(family)))
+        store.add(key, [result.model_dump(mode="json") for result in results])
+        yield from results
 
 
-def _key(family: list[Entry], hardware: str | None) -> str:
-    """Return a hash of all that the findings of some systems of a family depend on."""
+def _key(family: list[Entry], question: object) -> str:
+    """Return a hash of all that the results of some systems of a family depend on."""
     import hashlib
     import json
 
     from simtune import __version__
-    from simtune.specs.catalog import load_hardware
 
     systems = [entry.system.name for entry in family]
-    profile = None if hardware is None else load_hardware(hardware).to_data()
-    question = json.dumps([__version__, family[0].family.to_data(), systems, profile], sort_keys=True, default=str)
-    return hashlib.sha256(question.encode()).hexdigest()[:32]
+    inputs = json.dumps([__version__, family[0].family.to_data(), systems, question], sort_keys=True, default=str)
+    return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
 
 def _list(entries: list[Entry]) -> None:

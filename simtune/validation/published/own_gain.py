@@ -385,6 +385,12 @@ def crossing(points: Sequence[OwnPoint], what: str) -> str:
     return ", ".join(turns)
 
 
+def turns_of(points: Sequence[OwnPoint]) -> list[float]:
+    """Return where the gain passes 1 between the points."""
+    fitting = [(point.at, point.gain) for point in points if point.gain is not None]
+    return [_between(x, a, y, b) for (x, a), (y, b) in pairwise(fitting) if _pays_at(a) != _pays_at(b)]
+
+
 def _between(x: float, a: float, y: float, b: float) -> float:
     """Return where the gain is NO_GAIN between two points."""
     return math.exp(math.log(x) + (NO_GAIN - a) / (b - a) * (math.log(y) - math.log(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -68,16 +69,6 @@ class OwnGain(Record):
     left_out: str | None = Field(None, description="kind of the reason if there are no numbers")
 
 
-class OwnGains(Record):
-    """A file of gains on a load of the user's own."""
-
-    schema_: Literal["simtune/own-gains@2"] = Field(SCHEMA, alias="schema")
-    model: str
-    hardware: str
-    workload: str
-    gains: Seq[OwnGain]
-
-
 @dataclass(frozen=True)
 class OwnLoad:
     """Model, hardware and load of the user."""
@@ -119,3 +110,20 @@ class OwnLoad:
     def metric(self) -> str:
         """Return what is measured, in words."""
         return "highest rate, requests/s" if self.limited else "mean E2EL, s"
+
+
+class OwnGains(Record):
+    """A file of gains on a load of the user's own."""
+
+    schema_: Literal["simtune/own-gains@2"] = Field(SCHEMA, alias="schema")
+    model: str
+    hardware: str
+    workload: str
+    gains: Seq[OwnGain]
+
+    @classmethod
+    def of(cls, gains: Sequence[OwnGain], own: OwnLoad) -> OwnGains:
+        """Return the gains of a run that has just been made."""
+        return cls(
+            schema_=SCHEMA, model=own.model, hardware=own.hardware, workload=own.workload.name, gains=tuple(gains)
+        )
