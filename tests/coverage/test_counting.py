@@ -55,6 +55,7 @@ def lines_of(name: str, *words: str) -> set[int]:
     return {n for n, line in enumerate((ROOT / name).read_text().splitlines(), 1) if line.strip().startswith(words)}
 
 
+@pytest.mark.slow
 def test_workers_forks_and_their_parent_are_counted(tmp_path: Path) -> None:
     (tmp_path / "into").mkdir()
     (tmp_path / "gone").mkdir()

@@ -106,8 +106,8 @@ def test_an_example_with_its_own_load(example: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "trace"),
     [
-        ("quickstart", "azure_2023_conv.csv.gz"),
-        ("llama-70b", "azure_2023_conv.csv.gz"),
+        pytest.param("quickstart", "azure_2023_conv.csv.gz", marks=pytest.mark.slow),
+        pytest.param("llama-70b", "azure_2023_conv.csv.gz", marks=pytest.mark.slow),
         ("code-completion", "azure_2023_code.csv.gz"),
     ],
 )
