@@ -232,10 +232,14 @@ class Result(RequestTimes, RunStatistics):
 
     @cached_property
     def lifetimes(self) -> float | None:
-        """Time in which requests arrive, over the mean end-to-end latency; None if they have no rate or none ends."""
-        mean = self.values("e2el")
+        """Time in which requests arrive, over the mean end-to-end latency, or over the mean latency of a session, whose
+        turns come as long as it lasts; None if they have no rate or none ends."""
+        mean = self.values("e2el" if self.stream.turns is None else "family")
         if self.stream.offered_rate_rps is None or self.stream.batch or not len(mean):
             return None
+        if self.stream.turns is not None:
+            begun = _seconds(self.outcome.family_begin)
+            return float(np.ptp(begun[np.isfinite(begun)]) / mean.mean())
         return float(np.ptp(self.arrival_s[self.outcome.arrival >= 0]) / mean.mean())
 
     @property

@@ -190,7 +190,9 @@ class SimulationSummary(Record):
         "back, a batch and a single instant",
     )
     lifetimes: Uncertain[NonNegative | None] = Field(
-        None, description="time in which requests arrive, over the mean end-to-end latency; null without a rate"
+        None,
+        description="time in which requests arrive, over the mean end-to-end latency (of sessions: over their mean "
+        "latency); null without a rate",
     )
     too_few_for: Seq[str] = Field(
         (), description="percentiles that fewer requests ended for than they need: ten must lie beyond"

@@ -354,3 +354,9 @@ def test_the_audit_counts_energy_over_the_warm_up_as_well(monkeypatch: pytest.Mo
     load = workload({"turns": 2, "pause_s": 0.5}, arrivals={"kind": "closed_loop", "users": 2}, warm_up=6)
     summary = deployed().simulate(drawn(load, 8)).summary()
     assert summary.energy_j is not None
+
+
+def test_a_run_lasts_as_many_lifetimes_as_sessions_follow_one_another() -> None:
+    """Eleven sessions, one every 1,000 s, of 3 turns of 0.1 s and two pauses of 1 s."""
+    result = deployed().simulate(drawn(workload({"turns": 3, "pause_s": 1.0}), 11))
+    assert result.lifetimes == pytest.approx(10 * 1000 / 2.3)

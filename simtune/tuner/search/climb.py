@@ -80,7 +80,7 @@ class Simulation:
             result = most_users(UserLoad(stream, self.draws, self.draw), self._simulated)
         else:
             result = self._simulated(stream)
-        while self.draws is not None and (requests := longer(result, len(stream))) is not None:
+        while self.draws is not None and (requests := longer(result, stream.arrivals)) is not None:
             stream = self.draws.stream(requests, self.draw)
             result = self._simulated(stream)
         problem = "" if self.draws is None else too_short(result)
@@ -104,7 +104,7 @@ class Simulation:
 
 
 def longer(result: Result, requests: int) -> int | None:
-    """Return the number of requests to draw in place of `requests`, if these last less than ten lifetimes.
+    """Return the number of arrivals to draw in place of `requests`, if these last less than ten lifetimes.
 
     Return None if more requests are not needed, or not possible (MOST_REQUESTS).
     """
