@@ -119,6 +119,21 @@ class Batching(Part):
         description="vLLM policies: most tokens of one prompt in a step, so that several prompts can progress; a "
         "prompt that is alone is not limited",
     )
+    long_prefill_token_threshold_adaptive: bool | None = Field(
+        None,
+        description="vLLM policies: true: that threshold is at least an equal share of the budget, over the requests "
+        "that run or wait; false unless given",
+    )
+    prefill_schedule_interval: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        None,
+        description="vLLM policies: while requests decode, only every so many steps have prompts, unless requests "
+        "still waited after the last of these; every step unless given",
+    )
+    max_num_active_seqs: Seats | None = Field(
+        None,
+        description="vLLM policies: most requests that run at a time, if fewer than max_num_seqs, for which graphs and "
+        "buffers are made",
+    )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
         description="vLLM policies: false: a request is admitted if the tokens of its first step fit the KV cache; "
@@ -349,6 +364,23 @@ class Pool(Part):
             if isinstance(block, dict) and path[-1] in block:
                 raise ErrorAt(f"is a setting of published systems; write it as research: {{{key}: ...}}", *path)
         return data
+
+    @model_validator(mode="after")
+    def _refines_a_limit(self) -> Self:
+        batching = self.batching
+        if batching.max_num_active_seqs is not None and batching.max_num_active_seqs > batching.max_num_seqs:
+            raise ErrorAt(
+                f"{batching.max_num_active_seqs} exceeds max_num_seqs ({batching.max_num_seqs}); lower or remove it",
+                "batching",
+                "max_num_active_seqs",
+            )
+        if batching.long_prefill_token_threshold_adaptive and batching.long_prefill_token_threshold is None:
+            raise ErrorAt(
+                "requires a threshold; set long_prefill_token_threshold, or remove it",
+                "batching",
+                "long_prefill_token_threshold_adaptive",
+            )
+        return self
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:
