@@ -140,6 +140,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
+            yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
         if pool.share is not None:
             yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:

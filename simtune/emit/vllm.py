@@ -37,6 +37,7 @@ _POLICIES = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 OPTIONS: dict[str, Option] = {
     "tensor-parallel-size": Option(int, "parallelism.tp"),
     "pipeline-parallel-size": Option(int, "parallelism.pp"),
+    "decode-context-parallel-size": Option(int, "parallelism.decode_context_parallel"),
     "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
     "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
     "max-num-seqs": Option(int, "batching.max_num_seqs"),

@@ -16,6 +16,7 @@ _FIRST: ReleaseNumber = (0, 10)
 """First release that is covered; an option that this release has is not listed."""
 
 _OPTIONS: Mapping[str, ReleaseNumber] = {
+    "decode_context_parallel_size": (0, 11),
     "stream_interval": (0, 12),
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),

@@ -70,6 +70,11 @@ class Parallelism(Part):
         description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
         "tokens of a step and of the KV cache",
     )
+    decode_context_parallel: GpuCount | None = Field(
+        None,
+        description="of tp: ranks of a group that keep a part of each sequence's tokens instead of the same KV heads; "
+        "decodes read as much less, and exchange their results once a layer. 1 unless given",
+    )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: GpuCount = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
@@ -83,6 +88,21 @@ class Parallelism(Part):
         if self.expert_replicas is not None and not self.expert_parallel:
             raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
         return self
+
+    @model_validator(mode="after")
+    def _shares_caches_within_tp(self) -> Self:
+        if self.decode_ranks == 1:
+            return self
+        if self.tp % self.decode_ranks:
+            raise ErrorAt(f"must divide tp ({self.tp}); lower it, or raise tp", "decode_context_parallel")
+        if self.context_ranks > 1:
+            raise ErrorAt("cannot be combined with cp, whose ranks share sequences too", "decode_context_parallel")
+        return self
+
+    @property
+    def decode_ranks(self) -> int:
+        """Ranks of tp that share the cache of every sequence: `decode_context_parallel`, or 1 without it."""
+        return self.decode_context_parallel or 1
 
     @property
     def context_ranks(self) -> int:
