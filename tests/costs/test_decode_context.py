@@ -16,6 +16,16 @@ from simtune.errors import Infeasible
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import FullAttention
 from simtune.specs.pool import Batching, Parallelism, Pool
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study
+from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
+from simtune.tuner.bounds import PlanBounds
+from simtune.tuner.bounds.floors import least_e2el_s
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.question import Question
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from tests.tuner.fragments import with_variants
 
 HARDWARE = load_hardware("h100-sxm")
 MODEL = load_model("qwen3-30b-a3b")
@@ -94,3 +104,39 @@ def test_it_is_written_for_vllm_alone() -> None:
     assert not any("decode_context" in reason for reason in ENGINES["vllm"].refusals(pool(2), MODEL, {}))
     old = ENGINES["vllm"].of("vllm-0.10")
     assert any("decode_context_parallel: vLLM 0.10 has none" in reason for reason in old.refusals(pool(2), MODEL, {}))
+
+
+@pytest.mark.slow
+def test_a_search_bounds_it_and_writes_a_certificate() -> None:
+    load = Workload(
+        name="load",
+        requests=40,
+        arrivals=Poisson(rate_rps=4.0),
+        prompt=FixedLength(tokens=4000),
+        output=FixedLength(tokens=60),
+    )
+    study = Study(
+        name="study",
+        model=MODEL.name,
+        hardware=(HardwareCount(profile="h100-sxm", devices=8),),
+        workload=load.name,
+        slo=Slo(ttft_s={"p99": 2.0}, tpot_s={"p99": 0.03}),
+        search=Search(
+            tp=(8,), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(2048,), confirm=Confirmation(draws=0)
+        ),
+    )
+    asked = with_variants(
+        Question(study, MODEL, (HARDWARE,), load, None), {}, {"parallelism": {"decode_context_parallel": 2}}
+    )
+    tuned = optimize(asked, jobs=1)
+    assert {row.candidate.decoding.shape.variant for row in tuned.rows} == {"", "decode-context-parallel-2"}
+    audit = Audit(certificate_of(tuned), asked)
+    assert audit.run(), audit.problems
+    cache = PlanCache(asked, space_of(asked.study).candidates)
+    for row in tuned.rows:
+        settled = cache.settled(row.candidate)
+        assert not isinstance(settled, Refused)
+        deployment = cache.deployment(settled)
+        stream = asked.stream(settled, 4.0)
+        least_s = least_e2el_s(PlanBounds(deployment, stream))
+        assert 0 < least_s <= float(deployment.simulate(stream).e2el_s.mean())
