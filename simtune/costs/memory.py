@@ -299,7 +299,7 @@ def _rank(
     kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
     stored_share = 1.0 if pool.studied.kv_policy is None else pool.studied.kv_policy.held(kv_dtype)
     # each rank stores its share of every sequence
-    stored_share /= pool.parallelism.context_ranks
+    stored_share /= pool.parallelism.context_ranks * pool.parallelism.decode_ranks
     at_host = 0.0 if pool.studied.offload is None else pool.studied.offload.kv_cache
     stored_share *= 1 - at_host
     counted = {_cache(model, pool.parallelism, stage, kv_dtype, limit, stored_share) for limit in (None, longest)}

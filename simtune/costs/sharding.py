@@ -29,6 +29,25 @@ def check_parallelism(model: Model, pool: Pool) -> None:
     _check_expert_parallelism(model, parallelism)
     if parallelism.context_ranks > 1:
         _check_context_parallelism(model, parallelism)
+    if parallelism.decode_ranks > 1:
+        _check_decode_ranks(model, parallelism)
+
+
+def _check_decode_ranks(model: Model, parallelism: Parallelism) -> None:
+    """Raise Infeasible where vLLM refuses the size (`verify_with_parallel_config` in vllm/config/model.py): ranks share
+    what they would keep several times."""
+    tp, size = parallelism.tp, parallelism.decode_ranks
+    where = f"model {model.name} with decode_context_parallel {size}"
+    if any(type(group.attention) not in (FullAttention, MlaAttention, NoAttention) for group in model.layers):
+        raise Infeasible(f"{where}: ranks share caches of full and latent attention only; leave it out")
+    for group in model.layers:
+        heads, kv_heads = group.attention.heads, group.attention.shared_heads
+        if kv_heads and (tp // kv_heads < size or (heads // kv_heads) % size):
+            most = max(1, tp // kv_heads)
+            raise Infeasible(
+                f"{where}: tp {tp} keeps each of the {kv_heads} KV heads {most} times, and {heads // kv_heads} heads "
+                f"share one; take a size that is at most {most} and divides {heads // kv_heads}, or raise tp"
+            )
 
 
 def _check_apart(model: Model, parallelism: Parallelism, afd: Afd) -> None:

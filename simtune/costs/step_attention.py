@@ -10,9 +10,10 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.context_parallel import ContextRanks, across_ranks
+from simtune.costs.decode_context import over_decode_ranks
 from simtune.costs.layers import AttentionCosts, under_policy
 from simtune.costs.predict import Profile
-from simtune.costs.step_calls import EqualLayers
+from simtune.costs.step_calls import EqualLayers, equal_layers
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
 
@@ -40,13 +41,17 @@ class StepAttention:
         sequence."""
         kv_dtype = pool.kv_cache.dtype or model.kv_dtype or model.dtype
         with_numbers = []
-        for equal in layers:
+        for number, equal in enumerate(layers):
             costs = equal.attention.costs(profile, model.dtype, kv_dtype)
             # First what a rank keeps of the cache, then its share of the ranks: both scale the same bytes.
             costs = under_policy(costs, pool.studied.kv_policy, kv_dtype)
             if pool.parallelism.context_ranks > 1:
                 ranks = ContextRanks.of(pool, profile, model.dtype, kv_dtype)
                 costs = across_ranks(costs, equal.attention, ranks)
+            if (shared := pool.parallelism.decode_ranks) > 1 and equal.attention.values_per_token:
+                group = equal_layers(model, pool.parallelism.tp // shared)[number].attention
+                of_group = under_policy(group.costs(profile, model.dtype, kv_dtype), pool.studied.kv_policy, kv_dtype)
+                costs = over_decode_ranks(costs, of_group, group.output_width, shared, profile, model.dtype)
             with_numbers.append((equal.number, costs))
         return cls(with_numbers, decode_factor, prefill_factor)
 

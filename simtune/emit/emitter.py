@@ -24,6 +24,12 @@ EngineFiles = dict[str, str]
 """Texts by file name, in a run directory."""
 
 T = TypeVar("T")
+_CADENCE = {
+    "long_prefill_token_threshold_adaptive": "the threshold is the same whatever requests there are",
+    "prefill_schedule_interval": "every step may have prompts",
+    "max_num_active_seqs": "as many requests run as there are seats",
+}
+"""Settings of vLLM's newest releases, and what other engines do."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
@@ -134,6 +140,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
+            yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
         if pool.share is not None:
             yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
@@ -166,6 +174,9 @@ class Emitter(ABC):
             yield f"batching.chunk_pipeline: {chunks}"
         if batching.long_prefill_token_threshold is not None and "long_prefill_token_threshold" not in self.knows:
             yield "batching.long_prefill_token_threshold: a long prompt may take a whole step here"
+        for key, words in _CADENCE.items():
+            if getattr(batching, key) is not None and key not in self.knows:
+                yield f"batching.{key}: {words} here"
         if batching.scheduler_reserve_full_isl is not None and "scheduler_reserve_full_isl" not in self.knows:
             yield "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own"
         if pool.message_tokens > 1 and "stream_interval" not in self.knows:

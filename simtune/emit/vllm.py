@@ -37,6 +37,7 @@ _POLICIES = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 OPTIONS: dict[str, Option] = {
     "tensor-parallel-size": Option(int, "parallelism.tp"),
     "pipeline-parallel-size": Option(int, "parallelism.pp"),
+    "decode-context-parallel-size": Option(int, "parallelism.decode_context_parallel"),
     "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
     "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
     "max-num-seqs": Option(int, "batching.max_num_seqs"),
@@ -52,6 +53,9 @@ OPTIONS: dict[str, Option] = {
     "enable-chunked-prefill": Option(bool, "batching.chunked_prefill"),
     "enable-prefix-caching": Option(bool, "kv_cache.prefix_caching", stated=True),
     "long-prefill-token-threshold": Option(int, "batching.long_prefill_token_threshold"),
+    "long-prefill-token-threshold-adaptive": Option(bool, "batching.long_prefill_token_threshold_adaptive"),
+    "prefill-schedule-interval": Option(int, "batching.prefill_schedule_interval"),
+    "max-num-active-seqs": Option(int, "batching.max_num_active_seqs"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),

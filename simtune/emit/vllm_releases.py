@@ -16,10 +16,15 @@ _FIRST: ReleaseNumber = (0, 10)
 """First release that is covered; an option that this release has is not listed."""
 
 _OPTIONS: Mapping[str, ReleaseNumber] = {
+    "decode_context_parallel_size": (0, 11),
     "stream_interval": (0, 12),
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
+    "max_num_active_seqs": (0, 31),
+    "long_prefill_token_threshold_adaptive": (0, 31),
+    # Since 0.24 with data-parallel ranks alone.
+    "prefill_schedule_interval": (0, 33),
 }
 _DRAFTS: Mapping[str, ReleaseNumber] = {
     "mtp": (0, 11),

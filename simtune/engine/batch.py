@@ -53,6 +53,10 @@ class Batch(Protocol):
         """Members that the next step computes, `discarded` ones included."""
 
     @property
+    def steps(self) -> int:
+        """Steps that the batch has been advanced by, those without members included."""
+
+    @property
     def discarded(self) -> Collection[Request]:
         """Members whose answer is complete, but which are in the next step: it was scheduled before that was known."""
 

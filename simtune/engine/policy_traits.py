@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Literal, TypedDict
 from simtune.engine.kv import KvBlocks
 
 Feature = Literal[
+    "active_seqs",
     "async_scheduling",
     "dynamic_chunks",
     "long_prefills",
+    "prefill_interval",
     "prefix_caching",
     "reserve_full_isl",
     "safety_margin",
@@ -20,9 +22,11 @@ Feature = Literal[
 ]
 """Features of a policy that a plan may ask for."""
 SETTINGS_OF: dict[Feature, frozenset[str]] = {
+    "active_seqs": frozenset(),
     "async_scheduling": frozenset({"async_scheduling"}),
     "dynamic_chunks": frozenset({"linear_tokens"}),
-    "long_prefills": frozenset({"long_prefill_token_threshold"}),
+    "long_prefills": frozenset({"long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"}),
+    "prefill_interval": frozenset({"prefill_schedule_interval"}),
     "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
     "reserve_full_isl": frozenset({"scheduler_reserve_full_isl"}),
     "safety_margin": frozenset({"safety_margin"}),

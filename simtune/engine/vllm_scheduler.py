@@ -19,6 +19,8 @@ With asynchronous scheduling a step is scheduled before the engine knows the res
 by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts all those
 in flight count as accepted, and the tokens in flight of a preempted request are delivered.
 
+With `prefill_schedule_interval` only some steps have prompts (`simtune.engine.cadence`).
+
 Over a pipeline a prompt counts as computed as soon as a chunk of it is scheduled, and as many batches are under way
 as there are stages, so that its chunks follow one another (`step_with_batch_queue` in vllm/v1/engine/core.py).
 
@@ -33,6 +35,7 @@ from operator import attrgetter
 from typing import NamedTuple, Unpack
 
 from simtune.engine.batched import BatchScheduler, BatchSettings
+from simtune.engine.cadence import PromptCadence
 from simtune.engine.kv import NO_HIT
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Step
@@ -43,6 +46,8 @@ class VllmSettings(BatchSettings, total=False):
     """Settings of vLLM's schedulers."""
 
     long_prefill_token_threshold: int
+    long_prefill_token_threshold_adaptive: bool
+    prefill_schedule_interval: int
     scheduler_reserve_full_isl: bool
 
 
@@ -58,7 +63,7 @@ class Scheduled(NamedTuple):
 class VllmFcfs(BatchScheduler):
     """First come, first served. See the module for the rule."""
 
-    offers = BatchScheduler.offers | {"long_prefills", "reserve_full_isl"}
+    offers = BatchScheduler.offers | {"active_seqs", "long_prefills", "prefill_interval", "reserve_full_isl"}
     first_come = True
     chunks_follow = True
 
@@ -66,6 +71,8 @@ class VllmFcfs(BatchScheduler):
         self,
         *,
         long_prefill_token_threshold: int = 0,
+        long_prefill_token_threshold_adaptive: bool = False,
+        prefill_schedule_interval: int = 1,
         scheduler_reserve_full_isl: bool = True,
         **settings: Unpack[BatchSettings],
     ) -> None:
@@ -80,11 +87,12 @@ class VllmFcfs(BatchScheduler):
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.scheduler_reserve_full_isl = scheduler_reserve_full_isl
+        self._adaptive, self._cadence = long_prefill_token_threshold_adaptive, PromptCadence(prefill_schedule_interval)
         self._longest_chunk = long_prefill_token_threshold or self.max_model_len
         self._overtakes = long_prefill_token_threshold > 0
         # the victim is the prompt in prefill, or the request that began to decode last
         self._newest_goes = not self._overtakes
-        self._seats = 0
+        self._seats, self._defers = 0, False  # admissions so far; whether the coming step has no prompts
 
     def schedule(self) -> Step | None:
         """Return the next step: residents first, then those that wait. See `Scheduler.schedule`."""
@@ -97,12 +105,18 @@ class VllmFcfs(BatchScheduler):
         while True:
             if self._overtakes:
                 self._longest_chunk = self._longest_now()
+            self._defers = self._cadence.defers(self.decoding, self._settling)
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
-            newcomers = 0 if preempting or not self.waiting else self._schedule_waiting(chunks, token_budget)
+            admitting = bool(self.waiting) and not (preempting or self._defers)
+            newcomers = self._schedule_waiting(chunks, token_budget) if admitting else 0
+            if not (preempting or self._defers):
+                self._cadence.backlogged = bool(self.waiting)
             if self.decoding.count or chunks:
-                return self._step(chunks, newcomers, repeats=not preempting)
+                step = self._step(chunks, newcomers, repeats=not preempting)
+                waits = self._defers and (self.waiting or self.prefilling)
+                return self._cadence.until_prompts(step, self.decoding) if waits else step
             if not (preempting or self._comes_back):
                 return None
             # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
@@ -113,8 +127,10 @@ class VllmFcfs(BatchScheduler):
     def _longest_now(self) -> int:
         """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
         # Late arrivals count as waiting, as they do in the engine when it schedules.
-        alone = self.num_running + self.num_waiting == 1
-        return self.max_model_len if alone else self.long_prefill_token_threshold
+        if (num_requests := self.num_running + self.num_waiting) == 1:
+            return self.max_model_len
+        share = self.max_num_batched_tokens // max(num_requests, 1) if self._adaptive else 0
+        return max(self.long_prefill_token_threshold, share)
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
@@ -127,7 +143,7 @@ class VllmFcfs(BatchScheduler):
             num_tokens, _, new_blocks = batch.totals()
             token_budget = self.max_num_batched_tokens - num_tokens - extra_slots * batch.count
             chunk_tokens = chunk_blocks = 0
-            if self.prefilling and token_budget > extra_slots:
+            if self.prefilling and token_budget > extra_slots and not self._defers:
                 (prompt,) = self.prefilling
                 chunk_tokens = min(prompt.known_tokens - prompt.computed, token_budget - extra_slots)
                 chunk_blocks = self._new_blocks(prompt, chunk_tokens)
@@ -151,7 +167,8 @@ class VllmFcfs(BatchScheduler):
         """Do the same if several prompts may be in prefill: at once, if budget and blocks suffice for all."""
         batch, extra_slots = self.decoding, self._needs.extra_slots
         num_tokens, _, new_blocks = batch.totals()
-        parts = [(p, min(p.known_tokens - p.computed, self._longest_chunk)) for p in self.prefilling]
+        prompts = () if self._defers else self.prefilling
+        parts = [(p, min(p.known_tokens - p.computed, self._longest_chunk)) for p in prompts]
         blocks = [self._new_blocks(prompt, tokens) for prompt, tokens in parts]
         num_tokens += sum(tokens for _, tokens in parts) + extra_slots * (batch.count + len(parts))
         if num_tokens > self.max_num_batched_tokens or new_blocks + sum(blocks) > self.kv.free or batch.rests:
@@ -171,7 +188,7 @@ class VllmFcfs(BatchScheduler):
         for request in in_order:
             if token_budget <= extra_slots:
                 break
-            if request not in running or request in ended:
+            if request not in running or request in ended or (self._defers and not request.decoding):
                 continue
             wanted_tokens = self._wanted_by(request)
             if not wanted_tokens and batch.rests:
@@ -291,8 +308,8 @@ class VllmFcfs(BatchScheduler):
         return dict(sorted(super().composition().items(), key=lambda entry: entry[0].seat))
 
     def would_notice(self) -> bool:
-        """True if a newcomer could take a seat; behind others that wait it cannot."""
-        return not self.waiting and self._has_seat()
+        """True if a newcomer could take a seat or, with an interval, wait for one; behind others that wait not."""
+        return not self.waiting and (self._cadence.interval > 1 or self._has_seat())
 
 
 class VllmPriority(VllmFcfs):
@@ -305,7 +322,7 @@ class VllmPriority(VllmFcfs):
 
     def would_notice(self) -> bool:
         """True if a seat is free: a newcomer may come before others that wait."""
-        return self._has_seat()
+        return self._has_seat() or (self._cadence.interval > 1 and not self.waiting)
 
     def _victim(self, running: dict[Request, None]) -> Request:
         return max(running, key=urgency)

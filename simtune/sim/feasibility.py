@@ -36,6 +36,8 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
     _check_weights(pool, model, hardware)
     memory = _memory(pool, model, hardware, drafting, max_model_len)
     pp = pool.parallelism.pp
+    if (pool.batching.max_num_active_seqs or pp) < pp:
+        raise Infeasible(f"max_num_active_seqs ({pool.batching.max_num_active_seqs}) must be at least pp ({pp})")
     if memory.seats < pp:
         raise Infeasible(
             f"memory holds the states of {memory.seats} sequences and pp ({pp}) sequences must fit; raise tp"
@@ -62,6 +64,8 @@ def _refusals(pool: Pool) -> Iterator[str]:
         "speculation": ("speculation", pool.speculation is not None),
         "safety_margin": ("safety_margin", batching.safety_margin is not None),
         "long_prefills": ("long_prefill_token_threshold", batching.long_prefill_token_threshold is not None),
+        "prefill_interval": ("prefill_schedule_interval", batching.prefill_schedule_interval is not None),
+        "active_seqs": ("max_num_active_seqs", batching.max_num_active_seqs is not None),
         "reserve_full_isl": ("scheduler_reserve_full_isl", batching.scheduler_reserve_full_isl is not None),
     }
     for feature, (key, setting) in requested.items():

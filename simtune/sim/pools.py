@@ -9,7 +9,7 @@ import numpy as np
 
 from simtune.costs.estimate import link_of
 from simtune.costs.memory import Memory, kv_bytes_per_token
-from simtune.costs.protocol import StepCosts
+from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
@@ -120,7 +120,12 @@ class DeployedPool:
         of_features: dict[Feature, dict[str, Any]] = {
             "async_scheduling": {"async_scheduling": ahead},
             "dynamic_chunks": {"linear_tokens": self._linear_tokens},
-            "long_prefills": {"long_prefill_token_threshold": batching.long_prefill_token_threshold or 0},
+            "active_seqs": {},
+            "long_prefills": {
+                "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
+                "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),
+            },
+            "prefill_interval": {"prefill_schedule_interval": batching.prefill_schedule_interval or 1},
             "prefix_caching": {"prefix_caching": kv_cache.prefix_caching, "hash_block_tokens": hash_block_tokens},
             "reserve_full_isl": {"scheduler_reserve_full_isl": batching.scheduler_reserve_full_isl is not False},
             "safety_margin": {} if margin is None else {"safety_margin": margin},
@@ -131,7 +136,7 @@ class DeployedPool:
         settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": kv_cache.block_size,
-            "max_num_seqs": self.memory.seats // pool.parallelism.pp,
+            "max_num_seqs": min(self.memory.seats, batching.max_num_active_seqs or UNBOUNDED) // pool.parallelism.pp,
             "max_num_batched_tokens": batching.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "chunked_prefill": batching.chunked_prefill,

@@ -70,6 +70,11 @@ class Parallelism(Part):
         description="context parallelism: groups of tp ranks that share every sequence, each with its part of the "
         "tokens of a step and of the KV cache",
     )
+    decode_context_parallel: GpuCount | None = Field(
+        None,
+        description="of tp: ranks of a group that keep a part of each sequence's tokens instead of the same KV heads; "
+        "decodes read as much less, and exchange their results once a layer. 1 unless given",
+    )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: GpuCount = Field(
         1, description="groups of tp ranks with requests of their own, that share the experts: data-parallel attention"
@@ -83,6 +88,21 @@ class Parallelism(Part):
         if self.expert_replicas is not None and not self.expert_parallel:
             raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
         return self
+
+    @model_validator(mode="after")
+    def _shares_caches_within_tp(self) -> Self:
+        if self.decode_ranks == 1:
+            return self
+        if self.tp % self.decode_ranks:
+            raise ErrorAt(f"must divide tp ({self.tp}); lower it, or raise tp", "decode_context_parallel")
+        if self.context_ranks > 1:
+            raise ErrorAt("cannot be combined with cp, whose ranks share sequences too", "decode_context_parallel")
+        return self
+
+    @property
+    def decode_ranks(self) -> int:
+        """Ranks of tp that share the cache of every sequence: `decode_context_parallel`, or 1 without it."""
+        return self.decode_context_parallel or 1
 
     @property
     def context_ranks(self) -> int:
@@ -118,6 +138,21 @@ class Batching(Part):
         None,
         description="vLLM policies: most tokens of one prompt in a step, so that several prompts can progress; a "
         "prompt that is alone is not limited",
+    )
+    long_prefill_token_threshold_adaptive: bool | None = Field(
+        None,
+        description="vLLM policies: true: that threshold is at least an equal share of the budget, over the requests "
+        "that run or wait; false unless given",
+    )
+    prefill_schedule_interval: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        None,
+        description="vLLM policies: while requests decode, only every so many steps have prompts, unless requests "
+        "still waited after the last of these; every step unless given",
+    )
+    max_num_active_seqs: Seats | None = Field(
+        None,
+        description="vLLM policies: most requests that run at a time, if fewer than max_num_seqs, for which graphs and "
+        "buffers are made",
     )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
@@ -349,6 +384,23 @@ class Pool(Part):
             if isinstance(block, dict) and path[-1] in block:
                 raise ErrorAt(f"is a setting of published systems; write it as research: {{{key}: ...}}", *path)
         return data
+
+    @model_validator(mode="after")
+    def _refines_a_limit(self) -> Self:
+        batching = self.batching
+        if batching.max_num_active_seqs is not None and batching.max_num_active_seqs > batching.max_num_seqs:
+            raise ErrorAt(
+                f"{batching.max_num_active_seqs} exceeds max_num_seqs ({batching.max_num_seqs}); lower or remove it",
+                "batching",
+                "max_num_active_seqs",
+            )
+        if batching.long_prefill_token_threshold_adaptive and batching.long_prefill_token_threshold is None:
+            raise ErrorAt(
+                "requires a threshold; set long_prefill_token_threshold, or remove it",
+                "batching",
+                "long_prefill_token_threshold_adaptive",
+            )
+        return self
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:

@@ -119,6 +119,26 @@ def test_sglang_is_given_dynamic_chunks(tmp_path: Path) -> None:
     assert "enable-dynamic-chunking" not in written(fixed, "sglang")
 
 
+CADENCE = {"prefill_schedule_interval": 4, "max_num_active_seqs": 8}
+ADAPTIVE = {"long_prefill_token_threshold": 256, "long_prefill_token_threshold_adaptive": True}
+
+
+def test_vllm_is_given_the_cadence_of_prompts_by_the_releases_that_have_it(tmp_path: Path) -> None:
+    given = {name.replace("_", "-"): value for name, value in (CADENCE | ADAPTIVE).items()}
+    plan = plan_of(tmp_path, "vllm-0.33", batching=CADENCE | ADAPTIVE)
+    assert given.items() <= written(plan, "vllm").items()
+    old = plan_of(tmp_path, "vllm-0.28", batching=CADENCE | ADAPTIVE)
+    assert not {*given} & {*written(old, "vllm")} - {"long-prefill-token-threshold"}
+    text = engine_files(old, MODEL, 8, {})["engine/vllm-mixed.yaml"]
+    for reason in (
+        "batching.prefill_schedule_interval: every step may have prompts here",
+        "batching.max_num_active_seqs: as many requests run as there are seats here",
+        "batching.long_prefill_token_threshold_adaptive: the threshold is the same whatever requests there are here",
+    ):
+        assert f"# Not said here: {reason}" in text
+        assert reason not in engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]
+
+
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
 
 

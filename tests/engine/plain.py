@@ -75,6 +75,8 @@ class PlainEngine:
         by_batch: Callable[[int], int] | None = None,
         threshold: int = 0,
         reserve_full_isl: bool = True,
+        interval: int = 1,
+        adaptive: bool = False,
     ) -> None:
         self.block_size, self.max_num_seqs, self.budget, self.chunked = block_size, max_num_seqs, budget, chunked
         self.max_model_len, self.watermark = max_model_len, watermark
@@ -82,6 +84,7 @@ class PlainEngine:
         self.drafts, self.accepted, self.lookahead, self.extra = drafts, accepted, lookahead, extra_slots
         self.drops_last_hit, self.by_batch = drops_last_hit, by_batch
         self.threshold, self.reserve_full_isl = threshold, reserve_full_isl
+        self.interval, self.adaptive, self.steps, self.bound = interval, adaptive, 0, False
         self.waiting: list[PlainRequest] = []
         self.running: list[PlainRequest] = []
         self.queue = list(range(blocks))  # free blocks, the next one to take first
@@ -157,12 +160,17 @@ class PlainEngine:
 
     def _step(self) -> PlainStep:
         step, left = PlainStep(), self.budget
-        threshold = self.threshold if len(self.running) + len(self.waiting) > 1 else 0
+        everybody = len(self.running) + len(self.waiting) + self.stale
+        threshold = self.threshold if everybody > 1 else 0
+        if threshold and self.adaptive:
+            threshold = max(threshold, self.budget // everybody)
+        aligned = self.steps % self.interval == 0
+        defers = not aligned and not self.bound and any(request.decoding for request in self.running)
         self.short = self.rested = prefills = False
         i = 0
         while i < len(self.running) and left > self.extra:
             request = self.running[i]
-            if request.ended and not request.discarded:
+            if (request.ended and not request.discarded) or (defers and not request.decoding):
                 i += 1
                 continue
             wanted = 1 + request.drafts if request.decoding else request.known - request.computed
@@ -211,7 +219,7 @@ class PlainEngine:
             left -= tokens + self.extra
             i += 1
         residents = len(step.scheduled)
-        if not self.short:
+        if not (self.short or defers):
             while self.waiting and left > self.extra and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
                 found = self._found(request)
@@ -245,11 +253,13 @@ class PlainEngine:
                 self._schedule(step, request, tokens)
                 step.admitted[request.id] = past
                 left -= tokens + self.extra
+            self.bound = bool(self.waiting)
         step.free, step.running, step.waiting = self.free, len(self.running), len(self.waiting) + self.stale
         for request in self.running:
             if request.id not in step.scheduled:
                 request.ahead = request.unheard = 0
         if step.scheduled:
+            self.steps += 1
             self._part()
             self._run(step)
         return step

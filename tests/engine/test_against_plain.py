@@ -90,6 +90,8 @@ class World:
             drops_last_hit=f.get("drops", False),
             threshold=f.get("long_prefill_token_threshold", 0),
             reserve_full_isl=f.get("scheduler_reserve_full_isl", True),
+            interval=f.get("prefill_schedule_interval", 1),
+            adaptive=f.get("long_prefill_token_threshold_adaptive", False),
         )
 
     def request(self, number: int) -> Request:
@@ -114,6 +116,11 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "priority, caching, async": lambda rng: {"priority": True, "prefix_caching": True, "async_scheduling": True},
     "threshold": lambda rng: threshold(rng),
     "threshold, async": lambda rng: {"async_scheduling": True} | threshold(rng),
+    "adaptive threshold": lambda rng: {"long_prefill_token_threshold_adaptive": True} | threshold(rng),
+    "interval": lambda rng: interval(rng),
+    "interval, async": lambda rng: {"async_scheduling": True} | interval(rng),
+    "interval, threshold": lambda rng: interval(rng) | threshold(rng),
+    "interval, drafts": lambda rng: {"async_scheduling": rng.random() < 0.5} | interval(rng) | drafting(rng),
     "first chunk": lambda rng: {"scheduler_reserve_full_isl": False, "prefix_caching": rng.random() < 0.5},
     "first chunk, threshold": lambda rng: {"scheduler_reserve_full_isl": False} | threshold(rng),
     "first chunk, async": lambda rng: {"scheduler_reserve_full_isl": False, "async_scheduling": True},
@@ -121,6 +128,10 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "drafts": lambda rng: drafting(rng),
     "drafts, async": lambda rng: {"async_scheduling": True} | drafting(rng),
 }
+
+
+def interval(rng: random.Random) -> dict[str, Any]:
+    return {"prefill_schedule_interval": rng.choice([2, 3, 7]), "priority": rng.random() < 0.5}
 
 
 def threshold(rng: random.Random, least: int = 1) -> dict[str, Any]:

@@ -120,6 +120,8 @@ def drawn_worlds(draw: st.DrawFn) -> World:
         }
         if "long_prefills" in POLICIES[policy].offers and draw(st.booleans()):
             batching["long_prefill_token_threshold"] = 16
+        if "prefill_interval" in POLICIES[policy].offers and draw(st.booleans()):
+            batching |= {"prefill_schedule_interval": draw(st.sampled_from([1, 4, 30])), "max_num_active_seqs": 2}
         if (
             chunks := draw(st.sampled_from([None, None, "one", "fixed", "dynamic"]))
         ) != "dynamic" or policy == "sglang":
