@@ -24,12 +24,14 @@ EngineFiles = dict[str, str]
 """Texts by file name, in a run directory."""
 
 T = TypeVar("T")
-_CADENCE = {
-    "long_prefill_token_threshold_adaptive": "the threshold is the same whatever requests there are",
-    "prefill_schedule_interval": "every step may have prompts",
-    "max_num_active_seqs": "as many requests run as there are seats",
+_OF_BATCHING = {
+    "long_prefill_token_threshold": "a long prompt may take a whole step here",
+    "long_prefill_token_threshold_adaptive": "the threshold is the same whatever requests there are here",
+    "prefill_schedule_interval": "every step may have prompts here",
+    "max_num_active_seqs": "as many requests run as there are seats here",
+    "scheduler_reserve_full_isl": "the engine admits by a rule of its own",
 }
-"""Settings of vLLM's newest releases, and what other engines do."""
+"""Settings of vLLM's batching, and what engines and releases without them do."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
@@ -172,13 +174,9 @@ class Emitter(ABC):
             yield f"kv_cache.watermark: {cache.watermark:g} of the blocks stay free in the plan, and not here"
         if (chunks := self.chunks_unsaid(pool)) is not None:
             yield f"batching.chunk_pipeline: {chunks}"
-        if batching.long_prefill_token_threshold is not None and "long_prefill_token_threshold" not in self.knows:
-            yield "batching.long_prefill_token_threshold: a long prompt may take a whole step here"
-        for key, words in _CADENCE.items():
+        for key, words in _OF_BATCHING.items():
             if getattr(batching, key) is not None and key not in self.knows:
-                yield f"batching.{key}: {words} here"
-        if batching.scheduler_reserve_full_isl is not None and "scheduler_reserve_full_isl" not in self.knows:
-            yield "batching.scheduler_reserve_full_isl: the engine admits by a rule of its own"
+                yield f"batching.{key}: {words}"
         if pool.message_tokens > 1 and "stream_interval" not in self.knows:
             yield "stream_interval: every token is sent on its own here"
         if batching.safety_margin is not None:

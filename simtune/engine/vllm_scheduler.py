@@ -31,6 +31,7 @@ block fewer of its answer in the prefix cache than in the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Unpack
 
@@ -58,6 +59,26 @@ class Scheduled(NamedTuple):
     new_blocks: int
     chunk: Chunk | None
     """Chunk of a prompt; None for a decode."""
+
+
+def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
+    """Admit waiting requests, unless the coming step has no prompts; return the number admitted."""
+    if scheduler._defers:
+        return 0
+    newcomers = scheduler._schedule_waiting(chunks, token_budget) if scheduler.waiting else 0
+    scheduler._cadence.backlogged = bool(scheduler.waiting)
+    return newcomers
+
+
+def _until_prompts(scheduler: VllmFcfs, step: Step) -> Step:
+    """Return a step, repeated at most until one may have the prompts that it defers."""
+    waits = scheduler._defers and (scheduler.waiting or scheduler.prefilling)
+    return scheduler._cadence.until_prompts(step, scheduler.decoding) if waits else step
+
+
+def _served(in_order: Sequence[Request], defers: bool) -> Sequence[Request]:
+    """Return the residents that may get tokens in the coming step, which has prompts unless it `defers` them."""
+    return [request for request in in_order if request.decoding] if defers else in_order
 
 
 class VllmFcfs(BatchScheduler):
@@ -109,14 +130,10 @@ class VllmFcfs(BatchScheduler):
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
-            admitting = bool(self.waiting) and not (preempting or self._defers)
-            newcomers = self._schedule_waiting(chunks, token_budget) if admitting else 0
-            if not (preempting or self._defers):
-                self._cadence.backlogged = bool(self.waiting)
+            newcomers = 0 if preempting else _admit(self, chunks, token_budget)
             if self.decoding.count or chunks:
                 step = self._step(chunks, newcomers, repeats=not preempting)
-                waits = self._defers and (self.waiting or self.prefilling)
-                return self._cadence.until_prompts(step, self.decoding) if waits else step
+                return _until_prompts(self, step)
             if not (preempting or self._comes_back):
                 return None
             # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
@@ -143,7 +160,7 @@ class VllmFcfs(BatchScheduler):
             num_tokens, _, new_blocks = batch.totals()
             token_budget = self.max_num_batched_tokens - num_tokens - extra_slots * batch.count
             chunk_tokens = chunk_blocks = 0
-            if self.prefilling and token_budget > extra_slots and not self._defers:
+            if token_budget > extra_slots and _served(self.prefilling, self._defers):
                 (prompt,) = self.prefilling
                 chunk_tokens = min(prompt.known_tokens - prompt.computed, token_budget - extra_slots)
                 chunk_blocks = self._new_blocks(prompt, chunk_tokens)
@@ -185,10 +202,10 @@ class VllmFcfs(BatchScheduler):
         # Requests that have ended unknown to the engine hold blocks and may be its victims.
         in_order = sorted([*batch, *ended, *self.prefilling], key=attrgetter("seat"))
         running = dict.fromkeys(in_order)
-        for request in in_order:
+        for request in _served(in_order, self._defers):
             if token_budget <= extra_slots:
                 break
-            if request not in running or request in ended or (self._defers and not request.decoding):
+            if request not in running or request in ended:
                 continue
             wanted_tokens = self._wanted_by(request)
             if not wanted_tokens and batch.rests:

@@ -146,7 +146,7 @@ class Batching(Part):
     )
     prefill_schedule_interval: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
         None,
-        description="vLLM policies: while requests decode, only every so many steps have prompts, unless requests "
+        description="vLLM policies: while requests decode, only one step of this number has prompts, unless requests "
         "still waited after the last of these; every step unless given",
     )
     max_num_active_seqs: Seats | None = Field(
