@@ -130,8 +130,9 @@ def measured(out: Path) -> None:
 
 
 def published(out: Path) -> None:
-    """A family of published systems, as a page and to stand beside others."""
+    """A family of published systems, as a page and to stand beside others; and three of them on a load."""
     simtune("reproduce", "batching", "--html", str(out / "systems.html"))
+    simtune("reproduce", "iso", "amphista", "layered-prefill", *ONE_CARD, "--html", str(out / "own-load.html"))
     found = subprocess.run(
         [sys.executable, "-m", "simtune", "reproduce", "batching", "--json"],
         check=False,

@@ -286,8 +286,21 @@ def _print(findings: list[Finding]) -> None:
             click.echo(f"{finding.title}: {finding.reason}")
         if len(findings) <= MOST_REASONS:
             _print_inputs(finding)
+        if len(findings) <= MOST_REASONS:
+            _print_evidence(finding)
         if len(findings) <= MOST_REASONS and finding.chosen:
             click.echo(f"  chosen knowing the claim: {finding.chosen}")
+
+
+def _print_evidence(finding: Finding) -> None:
+    """Print the gains on other cards and with more requests at a time, and the setting that the gain restates."""
+    if finding.cards:
+        click.echo(f"  cards: {', '.join(f'{card.hardware} {number(card.gain)}' for card in finding.cards)}")
+    if finding.batches:
+        gains = [f"{batch.requests} at a time {number(batch.gain)}" for batch in finding.batches]
+        click.echo(f"  one request at a time {number(finding.simulated)}, {', '.join(gains)}")
+    if finding.restates:
+        click.echo(f"  the gain is a setting of the variant: {finding.restates}")
 
 
 def _print_inputs(finding: Finding) -> None:

@@ -24,8 +24,10 @@ MARGIN = 1.1
 
 COLOUR: dict[FindingStatus, str] = {
     "reproduced": figures.COLOURS[2],
+    "counts": figures.COLOURS[6],
     "assumed": figures.COLOURS[0],
     "fitted": figures.COLOURS[5],
+    "weak": figures.COLOURS[8],
     "differs": figures.COLOURS[1],
     "elsewhere": figures.COLOURS[4],
 }

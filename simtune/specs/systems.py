@@ -33,7 +33,7 @@ LatencyMetric = Literal["ttft", "tpot", "e2el", "queue", "prefill", "transfer", 
 LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s", "duration", "group", "tokens"]
 LATENCIES: tuple[str, ...] = get_args(LatencyMetric)
 Formula = Literal["padded_tokens", "pollaczek_khinchine"]
-InputSource = Literal["published", "derived", "substitute", "assumed"]
+InputSource = Literal["published", "derived", "substitute", "second-hand", "assumed"]
 
 # --- what is measured -------------------------------------------------------------------------------------
 
@@ -221,7 +221,8 @@ class Input(Part):
     what: str
     source: InputSource = Field(
         description="published: by what makes the claim, or with it; derived: follows from what is published; "
-        "substitute: stands for what simtune lacks; assumed: no publication states it"
+        "substitute: stands for what simtune lacks; second-hand: by a summary or notes that others wrote, without the "
+        "publication seen; assumed: no publication states it"
     )
     where: str | None = Field(None, description="place where it is published, or what it follows from or stands for")
     otherwise: Seq[Otherwise] = Field(

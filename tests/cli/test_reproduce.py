@@ -18,14 +18,14 @@ systems:
   - name: one
     title: One
     source: a test
-    claim: {says: two at once take less than twice as long, gain: 2, band: [1, 4]}
+    claim: {says: two at once take less than twice as long, gain: 2, band: [1.05, 4]}
     measure: {kind: step}
     not_modelled: [the weather]
     inputs:
       - {what: the batch, source: published, where: section 1}
       - {what: a context, source: assumed, otherwise: [{base: {step: {context: 32}}}]}
     base: {step: {decodes: 1, context: 64}}
-    variant: {step: {decodes: 2, context: 64}}
+    variant: {step: {decodes: 2, context: 64}, pool: {parallelism: {tp: 2}}}
 """
 
 
@@ -115,10 +115,10 @@ TWO = (
   - name: two
     title: Two
     source: a test
-    claim: {says: nothing at once, gain: 2, band: [1, 4]}
+    claim: {says: nothing at once, gain: 2, band: [1.05, 4]}
     measure: {kind: step}
     base: {step: {context: 64}}
-    variant: {step: {decodes: 2, context: 64}}
+    variant: {step: {decodes: 2, context: 64}, pool: {parallelism: {tp: 2}}}
 """
 )
 

@@ -279,7 +279,7 @@ def test_compare_page_mixes_runs_validations_and_reproductions(make_run: RunMake
     alone = read(compare.render(read_all([other])))
     assert alone.headings == ["The runs", "Predicted over measured", "Figures"]
     listed.write_text("{}")
-    with pytest.raises(SpecError, match="must be simtune/findings@1"):
+    with pytest.raises(SpecError, match="must be simtune/findings@2"):
         read_all([listed])
 
 

@@ -43,17 +43,25 @@ systems:
 """
 
 
-def test_there_are_187_systems_in_files_of_their_names() -> None:
-    assert len(systems()) == 187
+def test_there_are_191_systems_in_files_of_their_names() -> None:
+    assert len(systems()) == 191
     assert [*systems()] == NAMES
-    assert len({entry.system.title for entry in systems().values()}) == 187
+    assert len({entry.system.title for entry in systems().values()}) == 191
     assert all(entry.system.source for entry in systems().values())
 
 
+def names_in(titles: set[str]) -> set[str]:
+    """The single names of titles, some of which list several behind a colon."""
+    return {name for title in titles for name in title.rpartition(": ")[2].split(", ")}
+
+
 def test_every_row_of_the_table_has_its_entry(data_dir: Path) -> None:
+    """Some of what a row lists has an entry of its own; one system is in no row."""
     with (data_dir / "systems" / "systems.csv").open(encoding="utf-8") as file:
         rows = {row["system"] for row in csv.DictReader(file)}
-    assert rows == {entry.system.title for entry in systems().values()}
+    titles = {entry.system.title for entry in systems().values()}
+    assert names_in(titles) - names_in(rows) == {"Parallel Nonlinear Equation Solving"}
+    assert names_in(rows) <= names_in(titles)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,7 +21,9 @@ from simtune.specs.pool import Pool
 from simtune.specs.systems import StepSeconds, Systems, merged, plan_of, workload_of
 from simtune.validation.published import Findings, headline, reproduce, select
 from simtune.validation.published.collection import STORED, Entry, folder
+from simtune.validation.published.evidence import batched, restated, unchanged
 from simtune.validation.published.findings import NOT_SERVING
+from simtune.validation.published.reproduction import CARDS
 from simtune.validation.published.sides import Runner, bisected, grouped, order_of
 from simtune.workload.requests import build_stream
 
@@ -36,7 +38,7 @@ def entry(**fields: object) -> Entry:
         "name": "one",
         "title": "One",
         "source": "a test",
-        "claim": {"says": "x", "gain": 2, "band": [1, 4]},
+        "claim": {"says": "x", "gain": 2, "band": [1.05, 4]},
         "variant": {},
         **fields,
     }
@@ -59,8 +61,9 @@ def test_the_stored_results_are_of_this_collection() -> None:
         if finding.simulated is not None and finding.band is not None:
             inside = finding.band[0] <= finding.simulated <= finding.band[1]
             assert (finding.status == "differs") == (not inside)
-            assert (finding.status == "fitted") == (inside and bool(finding.chosen))
-            assert (finding.status == "assumed") == (inside and not finding.chosen and bool(finding.assumed))
+            assert (finding.status == "fitted") == (inside and bool(finding.chosen or finding.restates))
+            assert not finding.assumed or finding.status in ("assumed", "fitted", "weak", "differs")
+            assert (finding.status == "reproduced") <= (not unchanged(finding.cards))
 
 
 def test_the_readme_says_what_the_results_say() -> None:
@@ -90,7 +93,7 @@ def test_some_systems_come_out_as_they_are_stored() -> None:
 def test_on_other_hardware_nothing_is_judged() -> None:
     (there,) = reproduce(select(["sarathi"]), hardware="h100-sxm", jobs=1)
     (here,) = reproduce(select(["sarathi"]), jobs=1)
-    assert (there.status, here.status) == ("elsewhere", "reproduced")
+    assert (there.status, here.status) == ("elsewhere", "assumed")
     assert there.base > here.base  # type: ignore[operator]
     (small,) = reproduce(select(["sarathi"]), hardware="rtx-4090", jobs=1)
     assert small.status == "infeasible"
@@ -163,7 +166,7 @@ def test_a_formula_says_what_gain_is_claimed() -> None:
         variant={"workload": {"output": 300}},
     )
     (finding,) = reproduce([by_formula], jobs=1)
-    assert finding.status == "reproduced"
+    assert finding.status == "assumed"
     assert finding.claimed == 1
     runner, sides = Runner(), by_formula.family.sides(by_formula.system)
     done = {name: runner.measure(by_formula.family, side, by_formula.system.measure) for name, side in sides.items()}
@@ -225,7 +228,9 @@ def test_as_many_decodes_as_a_step_allows() -> None:
 
 
 STEP = {"kind": "step"}
-ONE_AND_TWO = {"base": {"step": {"decodes": 1, "context": 64}}, "variant": {"step": {"decodes": 2, "context": 64}}}
+ONE = {"step": {"decodes": 1, "context": 64}}
+ONE_AND_TWO = {"base": ONE, "variant": {**ONE, "pool": {"parallelism": {"tp": 2}}}}
+"""On one GPU and on two: 1.39 on A100, 1.15 on H100, 1.0 on B200."""
 
 
 def guessed(*contexts: int) -> dict[str, object]:
@@ -234,20 +239,27 @@ def guessed(*contexts: int) -> dict[str, object]:
     return {"inputs": [{"what": "a context", "source": "assumed", "otherwise": ends}]}
 
 
-PUBLISHED = {"inputs": [{"what": "a context", "source": "published", "where": "the paper"}]}
+PUBLISHED = {"inputs": [{"what": "a length", "source": "published", "where": "the paper"}]}
+SECOND_HAND = {"inputs": [*PUBLISHED["inputs"], {"what": "a card", "source": "second-hand", "where": "a summary"}]}
+NEAR = {"inputs": [*PUBLISHED["inputs"], *guessed(32, 128)["inputs"]]}  # type: ignore[misc]
+FAR = {"inputs": [*PUBLISHED["inputs"], *guessed(32, 1_000_000)["inputs"]]}  # type: ignore[misc]
+BAND = {"gain": 2, "band": [1.05, 4]}
 
 
 @pytest.mark.parametrize(
     ("fields", "claim", "status"),
     [
-        (PUBLISHED, {"gain": 2, "band": [1, 4]}, "reproduced"),
-        (guessed(32, 128), {"gain": 2, "band": [1, 4]}, "reproduced"),
-        (guessed(32, 1_000_000), {"gain": 2, "band": [1, 4]}, "assumed"),
-        ({**guessed(32, 128), "chosen": "the context"}, {"gain": 2, "band": [1, 4]}, "fitted"),
+        (PUBLISHED, BAND, "reproduced"),
+        (NEAR, BAND, "reproduced"),
+        (FAR, BAND, "assumed"),
+        (guessed(32, 128), BAND, "assumed"),
+        (SECOND_HAND, BAND, "assumed"),
+        ({**NEAR, "chosen": "the context"}, BAND, "fitted"),
         (guessed(1_000_000), {"gain": 5, "band": [4, 6]}, "differs"),
-        ({}, {"gain": 2, "band": [1, 4]}, "reproduced"),
-        ({"assumed": ["an input"]}, {"gain": 2, "band": [1, 4]}, "assumed"),
-        ({}, {"band": [1, 4]}, "assumed"),
+        ({}, BAND, "assumed"),
+        ({**PUBLISHED, "assumed": ["an input"]}, BAND, "assumed"),
+        (PUBLISHED, {"gain": 2, "band": [1, 4]}, "weak"),
+        (PUBLISHED, {"band": [1.05, 4]}, "assumed"),
         ({"chosen": "the context"}, {"gain": 2, "band": [1, 4]}, "fitted"),
         ({"chosen": "the context", "assumed": ["an input"]}, {"band": [1, 4]}, "fitted"),
         ({"chosen": "the context"}, {"gain": 5, "band": [4, 6]}, "differs"),
@@ -257,12 +269,62 @@ PUBLISHED = {"inputs": [{"what": "a context", "source": "published", "where": "t
 def test_reproduced_is_only_what_assumes_nothing(
     fields: dict[str, object], claim: dict[str, object], status: str
 ) -> None:
-    """Two sequences take less than twice the step of one; what is chosen weighs more than what is assumed."""
+    """Two GPUs take less time than one; what is chosen weighs more than what is assumed."""
     (finding,) = reproduce([entry(measure=STEP, claim={"says": "x", **claim}, **ONE_AND_TWO, **fields)], jobs=1)
     assert finding.status == status
     assert ("a band: no figure is published" in finding.assumed) == ("gain" not in claim)
     assert all(one.decides == (one.what in finding.assumed) for one in finding.inputs)
     assert finding.chosen == fields.get("chosen")
+    assert [batch.requests for batch in finding.batches] == [8, 64]
+    assert [card.hardware for card in finding.cards] == (list(CARDS) if status == "reproduced" else [])
+
+
+def test_a_gain_that_is_the_same_on_three_cards_is_counts() -> None:
+    """Tokens are the same, whatever they cost."""
+    load = {"arrivals": {"kind": "closed_loop", "users": 1}, "requests": 2, "prompt": 64}
+    measure = {"kind": "load", "metric": "tokens"}
+    sides = {"base": {"workload": {"output": 30}}, "variant": {"workload": {"output": 17}}}
+    (finding,) = reproduce([entry(measure=measure, setup={"workload": load}, **sides, **PUBLISHED)], jobs=1)
+    assert finding.status == "counts"
+    assert {card.gain for card in finding.cards} == {1.765}
+
+
+@pytest.mark.parametrize(
+    ("gain", "base", "variant", "setting"),
+    [
+        (8.53, {"step": {"delivers": 1}}, {"step": {"delivers": 8.53}}, "step.delivers 8.53"),
+        (8.0, {}, {"kept": 0.125}, "kept 0.125"),
+        (1.596, {}, {"chunks": [[0, 0.3735]]}, "chunks[0][1] 0.3735"),
+        (8.3, {}, {"kept": 0.125}, None),
+        (8.0, {"kept": 0.125}, {"kept": 0.125}, None),
+        (1.0, {}, {"kept": 1}, None),
+        (1.0, {}, {"kept": True}, None),
+    ],
+)
+def test_a_gain_that_is_a_setting_restates_it(
+    gain: float, base: dict[str, object], variant: dict[str, object], setting: str | None
+) -> None:
+    assert restated(gain, {"base": base, "variant": variant}) == setting
+
+
+def test_entries_of_one_request_run_with_more_at_a_time() -> None:
+    alone = {"workload": {"arrivals": {"kind": "closed_loop", "users": 1}}, "pool": {"batching": {"max_num_seqs": 1}}}
+    together = batched(alone, 8)
+    assert together is not None
+    assert together["workload"] == {"arrivals": {"kind": "closed_loop", "users": 8}, "requests": 8}
+    assert together["pool"]["batching"]["max_num_seqs"] == 8
+    assert batched({"workload": {"arrivals": {"kind": "poisson", "rate_rps": 1}}}, 8) is None
+    assert batched({"step": {"decodes": 1}}, 64) == {"step": {"decodes": 64}}
+    assert batched({"step": {"chunks": [[0, 9]]}}, 64) is None
+    assert batched({"phases": []}, 64) is None
+
+
+def test_no_input_of_a_summary_is_published() -> None:
+    """A summary that a language model or anyone but the authors wrote is no publication."""
+    for one in select([]):
+        for item in one.system.inputs:
+            if item.source in ("published", "derived", "substitute"):
+                assert not re.search("llm-paper-summary|notes on it", item.where or ""), (one.system.name, item.what)
 
 
 def test_what_cannot_be_done_otherwise_is_in_no_band() -> None:
@@ -279,7 +341,8 @@ def test_the_line_counts_what_is_fitted_apart() -> None:
     number = [int(n) for n in re.findall(r"\d+", headline(RESULTS.findings))]
     assert number[1] == len(of) == number[0] + sum(number[2:])
     assert number[0] == sum(f.status == "reproduced" and not f.assumed and not f.chosen for f in of)
-    assert number[3] == sum(f.status == "fitted" for f in of) > 0
+    assert number[1:2] + number[2:4] == [len(of), *(sum(f.status == s for f in of) for s in ("counts", "assumed"))]
+    assert number[4] == sum(f.status == "fitted" for f in of) > 0
 
 
 def test_bisection_finds_the_last_that_is_ok() -> None:
@@ -347,8 +410,8 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     asked = ["reproduce", "dms", "parallelspec", "specmquant", "--jobs", "1"]
     done = CliRunner().invoke(cli, [*asked, "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert "0 of 3 reproduced, 0 more within the band on assumed inputs, 1 on inputs chosen" in done.output
-    assert "chosen knowing the claim, 1 differ, 1 need" in done.output
+    assert "0 of 3 reproduced, 0 more by counts alone, 0 within the band on assumed inputs, 1 on inputs" in done.output
+    assert "in a band that no effect would meet as well, 1 differ, 1 need" in done.output
     assert "chosen knowing the claim: the published share of the cache goes in" in done.output
     assert "ParallelSpec: +" in done.output
     text = page.read_text(encoding="utf-8")
@@ -356,7 +419,7 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     assert "<script src" not in text
     as_json = CliRunner().invoke(cli, [*asked, "--json"])
     document = json.loads(as_json.output)
-    assert document["schema"] == "simtune/findings@1"
+    assert document["schema"] == "simtune/findings@2"
     assert [f["status"] for f in document["findings"]] == ["fitted", "differs", "needs"]
     with pytest.raises(UsageError, match="exists already"):
         CliRunner().invoke(cli, [*asked, "--html", str(page)], catch_exceptions=False)
@@ -364,7 +427,7 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
 
 def test_the_figure_shows_bands_claims_and_dots() -> None:
     sections = families(RESULTS, select([]))
-    assert sum(len(section.rows) for section in sections) == 187
+    assert sum(len(section.rows) for section in sections) == 191
     shown = [row for section in sections for row in section.compared]
     assert len(shown) == sum(finding.ran for finding in RESULTS.findings)
     (trees,) = (section for section in sections if section.name == "trees")
@@ -390,7 +453,7 @@ def test_an_axis_has_ticks_for_a_narrow_screen() -> None:
 
 def test_the_page_says_what_was_chosen_and_names_its_dots() -> None:
     page = render(RESULTS, select([]))
-    for status in ("reproduced", "assumed", "fitted", "differs"):
+    for status in ("reproduced", "counts", "assumed", "fitted", "differs"):
         assert f"</i>{status}</li>" in page
     assert "</i>elsewhere</li>" not in page
     assert page.count("Chosen knowing the claim:") == sum(f.chosen is not None for f in RESULTS.findings)

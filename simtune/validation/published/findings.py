@@ -11,16 +11,19 @@ from pydantic import Field
 from simtune.specs.base import Record, Seq
 from simtune.specs.systems import InputSource
 
-FINDINGS_SCHEMA: Literal["simtune/findings@1"] = "simtune/findings@1"
+FINDINGS_SCHEMA: Literal["simtune/findings@2"] = "simtune/findings@2"
 
 FindingStatus = Literal[
-    "reproduced", "assumed", "fitted", "differs", "needs", "not a schedule", "elsewhere", "infeasible", "failed"
-]
+    "reproduced", "counts", "assumed", "fitted", "weak", "differs", "needs", "not a schedule", "elsewhere",
+    "infeasible", "failed",
+]  # fmt: skip
 
 WORDS: dict[FindingStatus, str] = {
-    "reproduced": "within the band, and nothing that decides it is assumed",
+    "reproduced": "within the band, by costs that differ between cards, and nothing that decides it is assumed",
+    "counts": "within the band, and the same on every card: counts of tokens or requests, not costs",
     "assumed": "within the band, decided by what is not published",
-    "fitted": "within the band, on inputs chosen knowing the claim",
+    "fitted": "within the band, on inputs chosen knowing the claim, or on one that is the result itself",
+    "weak": "within a band that no effect would meet as well",
     "differs": "outside the band",
     "needs": "needs what simtune cannot say yet",
     "not a schedule": "no schedule decides it",
@@ -40,7 +43,23 @@ class FoundInput(Record):
     gains: Seq[float]
     """Gains at the ends of the range that an assumed input could have."""
     decides: bool
-    """True if a gain is outside the band at one of the ends, or if the input is assumed and not varied."""
+    """True if a gain is outside the band at one of the ends, or if the input is second-hand, or assumed and not
+    varied."""
+
+
+class CardGain(Record):
+    """Gain of an entry on another card."""
+
+    hardware: str
+    gain: float
+
+
+class BatchGain(Record):
+    """Gain of an entry of one request at a time with more of them."""
+
+    requests: int
+    gain: float | None
+    """None if a side does not fit, or cannot be run so."""
 
 
 class Finding(Record):
@@ -67,6 +86,12 @@ class Finding(Record):
     """Inputs on which the result rests, with the sources; those under `assumed` among them."""
     assumed: Seq[str]
     """Inputs that are not published and that decide the verdict."""
+    cards: Seq[CardGain] = ()
+    """Gains on three cards, which decide between reproduced and counts."""
+    batches: Seq[BatchGain] = ()
+    """Gains with 8 and 64 requests at a time, if the entry has one at a time."""
+    restates: str | None = None
+    """Setting of the variant that is the simulated gain itself."""
     chosen: str | None
     """Inputs that were chosen with the claim or a result in sight."""
     not_modelled: Seq[str]
@@ -80,7 +105,7 @@ class Finding(Record):
 class Findings(Record):
     """A file of findings."""
 
-    schema_: Literal["simtune/findings@1"] = Field(FINDINGS_SCHEMA, alias="schema")
+    schema_: Literal["simtune/findings@2"] = Field(FINDINGS_SCHEMA, alias="schema")
     hardware: str | None
     """Hardware on which all systems ran, if the user named it."""
     findings: Seq[Finding]
@@ -92,21 +117,24 @@ class Findings(Record):
 
 
 def counts(findings: Sequence[Finding]) -> dict[FindingStatus, int]:
-    """Return the number of findings of each status; a status that no finding has is left out."""
-    counted = Counter(finding.status for finding in findings)
+    """Return the number of findings of each status, without entries that are no serving system; a status that no
+    finding has is left out.
+    """
+    counted = Counter(finding.status for finding in findings if finding.family != NOT_SERVING)
     return {status: counted[status] for status in WORDS if counted[status]}
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """Return a line with the numbers of serving systems that are reproduced with nothing assumed, are within the band
-    otherwise, differ, or need something. Entries that are no serving system are not counted.
+    """Return a line with the numbers of serving systems that are reproduced, are within the band otherwise, differ, or
+    need something. Entries that are no serving system are not counted.
     """
     of = [finding for finding in findings if finding.family != NOT_SERVING]
     n = Counter(finding.status for finding in of)
     return (
-        f"{n['reproduced']} of {len(of)} reproduced, {n['assumed']} more within the band on assumed inputs, "
-        f"{n['fitted']} on inputs chosen knowing the claim, {n['differs']} differ, {n['needs']} need what cannot be "
-        f"said yet, {n['not a schedule']} claim nothing that a schedule decides"
+        f"{n['reproduced']} of {len(of)} reproduced, {n['counts']} more by counts alone, {n['assumed']} within the "
+        f"band on assumed inputs, {n['fitted']} on inputs chosen knowing the claim, {n['weak']} in a band that no "
+        f"effect would meet as well, {n['differs']} differ, {n['needs']} need what cannot be said yet, "
+        f"{n['not a schedule']} claim nothing that a schedule decides"
     )
 
 

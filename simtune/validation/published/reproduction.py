@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.sim.parallel import executor, ordered_map
 from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
 from simtune.validation.published.collection import Entry
-from simtune.validation.published.findings import Finding, FindingStatus, FoundInput
+from simtune.validation.published.evidence import batched, restated, unchanged
+from simtune.validation.published.findings import BatchGain, CardGain, Finding, FindingStatus, FoundInput
 from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
 
 DIGITS = 4
 """Significant digits of what is written: further ones depend on the platform's arithmetic."""
+
+SOURCED = ("published", "derived", "substitute")
+"""Sources of inputs that cover settings of the sides."""
+CARDS = ("a100-sxm-80g", "h100-sxm", "b200")
+"""Cards on which a gain that costs decide differs."""
+BATCHES = (8, 64)
+"""Requests at a time with which entries of one request run as well."""
 
 
 def reproduce(entries: Sequence[Entry], *, hardware: str | None = None, jobs: int | None = None) -> Iterator[Finding]:
@@ -59,17 +68,52 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
         return _compared(entry, variant, base, "elsewhere", _inputs(system, []))
     ends = [[_gain(entry, runner, otherwise) for otherwise in setting.otherwise] for setting in system.inputs]
     inputs = _inputs(system, ends)
-    status = judged(_over(system, variant, base)[0], system, inputs)
+    gain, sides_given = _over(system, variant, base)[0], entry.family.sides(system)
+    setting = restated(gain, sides_given)
+    status = judged(gain, system, inputs, setting)
+    cards = on_cards(entry) if status == "reproduced" else ()
+    if cards and unchanged(cards):
+        status = "counts"
     probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
     reasons = [f"{probe_name} {_rounded(gain):g}" for probe_name, gain in probed] if status == "differs" else []
-    return _compared(entry, variant, base, status, inputs, reasons)
+    comparison = _compared(entry, variant, base, status, inputs, reasons)
+    return comparison.model_copy(
+        update={"cards": cards, "batches": in_batches(entry, sides_given, runner), "restates": setting}
+    )
+
+
+def on_cards(entry: Entry) -> tuple[CardGain, ...]:
+    """Return the gains of an entry on three cards; a card on which a side does not fit is left out."""
+    gains = ((card, _gain_of(entry, entry.family.sides(entry.system), Runner(card))) for card in CARDS)
+    return tuple(CardGain(hardware=card, gain=_rounded(gain)) for card, gain in gains if gain > 0)
+
+
+def in_batches(entry: Entry, sides: Mapping[str, Mapping[str, Any]], runner: Runner) -> tuple[BatchGain, ...]:
+    """Return the gains of an entry of one request at a time with more of them; nothing for other entries."""
+    gains = []
+    for requests in BATCHES:
+        together = {name: batched(side, requests) for name, side in sides.items()}
+        if "base" not in together or any(side is None for side in together.values()):
+            return ()
+        try:
+            gain = _gain_of(entry, {name: side for name, side in together.items() if side is not None}, runner)
+        except (UsageError, SpecError):
+            gain = 0.0
+        gains.append(BatchGain(requests=requests, gain=_rounded(gain) or None))
+    return tuple(gains)
 
 
 def _gain(entry: Entry, runner: Runner, otherwise: Otherwise, measure: Measure | None = None) -> float:
     """Return the gain of the variant over the base, with something otherwise; 0, which is in no band, if a side is
     infeasible.
     """
-    sides = entry.family.varied(entry.system, otherwise)
+    return _gain_of(entry, entry.family.varied(entry.system, otherwise), runner, measure)
+
+
+def _gain_of(
+    entry: Entry, sides: Mapping[str, Mapping[str, Any]], runner: Runner, measure: Measure | None = None
+) -> float:
+    """Return the gain between two sides; 0, which is in no band, if a side is infeasible."""
     measured_by = measure or entry.system.measure
     try:
         results = {name: runner.measure(entry.family, side, measured_by) for name, side in sides.items()}
@@ -111,7 +155,7 @@ def _inputs(system: PublishedSystem, ends: Sequence[Sequence[float]]) -> tuple[F
             source=item.source,
             where=item.where,
             gains=tuple(_rounded(gain) for gain in at_ends),
-            decides=not all(_inside(gain, system) for gain in at_ends),
+            decides=item.source == "second-hand" or not all(_inside(gain, system) for gain in at_ends),
         )
         for item, at_ends in zip(system.inputs, gains, strict=True)
     ]
@@ -157,15 +201,31 @@ def _compared(
     )
 
 
-def judged(gain: float, system: PublishedSystem, inputs: Sequence[FoundInput]) -> FindingStatus:
-    """Return the status of a gain: outside the claim's band, or inside it by chosen, by assumed or only by published
-    inputs.
+def judged(
+    gain: float, system: PublishedSystem, inputs: Sequence[FoundInput], setting: str | None = None
+) -> FindingStatus:
+    """Return the status of a gain: outside the claim's band, or inside it by chosen or restated, by assumed or only by
+    published inputs, or in a band that says nothing. `setting` is the one that the gain restates.
+
+    Without an input that has a source nothing covers the settings of the sides: they are assumed.
     """
     if not _inside(gain, system):
         return "differs"
-    if system.chosen is not None:
+    if system.chosen is not None or setting is not None:
         return "fitted"
-    return "assumed" if any(item.decides for item in inputs) else "reproduced"
+    if met_by_no_effect(system):
+        return "weak"
+    sourced = any(item.source in SOURCED for item in inputs)
+    return "reproduced" if sourced and not any(item.decides for item in inputs) else "assumed"
+
+
+def met_by_no_effect(system: PublishedSystem) -> bool:
+    """True if the band is one of a gain, not of a number over a published one, and contains 1."""
+    claim = system.claim
+    if claim is None or claim.band is None or claim.gain is None:
+        return False
+    low, high = claim.band
+    return low <= 1 <= high
 
 
 def difference(gain: float, claim: Claim, variant: SideResult, base: SideResult | None, by_formula: float = 1.0) -> str:
