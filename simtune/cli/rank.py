@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simtune.cli.numbers import LIMIT, REQUESTS
+from simtune.cli.numbers import LIMIT
 from simtune.cli.options import (
     force_option,
     hardware_option,
@@ -16,6 +16,7 @@ from simtune.cli.options import (
     json_option,
     model_option,
     quiet_option,
+    requests_option,
     workload_option,
 )
 from simtune.cli.output import number, print_json, print_table, progress
@@ -34,7 +35,7 @@ MOST_REQUESTS = 400
 @workload_option.but(required=True)
 @click.option("--ttft", type=LIMIT, default=None, help="Limit of 99 % of the TTFTs, in seconds: rank by highest rate.")
 @click.option("--tpot", type=LIMIT, default=None, help="Limit of 99 % of the TPOTs, in seconds: rank by highest rate.")
-@click.option("--requests", type=REQUESTS, default=MOST_REQUESTS, show_default=True, help="Most requests of a run.")
+@requests_option.but(default=MOST_REQUESTS, show_default=True, help="Most requests of a run.")
 @html_option
 @jobs_option.but(help="Processes, one family in each; one per core by default.")
 @journal_option

@@ -228,23 +228,8 @@ class RunStatistics(ABC):
         output_rate = self._per_second(sums.output_tokens)
         metrics = self.distributions(noise and not self.saturated)
         tpot_s = metrics["tpot"].mean
-        # Fields that do not apply are left out of the file.
-        where_it_applies: dict[str, Any] = {}
-        if cached := prefix_cache(self.outcome.cores):
-            where_it_applies["prefix_cache"] = cached
-        if tiers := cache_tiers(self.outcome.cores):
-            where_it_applies["cache_tiers"] = tiers
-        if self.drafted.rounds:
-            where_it_applies["speculation"] = verifications(self.drafted)
         core_use = instances(self.outcome.cores, sums.answered, self.span_s)
-        if (held_back := self.held_back) is not None:
-            where_it_applies["held_back"] = held_back
-        if parts := self.first_token_parts():
-            where_it_applies["first_token_parts"] = parts
-        if self.searched_users is not None:
-            where_it_applies["users"] = self.searched_users
-        where_it_applies |= self.outcome.controlled
-        where_it_applies |= energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
+        energy = energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(
             requests=self.num_requests,
             completed=completed,
@@ -271,8 +256,21 @@ class RunStatistics(ABC):
             transferred_bytes=self.outcome.transferred_bytes,
             instances=core_use,
             slo=tuple(self.limits),
-            **where_it_applies,
+            **self._where_it_applies(),
+            **energy,
         )
+
+    def _where_it_applies(self) -> dict[str, Any]:
+        """Return the fields that not all runs have; the others are left out of the file."""
+        fields: dict[str, Any] = {
+            "prefix_cache": prefix_cache(self.outcome.cores),
+            "cache_tiers": cache_tiers(self.outcome.cores),
+            "speculation": verifications(self.drafted) if self.drafted.rounds else None,
+            "held_back": self.held_back,
+            "first_token_parts": self.first_token_parts(),
+            "users": self.searched_users,
+        }
+        return {name: value for name, value in fields.items() if value} | self.outcome.controlled
 
 
 def objectives(stream: RequestStream, slo: Slo) -> list[tuple[int | None, str | None, Slo]]:

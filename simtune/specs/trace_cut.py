@@ -176,7 +176,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     return Trace(
         file=files,
         sha256=hashlib.sha256("".join(trace.sha256 for trace in traces).encode()).hexdigest(),
-        arrival_s=None if arrival_s is None else arrival_s[order] - arrival_s[order[0]],
+        arrival_s=_from_the_first(arrival_s, order),
         prompt_tokens=np.concatenate([trace.prompt_tokens for trace in traces])[order],
         output_tokens=np.concatenate([trace.output_tokens for trace in traces])[order],
         hash_ids=None if hash_ids is None else tuple(hash_ids[i] for i in order.tolist()),
@@ -186,6 +186,11 @@ def merged(traces: Sequence[Trace]) -> Trace:
         began_s=min(clock) if clock else None,
         notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
     )
+
+
+def _from_the_first(arrival_s: Array | None, order: Ints) -> Array | None:
+    """Return times in an order, from the first on; None without times."""
+    return None if arrival_s is None else arrival_s[order] - arrival_s[order[0]]
 
 
 def _starts(traces: Sequence[Trace]) -> list[float] | None:

@@ -366,6 +366,19 @@ def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trac
     rows = _with_dotted(rows, asked)
     names = _named_columns(list(rows[0]), asked, problems, lines[0])
     names |= _optional(rows)
+    rows, lines = _complete_rows(rows, lines, names, problems)
+    values = {field: [row[name] for row in rows] for field, name in names.items()}
+    ignored = _ignored(chain.from_iterable(rows), names)
+    block_tokens = _block_tokens(rows[0], lines[0], problems)
+    table = _TraceTable(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
+    cached = [] if "hash_ids" in names else [first_value(row, _CACHED) for row in rows]
+    return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+
+
+def _complete_rows(
+    rows: list[dict[str, Any]], lines: list[int], names: Mapping[str, str], problems: _Faults
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the rows that have every named column, and their lines; a missing value is reported."""
     complete = []
     for i, row in enumerate(rows):
         absent = [name for name in names.values() if name not in row]
@@ -373,16 +386,9 @@ def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trac
             problems.add("is missing here", lines[i], name)
         if not absent:
             complete.append(i)
-    if len(complete) < len(rows):
-        rows, lines = [rows[i] for i in complete], [lines[i] for i in complete]
-    if not rows:
+    if not complete:
         problems.raise_if_any()
-    values = {field: [row[name] for row in rows] for field, name in names.items()}
-    ignored = _ignored(chain.from_iterable(rows), names)
-    block_tokens = _block_tokens(rows[0], lines[0], problems)
-    table = _TraceTable(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)
-    cached = [] if "hash_ids" in names else [first_value(row, _CACHED) for row in rows]
-    return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+    return [rows[i] for i in complete], [lines[i] for i in complete]
 
 
 def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | N
     span_s = None if arrival_s is None else float(arrival_s[-1] - arrival_s[0])
     rates, bin_s = rates_over_time(arrival_s) if arrival_s is not None and span_s else (np.zeros(0), None)
     gaps = np.diff(arrival_s) if arrival_s is not None and span_s else np.zeros(0)
+    families = _arrivals(arrival_s, count)
     return LoadFacts(
         requests=count,
         span_s=span_s,
@@ -104,8 +105,13 @@ def load_facts(requests: LoadColumns, users: int | None = None, due_s: Array | N
         output_tokens=length_facts(requests.output_tokens),
         shared_prompt_share=shared_share(requests.hash_ids, requests.block_tokens, requests.prompt_tokens),
         sessions=None if session is None else len(np.unique(session)),
-        **({} if arrival_s is None or len(arrival_s) == count else {"arrivals": len(arrival_s)}),
+        **families,
     )
+
+
+def _arrivals(arrival_s: Array | None, requests: int) -> dict[str, int]:
+    """Return the number of arrivals as a field, if it is not that of requests."""
+    return {} if arrival_s is None or len(arrival_s) == requests else {"arrivals": len(arrival_s)}
 
 
 def rates_over_time(arrival_s: Array, bins: int = BINS_OF_TIME) -> tuple[Array, float]:

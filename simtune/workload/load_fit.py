@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simtune.arrays import Array, Ints
+from simtune.arrays import Array
 from simtune.errors import UsageError
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
@@ -15,23 +15,16 @@ from simtune.specs.workload import (
     FixedInterval,
     FixedLength,
     Gamma,
-    Lengths,
-    Lognormal,
     Piecewise,
     Poisson,
-    Quantiles,
     Segment,
     Workload,
 )
+from simtune.workload.length_fit import fit_lengths
 from simtune.workload.load import Agreement, dispersion, kolmogorov_distance, rates_over_time, shared_share
 from simtune.workload.requests import RequestStream, build_stream
-from simtune.workload.sampling import lengths_at
 from simtune.workload.session_fit import arrivals_without_times, fit_sessions
 
-TAIL = (0.98, 0.99, 0.999, 1.0)
-STEPS = (10, 20, 40, 80)
-CLOSE = 0.02
-"""Share of requests by which lengths may be off: the shortest description within it is chosen."""
 WINDOWS = (1.0, 10.0, 100.0)
 """Lengths of the windows over which burstiness is compared, in mean gaps."""
 GRAIN = 0.01
@@ -143,22 +136,6 @@ def _distance(arrival_s: Array, stream: RequestStream) -> float:
 def _windows_s(arrival_s: Array) -> list[float]:
     gap_s = float(arrival_s[-1] - arrival_s[0]) / (len(arrival_s) - 1)
     return [gaps * gap_s for gaps in WINDOWS]
-
-
-def fit_lengths(tokens: Ints) -> Lengths:
-    """Return a fixed length, a lognormal if it is close, else quantiles."""
-    if tokens.min() == tokens.max():
-        return FixedLength(tokens=int(tokens[0]))
-    sigma = max(float(np.log(tokens).std()), 1e-6)
-    lengths: Lengths = Lognormal(mean_tokens=float(tokens.mean()), sigma=sigma, max_tokens=int(tokens.max()))
-    evenly = (np.arange(len(tokens)) + 0.5) / len(tokens)
-    for steps in STEPS:
-        if kolmogorov_distance(tokens, lengths_at(lengths, evenly)) <= CLOSE:
-            break
-        levels = (*(i / steps for i in range(steps) if i / steps < TAIL[0]), *TAIL)
-        observed = np.quantile(tokens, levels, method="inverted_cdf")
-        lengths = Quantiles(levels=levels, tokens=tuple(observed.astype(float).tolist()))
-    return lengths
 
 
 def _agreements(trace: Trace, stream: RequestStream) -> tuple[Agreement, ...]:

@@ -29,6 +29,7 @@ from simtune.specs.workload import (
     SubAgents,
     Workload,
 )
+from simtune.workload.length_fit import fit_lengths
 from simtune.workload.load import Agreement, kolmogorov_distance, shared_share
 from simtune.workload.requests import RequestStream, build_stream
 from simtune.workload.sampling import spread_values
@@ -221,8 +222,6 @@ def _prefix(trace: Trace) -> SharedPrefix | None:
 
 
 def _lengths(tokens: Sequence[int]) -> DrawnLengths:
-    from simtune.workload.load_fit import fit_lengths
-
     lengths = fit_lengths(np.array(tokens, dtype=np.int64))
     assert lengths.kind != "trace"
     return lengths

@@ -20,8 +20,9 @@ from simtune.specs.workload import (
     Segment,
     Workload,
 )
+from simtune.workload.length_fit import CLOSE, fit_lengths
 from simtune.workload.load import dispersion, kolmogorov_distance, load_facts, rates_over_time, shared_share
-from simtune.workload.load_fit import CLOSE, fit_lengths, fit_workload
+from simtune.workload.load_fit import fit_workload
 from simtune.workload.requests import build_stream
 from simtune.workload.sampling import lengths_at
 

@@ -60,7 +60,7 @@ def session_log(
 ) -> SessionLog:
     """Return the rows of sessions, those that arrive first before all others."""
     timed = all(session.arrival is not None for session in sessions)
-    ordered = sorted(sessions, key=lambda session: session.arrival or 0.0) if timed else list(sessions)
+    ordered = sorted(sessions, key=_arrival) if timed else list(sessions)
     rows = [(number, session, turn) for number, session in enumerate(ordered) for turn in session.turns]
     values: dict[str, Any] = {
         "prompt": [turn.prompt for _, _, turn in rows],
@@ -69,21 +69,38 @@ def session_log(
     }
     if timed:
         values["arrival"] = [session.arrival for _, session, _ in rows]
-    if all(session.texts for session in ordered):
-        begin = np.cumsum([0, *(len(session.texts) for session in ordered)])
-        text_of = np.array([int(begin[number]) + turn.text for number, _, turn in rows])
-        texts = [text for session in ordered for text in session.texts]
-        values["hash_ids"] = TextBlocks(texts, text_of, np.array([turn.blocks for _, _, turn in rows]))
-    sizes = [len(session.turns) for session in ordered]
-    turns = TraceTurns(
-        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        tuple(turn.after for _, _, turn in rows),
-        np.array([turn.pause_s for _, _, turn in rows], dtype=np.float64),
-    )
-    lines = [turn.line for _, _, turn in rows]
-    if not timed:
+    else:
         names = {key: name for key, name in names.items() if key != "arrival"}
-    return SessionLog(names, values, lines, per_s, list(notes), turns, block_tokens)
+    if all(session.texts for session in ordered):
+        values["hash_ids"] = _text_blocks(ordered)
+    lines = [turn.line for _, _, turn in rows]
+    return SessionLog(names, values, lines, per_s, list(notes), _turns(ordered), block_tokens)
+
+
+def _arrival(session: RecordedSession) -> float:
+    return session.arrival or 0.0
+
+
+def _text_blocks(sessions: Sequence[RecordedSession]) -> TextBlocks:
+    """Return the blocks of the text of each turn of sessions."""
+    begin = np.cumsum([0, *(len(session.texts) for session in sessions)]).tolist()
+    turns = [(at, turn) for at, session in zip(begin, sessions, strict=False) for turn in session.turns]
+    return TextBlocks(
+        [text for session in sessions for text in session.texts],
+        np.array([at + turn.text for at, turn in turns]),
+        np.array([turn.blocks for _, turn in turns]),
+    )
+
+
+def _turns(sessions: Sequence[RecordedSession]) -> TraceTurns:
+    """Return what each turn of sessions waits for."""
+    turns = [turn for session in sessions for turn in session.turns]
+    sizes = [len(session.turns) for session in sessions]
+    return TraceTurns(
+        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        tuple(turn.after for turn in turns),
+        np.array([turn.pause_s for turn in turns], dtype=np.float64),
+    )
 
 
 def in_sessions(count: int, sessions: int) -> str:

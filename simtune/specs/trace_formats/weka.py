@@ -38,7 +38,7 @@ class Weka:
         self, objects: Sequence[Any], lines: Sequence[int], reading: LogReading, problems: Problems
     ) -> LogRequests:
         """Read all sessions. Sessions have no times of their own."""
-        state = _Reading(problems)
+        state = _SessionReading(problems)
         sessions = [state.session(row, line) for row, line in zip(objects, lines, strict=True)]
         count = sum(len(session.turns) for session in sessions)
         notes = [in_sessions(count, len(sessions)), *state.notes()]
@@ -56,7 +56,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _SessionReading:
     """State of the reading of one file."""
 
     problems: Problems
@@ -164,17 +164,22 @@ class _Reading:
             ended_s = max((x.end_s for x in waits_for), default=begin_s)
             self.without_end += any(x.end_s == x.begin_s for x in waits_for)
             pause_s = max(0.0, begin_s - ended_s)
-        ids = call.get("hash_ids", [])
-        if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x <= _LARGEST_ID for x in ids):
-            self.problems.stop(f"must be a list of whole numbers from 0 to {_LARGEST_ID}", line, "hash_ids")
+        ids = self._ids(call, line)
         for key in ("in", "out"):
             if key not in call:
                 self.problems.stop("is missing in a call", line, key)
         after = tuple(x.turn for x in waits_for)
         self.turns.append(RecordedTurn(line, call["in"], call["out"], after, pause_s))
-        self.ids.append(tuple(ids))
+        self.ids.append(ids)
         self.follows.append(-1 if before is None else before.turn)
         return _Call(len(self.turns) - 1, recorded_s, end_s)
+
+    def _ids(self, call: Mapping[str, Any], line: int) -> tuple[int, ...]:
+        """Return the ids of the blocks of a call's prompt."""
+        ids = call.get("hash_ids", [])
+        if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x <= _LARGEST_ID for x in ids):
+            self.problems.stop(f"must be a list of whole numbers from 0 to {_LARGEST_ID}", line, "hash_ids")
+        return tuple(ids)
 
     def _texts(self) -> list[tuple[int, ...]]:
         """Return the ids of each call's prompt, and of its answer if a later call of the agent goes on from it."""
