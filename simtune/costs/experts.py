@@ -84,6 +84,8 @@ class Experts:
         parallelism = pool.parallelism
         self._hidden, self._spec, self._profile = feed_forward.latent_size or model.hidden_size, feed_forward, profile
         self._dtype, self._weights = model.dtype, model.dtype_of("experts")
+        if pool.expert_activations == "mxfp8" and self._weights == "mxfp4":
+            self._weights = "mxfp4_mxfp8"
         self._kernel, self._most_flops_per_s = profile.predictor("moe", self._weights), pool.expert_flops_per_s
         self._groups, self._tp = parallelism.attention_dp, parallelism.tp
         self._whole = parallelism.expert_parallel

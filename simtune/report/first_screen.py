@@ -114,6 +114,8 @@ def _of_costs(run: Run) -> list[Warned]:
             f"{info.devices(run.summary)}. How far off each operator was on points held back from its fit is shown "
             "under cost model."
         )
+        if hardware.published_runs is not None:
+            text += f" On serving runs that others measured: {hardware.published_runs}."
         warned.append(Warned("Never validated on this hardware", text))
     return warned
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from simtune import __version__
 from simtune.costs import calibration
+from simtune.costs.accuracy_record import accuracy_record, base_name
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
 from simtune.report import figures, info
@@ -204,6 +205,10 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     if hardware.calibration is not None:
         rows.append(("corrected by an engine's own log", calibration.words(hardware.calibration)))
     rows += [("validated", str(note)) for note in hardware.validations or ()] or [("validated", "never")]
+    rows += [
+        ("published runs", f"{group}: {accuracy.words}")
+        for group, accuracy in accuracy_record().of_card(base_name(hardware.name))
+    ] or [("published runs", "none of this card")]
     return rows
 
 

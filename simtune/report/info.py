@@ -626,7 +626,7 @@ SOURCES_OF_TTFT = {
     "handover": "link",
     "first delivery": "decode steps",
 }
-"""Where the time of each part of the time to first token comes from."""
+"""Source of the time of each part of the time to first token."""
 
 
 def first_token(s: SimulationSummary) -> BreakdownInfo:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+from simtune.costs.accuracy_record import published_runs
 from simtune.costs.basis import KindBasis
 from simtune.costs.calibration import words
 from simtune.errors import Infeasible
@@ -307,6 +308,7 @@ def _hardware(deployment: Deployment, pool: DeployedPool) -> HardwareFacts:
         engine=hardware.engine,
         device=hardware.device.name,
         validated="; ".join(map(str, hardware.validations)) if hardware.validations else None,
+        published_runs=published_runs(hardware.name, pool.spec.engine, deployment.model),
         estimated=tuple(deployment.estimated),
         corrected=words(hardware.calibration) if hardware.calibration else None,
         operators=tuple(

@@ -53,6 +53,9 @@ class HardwareFacts(Record):
     estimated: Seq[str] = Field(description="operators without a table, estimated from the data sheet")
     corrected: str | None = Field(description="step times by an engine's own log: how, and by which")
     validated: str | None = Field(description="by what and how far off; null when never")
+    published_runs: str | None = Field(
+        None, description="how far off predictions of such deployments were on serving runs that others measured"
+    )
 
 
 class MemoryUse(Record):

@@ -339,6 +339,11 @@ class Pool(Part):
         description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
         "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",
     )
+    expert_activations: Literal["mxfp8"] | None = Field(
+        None,
+        description="format to which an engine quantises the inputs of experts in mxfp4; the activations' own unless "
+        "given",
+    )
     expert_flops_per_s: Positive | None = Field(
         None,
         description="highest rate of the kernels of routed experts on a device, if the engine is set to use others "

@@ -146,7 +146,7 @@ def session_prompts(
     for turn, (parent, reads) in enumerate(zip(layout.continues, layout.reads, strict=True)):
         if parent >= 0:
             prompts[turn] += prompts[parent] + answers[parent]
-        prompts[turn] += sum(answers[other] for other in reads)
+        prompts[turn] += sum(answers[node] for node in reads)
     prompt_tokens = np.array(prompts, dtype=np.int64)
     blocks = (prompt_tokens + output) // sessions.block_tokens
     texts = _texts(workload, sessions, layout, added, blocks, seed)

@@ -37,7 +37,7 @@ from simtune.workload.sampling import spread_values
 STEPS = (10, 20, 40)
 CLOSE = 0.02
 TAIL = (0.98, 0.99, 1.0)
-"""As in `simtune.workload.load_fit`: lengths and values are described as shortly as this closeness allows."""
+"""Lengths and values are described as shortly as this closeness allows, as in `simtune.workload.length_fit`."""
 FEWEST = 4
 """Sessions from which on half of them are held out."""
 _BLOCK = 16
@@ -115,12 +115,12 @@ def _add_session(facts: SessionFacts, trace: Trace, begin: int, end: int) -> Non
     facts.first.append(prompt[0])
     facts.output += [output[turn] for turn in thread]
     facts.pause_s += [pause_s[turn] for turn in thread[1:]]
-    own = set(thread)
+    of_thread = set(thread)
     begun = [0] * (end - begin)
     """Sub-agents that each turn starts."""
     agent_of: dict[int, list[int]] = {}
     for turn in range(end - begin):
-        if turn in own:
+        if turn in of_thread:
             continue
         before = max(after[turn], default=-1)
         if before in agent_of:
@@ -136,7 +136,7 @@ def _add_session(facts: SessionFacts, trace: Trace, begin: int, end: int) -> Non
     facts.agent_turns += [len(agent) for agent in agent_of.values()]
     facts.forks += [begun[turn] for turn in thread[:-1]]
     for before, turn in pairwise(thread):
-        read = sum(output[other] for other in after[turn] if other not in own)
+        read = sum(output[turn_read] for turn_read in after[turn] if turn_read not in of_thread)
         added = prompt[turn] - prompt[before] - output[before] - read
         facts.cut += added < 1
         facts.added.append(max(1, added))
@@ -151,8 +151,8 @@ def _thread(
     """Turns that are over before each turn is sent, as bits."""
     for waits_for in after:
         bits = 0
-        for other in waits_for:
-            bits |= before[other] | 1 << other
+        for turn_over in waits_for:
+            bits |= before[turn_over] | 1 << turn_over
         before.append(bits)
     follows = [sum(bits >> turn & 1 for bits in before) for turn in range(size)]
     thread = [0]
@@ -209,13 +209,13 @@ def _prefix(trace: Trace) -> SharedPrefix | None:
     assert trace.turns is not None
     if trace.hash_ids is None:
         return None
-    seen: set[int] = set()
+    names_before: set[int] = set()
     common = []
     for begin in trace.turns.first[:-1].tolist():
         row, shared = trace.hash_ids[begin], 0
-        while shared < len(row) and row[shared] in seen:
+        while shared < len(row) and row[shared] in names_before:
             shared += 1
-        seen.update(row)
+        names_before.update(row)
         common.append(shared * trace.block_tokens)
     tokens = int(np.median(common[1:])) if len(common) > 1 else 0
     return SharedPrefix(groups=1, tokens=tokens // _BLOCK * _BLOCK) if tokens >= _BLOCK else None
@@ -273,7 +273,7 @@ def _agreements(judged: Trace, stream: RequestStream, label: str) -> list[Agreem
         ("prompt tokens, mean", judged.prompt_tokens, stream.prompt_tokens),
         ("output tokens, mean", judged.output_tokens, stream.output_tokens),
     ]
-    rows += [_pair(f"{label}: {what}", (a, b), "mean") for what, a, b in of_turns]
+    rows += [_pair(f"{label}: {quantity}", (a, b), "mean") for quantity, a, b in of_turns]
     rows += [
         Agreement(f"{label}: {side} tokens, p99", *(float(np.quantile(x, 0.99)) for x in columns))
         for side, columns in (
@@ -287,7 +287,7 @@ def _agreements(judged: Trace, stream: RequestStream, label: str) -> list[Agreem
 
 
 def _pair(what: str, columns: Sequence[Array | Ints], number: str) -> Agreement:
-    recorded, drawn = columns
+    recorded, simulated = columns
     if number == "gap":
-        return Agreement(what, 0.0, kolmogorov_distance(recorded, drawn))
-    return Agreement(what, float(recorded.mean()), float(drawn.mean()))
+        return Agreement(what, 0.0, kolmogorov_distance(recorded, simulated))
+    return Agreement(what, float(recorded.mean()), float(simulated.mean()))

@@ -36,8 +36,8 @@ class SessionTurns(Families):
         after, pause, size = self.after[begin:end], self.pause[begin:end].tolist(), end - begin
         followers: list[list[int]] = [[] for _ in range(size)]
         for turn, before in enumerate(after):
-            for other in before:
-                followers[other].append(turn)
+            for turn_before in before:
+                followers[turn_before].append(turn)
         ones = [1] * size
         return FamilyShape(
             begin=range(size),
@@ -73,7 +73,7 @@ class SessionTurns(Families):
         longest = []
         for begin, end in zip(self.first[:-1].tolist(), self.first[1:].tolist(), strict=True):
             for turn in range(begin, end):
-                waited_s = max((over_s[begin + other] for other in self.after[turn]), default=0.0)
+                waited_s = max((over_s[begin + turn_before] for turn_before in self.after[turn]), default=0.0)
                 over_s[turn] += waited_s + pause_s[turn]
             longest.append(max(over_s[begin:end]))
         return np.array(longest)

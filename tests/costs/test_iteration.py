@@ -19,7 +19,7 @@ from simtune.costs.operators.attention import START_KEYS
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
-from simtune.specs.catalog import load_hardware
+from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.hardware import Hardware, Link, OperatorKind
 from simtune.specs.model import (
     Attention,
@@ -660,6 +660,21 @@ def test_other_kernels_of_experts_reach_no_more_than_they_are_said_to() -> None:
     rate = computed[1] / (2 * plain[1])  # twice as long with many tokens, and no longer with few
     slow = StepModel(m, hardware(), pool().model_copy(update={"expert_flops_per_s": rate})).routed(tokens)["moe"]
     assert slow == pytest.approx([plain[0], 2 * plain[1]])
+
+
+def test_experts_in_mxfp4_with_quantised_inputs_take_the_kernels_of_that_format() -> None:
+    card, tokens, experts = load_hardware("b200-trtllm"), np.array([1.0, 64.0, 4096.0]), load_model("gpt-oss-120b")
+    preset = load_engine("trtllm-1.4").settings(card.device, experts)
+    assert preset["expert_activations"] == "mxfp8"
+    assert "expert_activations" not in load_engine("trtllm-1.4").settings(load_hardware("h200-sxm").device, experts)
+    quantised = pool().model_copy(update={"expert_activations": "mxfp8"})
+    stated = experts.model_copy(update={"expert_dtype": "mxfp4_mxfp8"})
+    (as_preset, as_stated, plain) = (
+        StepModel(m, card, p).routed(tokens)["moe"]
+        for m, p in ((experts, quantised), (stated, pool()), (experts, pool()))
+    )
+    assert as_preset.tolist() == as_stated.tolist()
+    assert (as_preset < plain).all()
 
 
 def test_a_gated_layer_projects_its_gate_along_with_the_queries() -> None:

@@ -49,11 +49,11 @@ def read_sessions(rows: Sequence[Mapping[str, Any]], lines: Sequence[int], probl
     name = 0
     hashed = all("hash_ids" in row for row in rows)
     sessions = []
-    # Own names come after all that the file gives.
-    own = _PARTS * (1 + max((max(_ids(row), default=0) for row in rows), default=0)) if hashed else name
+    # Names of texts that no session shares come after all names of the file.
+    free_name = _PARTS * (1 + max((max(_ids(row), default=0) for row in rows), default=0)) if hashed else name
     for numbers in by_session.values():
-        session = _session([rows[i] for i in numbers], [lines[i] for i in numbers], problems, hashed, own)
-        own += session.turns[-1].blocks
+        session = _session([rows[i] for i in numbers], [lines[i] for i in numbers], problems, hashed, free_name)
+        free_name += session.turns[-1].blocks
         sessions.append(session)
     timed = [session.arrival is not None for session in sessions]
     if any(timed) and not all(timed):
@@ -70,7 +70,7 @@ def _ids(row: Mapping[str, Any]) -> list[int]:
 
 
 def _session(
-    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], problems: Problems, hashed: bool, own: int
+    rows: Sequence[Mapping[str, Any]], lines: Sequence[int], problems: Problems, hashed: bool, free_name: int
 ) -> RecordedSession:
     turns: list[RecordedTurn] = []
     before = 0
@@ -86,7 +86,7 @@ def _session(
         pause_s = 0.0 if number == 0 else _delay_s(row, line, problems)
         after = (number - 1,) if number else ()
         turns.append(RecordedTurn(line, prompt, output, after, pause_s, 0, before // SHARED_BLOCK_TOKENS))
-    return RecordedSession(turns, _timestamp(rows[0], lines[0], problems), [_text(rows[0], turns, hashed, own)])
+    return RecordedSession(turns, _timestamp(rows[0], lines[0], problems), [_text(rows[0], turns, hashed, free_name)])
 
 
 def _check_ids(row: Mapping[str, Any], line: int, problems: Problems) -> None:
@@ -122,9 +122,9 @@ def _milliseconds(value: Any, line: int, key: str, problems: Problems, most: flo
     return float(value)
 
 
-def _text(row: Mapping[str, Any], turns: Sequence[RecordedTurn], hashed: bool, own: int) -> tuple[range, ...]:
+def _text(row: Mapping[str, Any], turns: Sequence[RecordedTurn], hashed: bool, free_name: int) -> tuple[range, ...]:
     """Return the names of the blocks of a session: those of its first prompt as the file names them, cut finely, and
     others that no session shares, since an answer comes between."""
-    named = whole_tokens(row["input_length"]) // SHARED_BLOCK_TOKENS if hashed else 0
-    lead = leading((range(_PARTS * x, _PARTS * (x + 1)) for x in _ids(row)), named)
-    return (*lead, range(own, own + max(0, turns[-1].blocks - sum(map(len, lead)))))
+    num_named = whole_tokens(row["input_length"]) // SHARED_BLOCK_TOKENS if hashed else 0
+    lead = leading((range(_PARTS * x, _PARTS * (x + 1)) for x in _ids(row)), num_named)
+    return (*lead, range(free_name, free_name + max(0, turns[-1].blocks - sum(map(len, lead)))))

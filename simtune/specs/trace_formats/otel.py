@@ -69,21 +69,21 @@ class OtelSpans:
                 else:
                     calls.append(call)
         containing = _ancestors([call.parent for call in calls], parents)
-        kept = [call for call in calls if call.span not in containing]
-        if not kept:
+        leaf_calls = [call for call in calls if call.span not in containing]
+        if not leaf_calls:
             problems.stop(f"no span has counts of tokens ({_INPUT[0]} and {_OUTPUT[0]})", lines[0], "resourceSpans")
         by_session: dict[Any, list[_Span]] = {}
-        for call in sorted(kept, key=lambda call: (call.begin_ns, call.end_ns)):
+        for call in sorted(leaf_calls, key=lambda call: (call.begin_ns, call.end_ns)):
             by_session.setdefault(call.session, []).append(call)
-        own, sessions = 0, []
+        free_name, sessions = 0, []
         for of_session in by_session.values():
-            session, own = _session(of_session, own)
+            session, free_name = _session(of_session, free_name)
             sessions.append(session)
         notes = [
-            in_sessions(len(kept), len(sessions)),
+            in_sessions(len(leaf_calls), len(sessions)),
             "spans hold no texts: a prompt is taken to go on from the same agent's call before it, if it is as long",
             *left_out(num_other, "spans that are no calls to a model"),
-            *left_out(len(calls) - len(kept), "spans that contain counted calls"),
+            *left_out(len(calls) - len(leaf_calls), "spans that contain counted calls"),
         ]
         names = {"prompt": _INPUT[0], "output": _OUTPUT[0], "arrival": "startTimeUnixNano"}
         return session_log(sessions, names, block_tokens=SHARED_BLOCK_TOKENS, per_s=_NS, notes=notes)
@@ -149,8 +149,8 @@ def _ancestors(spans: Sequence[Any], parents: Mapping[Any, Any]) -> set[Any]:
     return visited
 
 
-def _session(calls: Sequence[_Span], own: int) -> tuple[RecordedSession, int]:
-    """Return a session of calls in order of their begin, with own names of blocks from `own` on, and the next name."""
+def _session(calls: Sequence[_Span], free_name: int) -> tuple[RecordedSession, int]:
+    """Return a session of calls by their begin, with names of blocks from `free_name` on, and the next name."""
     turns: list[RecordedTurn] = []
     texts: list[tuple[range, ...]] = []
     last_of_agent: dict[Any, int] = {}
@@ -163,12 +163,12 @@ def _session(calls: Sequence[_Span], own: int) -> tuple[RecordedSession, int]:
         if before in after and whole_tokens(call.prompt) >= whole_tokens(calls[before].prompt):
             lead = leading(texts[before], min(turns[before].blocks, whole_tokens(call.prompt) // SHARED_BLOCK_TOKENS))
         num_own = blocks - sum(map(len, lead))
-        texts.append((*lead, range(own, own + num_own)))
-        own += num_own
+        texts.append((*lead, range(free_name, free_name + num_own)))
+        free_name += num_own
         pause_s = (call.begin_ns - ended_ns) / _NS
         turns.append(RecordedTurn(call.line, call.prompt, call.output, after, pause_s, number, blocks))
         last_of_agent[call.parent] = number
-    return RecordedSession(turns, calls[0].begin_ns, texts), own
+    return RecordedSession(turns, calls[0].begin_ns, texts), free_name
 
 
 def _waits_for(calls: Sequence[_Span], number: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from simtune.specs.trace_turns import TraceTurns
 
 @dataclass(slots=True)
 class RecordedTurn:
-    """One request of a session. Lengths are as the file contains them, and are checked with those of all formats."""
+    """Request of a session. Lengths are as the file contains them, and are checked with those of all formats."""
 
     line: int
     prompt: Any

@@ -32,8 +32,8 @@ Floor = Literal["e2el", "makespan", "family", "family_active"]
 def least_e2el_s(bounds: PlanBounds) -> float:
     """Return a lower bound on the mean end-to-end latency of the answered requests, in seconds."""
     counted = slice(bounds.stream.warm_up, None)
-    alone_s, needed = (bounds.ttft_s + bounds.decode_s)[counted], bounds.needed[counted]
-    needed_s, abortable_s = alone_s[needed], alone_s[~needed]
+    alone_s, cannot_abort = (bounds.ttft_s + bounds.decode_s)[counted], bounds.needed[counted]
+    needed_s, abortable_s = alone_s[cannot_abort], alone_s[~cannot_abort]
     # Of requests that may be aborted any number may be answered, none sooner than the shortest.
     least = [float(needed_s.mean())] if len(needed_s) else []
     if len(abortable_s):

@@ -18,7 +18,7 @@ from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.workload.requests import RequestStream
 
 ROUNDS = 3
-"""Arrivals of each user after the warm-up: at least so many, so that users have come to run side by side."""
+"""Least arrivals of each user after the warm-up, by which users have come to run side by side."""
 
 
 class UserLoad(NamedTuple):
@@ -36,8 +36,8 @@ class UserLoad(NamedTuple):
 
     def of_users(self, users: int) -> RequestStream:
         """Return the requests of a number of users."""
-        needed = self.stream.warm_up_arrivals + ROUNDS * users
-        longer = self.stream if needed <= self.stream.arrivals else self.draws.stream(needed, self.draw)
+        arrivals = self.stream.warm_up_arrivals + ROUNDS * users
+        longer = self.stream if arrivals <= self.stream.arrivals else self.draws.stream(arrivals, self.draw)
         return replace(longer, users=users)
 
 

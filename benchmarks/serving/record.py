@@ -1,0 +1,154 @@
+"""Errors of predictions on measured serving runs, as `simtune show CARD` and reports state them.
+
+    python -m benchmarks.serving.record DATA [--jobs 2]
+
+Every run of `silicon_dev.csv.gz` and `silicon_dev2.csv.gz` is predicted with what a user has who knows the card, the
+engine, its release and the number formats: the plain preset of the release, without what launch files set besides
+(`benchmarks.serving.launches` has those) and without a rule that was chosen on runs. Loads are as in
+`benchmarks.serving.silicon`. Errors, not the measurements, are written to simtune/costs/accuracy.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import simtune
+from benchmarks.serving import silicon
+from benchmarks.serving.silicon import Run, error, longest, preset_of, workload_of
+from simtune.costs.accuracy_record import RECORD, AccuracyCell, AccuracyRecord, kind_of, number_format
+from simtune.errors import SimtuneError
+from simtune.specs.catalog import kernels_of, load_engine, load_hardware, load_model
+from simtune.specs.model import Model
+from simtune.specs.plan import Plan
+
+FILES = ("silicon_dev.csv.gz", "silicon_dev2.csv.gz")
+MODELS = silicon.MODELS | {
+    "MiniMaxAI/MiniMax-M2.5": "minimax-m2.5",
+    "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
+    "Qwen/Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
+    "nvidia/DeepSeek-R1-NVFP4": "deepseek-v3",
+    "nvidia/DeepSeek-V3.1-NVFP4": "deepseek-v3",
+}
+SPARE_TOKENS = 200
+"""Tokens by which a user sets the longest request above those of the load: that of the model would often not fit."""
+HARDWARE = silicon.HARDWARE | {"b300_sxm": "b300", "gb200": "gb200"}
+
+
+class PlainRun(Run):
+    """A measured run as a user would state it."""
+
+    @property
+    def model(self) -> str:
+        return MODELS[self.row["model"]]
+
+    @property
+    def hardware(self) -> str:
+        return HARDWARE[self.row["gpu"]]
+
+    @property
+    def served(self) -> Model:
+        """The model in the formats of the row; of the checkpoint if it states none, and those of gpt-oss."""
+        model = load_model(self.model)
+        if self.model == "gpt-oss-120b" or not self.row["gemm"]:
+            return model
+        if model.weight_dtype == "fp8_block" and self.row["gemm"] == "fp8":
+            return model
+        return model.model_copy(update={"weight_dtype": self.row["gemm"], "expert_dtype": self.row["moe"]})
+
+    @property
+    def plan(self) -> Plan:
+        """Its deployment under the plain preset."""
+        tp, groups = self.number("tp", 1), max(1, self.number("attention_dp", 1))
+        model = self.served
+        experts = kind_of(model) == "moe" and self.number("moe_ep", 1) > 1
+        preset = load_engine(preset_of(self)).settings(load_hardware(self.hardware).device, model)
+        pool = {
+            **preset,
+            "hardware": self.hardware,
+            "instances": 1,
+            "parallelism": {"tp": max(1, tp // groups), "attention_dp": groups, "expert_parallel": experts},
+            "engine": preset_of(self),
+            "max_model_len": longest(self) + SPARE_TOKENS,
+        }
+        return Plan.model_validate({"name": "run", "model": model.name, "pools": [pool]})
+
+    @property
+    def cell(self) -> tuple[str, ...]:
+        """Model, kind, card, engine, release and format."""
+        model = self.served
+        engine = self.row["engine"]
+        return self.model, kind_of(model), self.hardware, engine, preset_of(self), number_format(model)
+
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured means, less 1."""
+        hardware = load_hardware(kernels_of(self.hardware, preset_of(self)))
+        result = simtune.simulate(workload_of(self), plan=self.plan, model=self.served, hardware=hardware)
+        predicted = {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
+        return error(predicted, self.measured)
+
+
+def plain_runs(data: Path) -> Iterator[PlainRun]:
+    """Yield the runs of both tables."""
+    for name in FILES:
+        with gzip.open(data / "serving" / name, "rt") as file:
+            yield from map(PlainRun, csv.DictReader(file))
+
+
+def judged(run: PlainRun) -> tuple[tuple[str, ...], dict[str, float] | str]:
+    """Return the cell of a run and its errors, or the reason why it is refused."""
+    try:
+        return run.cell, run.errors()
+    except SimtuneError as problem:
+        return run.cell, f"{run.row['id']}: {problem}"
+
+
+def record_of(judgements: Iterator[tuple[tuple[str, ...], dict[str, float] | str]]) -> AccuracyRecord:
+    """Return the record of runs that were judged."""
+    tpot: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    ttft: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    refused: dict[tuple[str, ...], int] = defaultdict(int)
+    for number, (cell, errors) in enumerate(judgements, 1):
+        if isinstance(errors, str):
+            print(errors, file=sys.stderr)
+            refused[cell] += 1
+        else:
+            tpot[cell].append(round(errors["tpot"], 4))
+            ttft[cell].append(round(errors["ttft"], 4))
+        if number % 20 == 0:
+            print(f"{number} runs", file=sys.stderr, flush=True)
+    keys = ("model", "kind", "hardware", "engine", "preset", "format")
+    cells = tuple(
+        AccuracyCell.model_validate(
+            {**dict(zip(keys, cell, strict=True)), "tpot": sorted(tpot[cell]), "ttft": sorted(ttft[cell]),
+             "refused": refused[cell]}
+        )
+        for cell in sorted({*tpot, *refused})
+    )  # fmt: skip
+    return AccuracyRecord(schema_="simtune/accuracy-record@1", simtune=simtune.__version__, cells=cells)
+
+
+def main() -> None:
+    """Write the record, and print it by kind and by what was never fitted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    found: Any = list(plain_runs(options.data))
+    with ProcessPoolExecutor(options.jobs) as pool:
+        record = record_of(iter(pool.map(judged, found, chunksize=1)))
+    RECORD.write_text(json.dumps(record.to_data(), indent=1) + "\n", encoding="utf-8")
+    for kind in ("dense", "moe"):
+        print(kind, record.accuracy(kind=kind))
+
+
+if __name__ == "__main__":
+    main()

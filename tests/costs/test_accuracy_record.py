@@ -1,0 +1,61 @@
+"""The record of errors on published serving runs: complete, computed anew for one run, and in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving.record import judged, plain_runs
+from simtune.costs.accuracy_record import accuracy_record, base_name, kind_of, number_format, published_runs
+from simtune.report.hardware_page import facts
+from simtune.specs.catalog import load_hardware, load_model
+
+
+def test_every_published_run_is_in_the_record(data_dir: Path) -> None:
+    cells = accuracy_record().cells
+    assert all(len(cell.tpot) == len(cell.ttft) for cell in cells)
+    assert sum(len(cell.tpot) + cell.refused for cell in cells) == sum(1 for _ in plain_runs(data_dir))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_run_predicted_anew_is_off_as_recorded(number: int, data_dir: Path) -> None:
+    runs = [run for run in plain_runs(data_dir) if run.model == "llama-3.1-70b" and run.concurrency <= 16]
+    cell, errors = judged(runs[number])
+    (recorded,) = (
+        c for c in accuracy_record().cells if (c.model, c.kind, c.hardware, c.engine, c.preset, c.format) == cell
+    )
+    assert isinstance(errors, dict)
+    assert round(errors["tpot"], 4) in recorded.tpot
+    assert round(errors["ttft"], 4) in recorded.ttft
+
+
+def test_a_deployment_is_told_the_runs_nearest_to_it() -> None:
+    model = load_model("llama-3.1-70b").model_copy(update={"weight_dtype": "fp8"})
+    exact = published_runs("h200-sxm", "vllm-0.33", model)
+    assert exact.startswith("h200-sxm, vllm, dense models in fp8: ")
+    assert "none of this kind" not in exact
+    other_format = published_runs(
+        "h200-sxm-trtllm", "trtllm-1.4", model.model_copy(update={"weight_dtype": "awq_int4"})
+    )
+    assert "in awq_int4: none of this kind; h200-sxm, trtllm, dense models: " in other_format
+    other_card = published_runs("rtx-4090", "vllm-0.33", model)
+    assert "none of this kind; dense models: " in other_card
+    assert "none of this kind; h200-sxm, dense models: " in published_runs("h200-sxm", None, model)
+
+
+def test_formats_and_kinds_are_those_of_the_weights() -> None:
+    experts = load_model("gpt-oss-120b")
+    assert (kind_of(experts), number_format(experts)) == ("moe", "mxfp4")
+    assert (kind_of(load_model("llama-3.1-8b")), number_format(load_model("llama-3.1-8b"))) == ("dense", "bf16")
+    assert [base_name(name) for name in ("b200-sglang", "h100-sxm", "h100-sxm-trtllm")] == [
+        "b200",
+        "h100-sxm",
+        "h100-sxm",
+    ]
+
+
+def test_a_card_is_shown_with_its_runs() -> None:
+    shown = [text for name, text in facts(load_hardware("h200-sxm")) if name == "published runs"]
+    assert len(shown) == len(list(accuracy_record().of_card("h200-sxm"))) > 2
+    assert facts(load_hardware("l4"))[-1] == ("published runs", "none of this card")
