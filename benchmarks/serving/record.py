@@ -38,6 +38,8 @@ MODELS = silicon.MODELS | {
     "nvidia/DeepSeek-R1-NVFP4": "deepseek-v3",
     "nvidia/DeepSeek-V3.1-NVFP4": "deepseek-v3",
 }
+CHECKPOINTS = {"Qwen/Qwen3-235B-A22B-FP8": "fp8_block"}
+"""Formats of checkpoints that a row names, by their config.json, where its own column is coarser."""
 SPARE_TOKENS = 200
 """Tokens by which a user sets the longest request above those of the load: that of the model would often not fit."""
 HARDWARE = silicon.HARDWARE | {"b300_sxm": "b300", "gb200": "gb200"}
@@ -58,6 +60,8 @@ class PlainRun(Run):
     def served(self) -> Model:
         """The model in the formats of the row; of the checkpoint if it states none, and those of gpt-oss."""
         model = load_model(self.model)
+        if (stated := CHECKPOINTS.get(self.row["model"])) is not None:
+            return model.model_copy(update={"weight_dtype": stated})
         if self.model == "gpt-oss-120b" or not self.row["gemm"]:
             return model
         if model.weight_dtype == "fp8_block" and self.row["gemm"] == "fp8":
