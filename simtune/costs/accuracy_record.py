@@ -89,11 +89,11 @@ class AccuracyRecord(Record):
         if accuracy is not None:
             return f"{name}: {accuracy.words}"
         for wider in (("hardware", "engine", "kind"), ("hardware", "kind"), ("kind",)):
-            asked = {key: exact[key] for key in wider}
-            accuracy = None if None in asked.values() else self.accuracy(**asked)  # type: ignore[arg-type]
+            wider_group = {key: exact[key] for key in wider}
+            accuracy = None if None in wider_group.values() else self.accuracy(**wider_group)  # type: ignore[arg-type]
             if accuracy is not None:
-                wider_group = ", ".join(KIND_NAMES[kind] if key == "kind" else str(asked[key]) for key in wider)
-                return f"{name}: none of this kind; {wider_group}: {accuracy.words}"
+                words = ", ".join(KIND_NAMES[kind] if key == "kind" else str(wider_group[key]) for key in wider)
+                return f"{name}: none of this kind; {words}: {accuracy.words}"
         return f"{name}: none of this kind"
 
     def of_card(self, hardware: str) -> Iterator[tuple[str, Accuracy]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -285,8 +285,9 @@ class Sessions(Part):
 
     A turn is sent when the answer before it is over, `pause_s` later: the time in which a tool runs or a person reads.
     Arrivals are then those of sessions, and a closed loop has as many sessions at a time as users. With
-    `follow: arrivals` every arrival is a turn instead: `concurrent` conversations take turns in order of arrival,
-    whether the turn before is answered or not, and each is followed by a new one after its last turn.
+    `follow: arrivals`, which `concurrent` implies, every arrival is a turn instead: `concurrent` conversations take
+    turns in order of arrival, whether the turn before is answered or not, and each is followed by a new one after its last
+    turn.
     """
 
     follow: Literal["answers", "arrivals"] = Field("answers", description="what a turn follows")
@@ -300,6 +301,14 @@ class Sessions(Part):
     block_tokens: BlockSize = Field(
         16, description="tokens of a block, in which what turns share is counted; see shared_prefix"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _before_turns_waited(cls, data: Any) -> Any:
+        """Read `concurrent` without `follow` as it was before turns could follow answers."""
+        if isinstance(data, dict) and "concurrent" in data and "follow" not in data:
+            return {**data, "follow": "arrivals"}
+        return data
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:

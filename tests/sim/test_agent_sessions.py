@@ -22,7 +22,7 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.sim.plan_parts import OwnCosts
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
-from simtune.specs.workload import Slo, Workload
+from simtune.specs.workload import Sessions, Slo, Workload
 from simtune.validation.loads import loads
 from simtune.workload.requests import RequestStream, build_stream
 
@@ -317,7 +317,10 @@ def test_sessions_on_an_instance_that_fails_go_on() -> None:
 @pytest.mark.parametrize(
     ("sessions", "message"),
     [
-        ("{concurrent: 3, turns: 2}", "sessions.concurrent: turns follow answers, so arrivals are those of sessions"),
+        (
+            "{follow: answers, concurrent: 3, turns: 2}",
+            "sessions.concurrent: turns follow answers, so arrivals are those of sessions",
+        ),
         ("{follow: arrivals, turns: 2}", "sessions.follow: follow: arrivals needs the number of conversations"),
         (
             "{follow: arrivals, concurrent: 2, turns: 2, pause_s: 1}",
@@ -360,3 +363,8 @@ def test_a_run_lasts_as_many_lifetimes_as_sessions_follow_one_another() -> None:
     """Eleven sessions, one every 1,000 s, of 3 turns of 0.1 s and two pauses of 1 s."""
     result = deployed().simulate(drawn(workload({"turns": 3, "pause_s": 1.0}), 11))
     assert result.lifetimes == pytest.approx(10 * 1000 / 2.3)
+
+
+def test_conversations_of_files_without_follow_take_turns_in_order_of_arrival() -> None:
+    assert Sessions.model_validate({"concurrent": 3, "turns": 2}).follow == "arrivals"
+    assert Sessions.model_validate({"turns": 2}).follow == "answers"
