@@ -284,10 +284,10 @@ class Sessions(Part):
     """Conversations: each request is a turn of one, and its prompt begins with all prompts and answers before it.
 
     A turn is sent when the answer before it is over, `pause_s` later: the time in which a tool runs or a person reads.
-    Arrivals are then those of sessions, and a closed loop has as many sessions at a time as users. With
-    `follow: arrivals`, which `concurrent` implies, every arrival is a turn instead: `concurrent` conversations take
-    turns in order of arrival, whether the turn before is answered or not, and each is followed by a new one after its last
-    turn.
+    Arrivals are then those of sessions, and a closed loop has as many sessions at a time as users.
+
+    With `follow: arrivals`, which `concurrent` implies, every arrival is a turn instead. `concurrent` conversations
+    take turns in order of arrival, whether the turn before is answered or not; after its last turn a new one follows.
     """
 
     follow: Literal["answers", "arrivals"] = Field("answers", description="what a turn follows")
