@@ -58,7 +58,8 @@ class PlainRun(Run):
 
     @property
     def served(self) -> Model:
-        """The model in the formats of the row; of the checkpoint if it states none, and those of gpt-oss."""
+        """The model in the formats of the row; in those of its checkpoint for gpt-oss, `CHECKPOINTS` and rows
+        without formats."""
         model = load_model(self.model)
         if (stated := CHECKPOINTS.get(self.row["model"])) is not None:
             return model.model_copy(update={"weight_dtype": stated})

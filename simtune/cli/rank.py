@@ -19,7 +19,7 @@ from simtune.cli.options import (
     requests_option,
     workload_option,
 )
-from simtune.cli.output import number, print_json, print_table, progress
+from simtune.cli.output import number, print_json, print_table
 from simtune.cli.reproduce import claim_page, journal_option, own_gains_of, own_load
 
 if TYPE_CHECKING:
@@ -70,12 +70,7 @@ def rank(  # noqa: PLR0913 - one for each option
     load = own_load(model, hardware, workload, ttft, tpot)
     assert load is not None, "all three options are required"
     load, entries = replace(load, most_requests=requests), select(())
-    gains: list[OwnGain] = []
-    with progress("systems", quiet) as update:
-        for gain in own_gains_of(entries, load, jobs, journal):
-            gains.append(gain)
-            update(len(gains), len(entries), gain.title)
-    document = OwnGains.of(ranked(gains), load)
+    document = OwnGains.of(ranked(own_gains_of(entries, load, jobs, journal, quiet)), load)
     if html is not None:
         from simtune.report.own_gains_page import render_ranking
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -141,11 +141,7 @@ def _on_own(
     from simtune.runs.files import write_file
     from simtune.validation.published import OwnGains
 
-    gains: tuple[OwnGain, ...] = ()
-    with progress("systems", quiet) as update:
-        for gain in own_gains_of(entries, own, jobs, journal):
-            gains += (gain,)
-            update(len(gains), len(entries), gain.title)
+    gains = own_gains_of(entries, own, jobs, journal, quiet)
     document = OwnGains.of(gains, own)
     if html is not None:
         from simtune.report.own_gains_page import render_systems
@@ -159,7 +155,7 @@ def _on_own(
     return 0
 
 
-def _print_gains(gains: tuple[OwnGain, ...], own: OwnLoad) -> None:
+def _print_gains(gains: Sequence[OwnGain], own: OwnLoad) -> None:
     from simtune.validation.published import interval_in_words
 
     rows = [
@@ -201,8 +197,10 @@ def _run(entries: list[Entry], hardware: str | None, jobs: int | None, journal: 
     return _journaled(entries, work, Finding, question, journal)
 
 
-def own_gains_of(entries: list[Entry], own: OwnLoad, jobs: int | None, journal: Path | None) -> Iterator[OwnGain]:
-    """Yield gains on the user's load as they are made; those of a family are read from the journal if it has them."""
+def own_gains_of(
+    entries: list[Entry], own: OwnLoad, jobs: int | None, journal: Path | None, quiet: bool
+) -> list[OwnGain]:
+    """Return gains on the user's load, with progress; those of a family are read from the journal if it has them."""
     from simtune.specs.catalog import load_hardware, load_model
     from simtune.validation.published import OwnGain, own_gains
 
@@ -212,7 +210,12 @@ def own_gains_of(entries: list[Entry], own: OwnLoad, jobs: int | None, journal: 
         specs = [load_model(own.model), load_hardware(own.hardware), own.workload]
         limits = [own.ttft_s, own.tpot_s, own.requests, own.detailed, trace]
         question = [*(spec.to_data() for spec in specs), *limits]
-    return _journaled(entries, partial(own_gains, own=own, jobs=jobs), OwnGain, question, journal)
+    gains: list[OwnGain] = []
+    with progress("systems", quiet) as update:
+        for gain in _journaled(entries, partial(own_gains, own=own, jobs=jobs), OwnGain, question, journal):
+            gains.append(gain)
+            update(len(gains), len(entries), gain.title)
+    return gains
 
 
 def _journaled(

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from simtune.errors import plural
 from simtune.specs.base import Record, Seq
 from simtune.specs.catalog import engine_family
 from simtune.specs.model import Model, MoeFeedForward
@@ -55,7 +56,7 @@ class Accuracy:
     def words(self) -> str:
         """The accuracy as it is printed: `24 runs: TPOT 5.1/14 %, TTFT 20/55 % (median/p90)`."""
         of_tpot, of_ttft = (f"{100 * median:.3g}/{100 * p90:.3g} %" for median, p90 in (self.tpot, self.ttft))
-        return f"{self.runs} runs of {', '.join(self.models)}: TPOT {of_tpot}, TTFT {of_ttft} (median/p90)"
+        return f"{plural(self.runs, 'run')} of {', '.join(self.models)}: TPOT {of_tpot}, TTFT {of_ttft} (median/p90)"
 
 
 class AccuracyRecord(Record):
