@@ -72,7 +72,7 @@ class PlainRun(Run):
     @property
     def plan(self) -> Plan:
         """Its deployment under the plain preset."""
-        tp, groups = self.number("tp", 1), max(1, self.number("attention_dp", 1))
+        tp, groups = self.ranks
         model = self.served
         experts = kind_of(model) == "moe" and self.number("moe_ep", 1) > 1
         preset = load_engine(preset_of(self)).settings(load_hardware(self.hardware).device, model)
@@ -80,7 +80,7 @@ class PlainRun(Run):
             **preset,
             "hardware": self.hardware,
             "instances": 1,
-            "parallelism": {"tp": max(1, tp // groups), "attention_dp": groups, "expert_parallel": experts},
+            "parallelism": {"tp": tp, "attention_dp": groups, "expert_parallel": experts},
             "engine": preset_of(self),
             "max_model_len": longest(self) + SPARE_TOKENS,
         }

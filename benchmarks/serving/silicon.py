@@ -76,6 +76,24 @@ class Run:
         return int(float(value)) if value else default
 
     @property
+    def ranks(self) -> tuple[int, int]:
+        """GPUs that divide the attention of a layer, and groups of them with data-parallel attention.
+
+        Some rows multiply sizes where experts are spread. How to read them is told by their ids (`tp4_ep4`), and by the
+        launch files of the day (SemiAnalysisAI/InferenceX, benchmarks/ and .github/configs/nvidia-master.yaml): vLLM's
+        of MiniMax have `--tensor-parallel-size T --enable-expert-parallel` and no data parallelism, where the table has
+        tp T, attention_dp T and moe_ep T x T; TensorRT-LLM's have tp T, ep T and attention_dp on, where it has
+        attention_dp T x T and moe_tp = moe_ep = T. All run in one node of 8 GPUs.
+        """
+        tp, groups = self.number("tp", 1), max(1, self.number("attention_dp", 1))
+        experts = self.number("moe_ep", 1)
+        if groups > 1 and tp == groups and experts == tp * groups:
+            return tp, 1
+        if experts > 1 and groups == experts * experts:
+            return 1, experts
+        return max(1, tp // groups), groups
+
+    @property
     def sweep(self) -> bool:
         """Whether the row is of the public sweep."""
         return self.row["origin"] == "public sweep"
@@ -187,9 +205,9 @@ def longest(run: Run) -> int:
 
 def plan_of(run: Run, model: Model) -> Plan:
     """The deployment of a row under the settings of its engine."""
-    tp, groups = run.number("tp", 1), max(1, run.number("attention_dp", 1))
+    tp, groups = run.ranks
     experts = not run.dense and run.number("moe_ep", 1) > 1
-    parallelism = {"tp": max(1, tp // groups), "attention_dp": groups, "expert_parallel": experts}
+    parallelism = {"tp": tp, "attention_dp": groups, "expert_parallel": experts}
     pool = {
         "hardware": run.hardware,
         "instances": 1,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.record import judged, plain_runs
+from benchmarks.serving.record import PlainRun, judged, plain_runs
 from simtune.costs.accuracy_record import accuracy_record, base_name, kind_of, number_format, published_runs
 from simtune.report.hardware_page import facts
 from simtune.specs.catalog import load_hardware, load_model
@@ -16,6 +16,27 @@ def test_every_published_run_is_in_the_record(data_dir: Path) -> None:
     cells = accuracy_record().cells
     assert all(len(cell.tpot) == len(cell.ttft) for cell in cells)
     assert sum(len(cell.tpot) + cell.refused for cell in cells) == sum(1 for _ in plain_runs(data_dir))
+
+
+@pytest.mark.parametrize(
+    ("row", "ranks"),
+    [
+        # What ids state, where they state it: tp4_ep4 of vLLM, tp2_ep2 with data-parallel attention of TensorRT-LLM.
+        ({"tp": "4", "attention_dp": "4", "moe_ep": "16"}, (4, 1)),
+        ({"tp": "1", "attention_dp": "4", "moe_ep": "2"}, (1, 2)),
+        ({"tp": "1", "attention_dp": "64", "moe_ep": "8"}, (1, 8)),
+        ({"tp": "1", "attention_dp": "8", "moe_ep": "8"}, (1, 8)),
+        ({"tp": "1", "attention_dp": "4", "moe_ep": "1"}, (1, 4)),
+        ({"tp": "4", "attention_dp": "1", "moe_ep": "4"}, (4, 1)),
+        ({"tp": "8", "attention_dp": "", "moe_ep": "1"}, (8, 1)),
+    ],
+)
+def test_sizes_are_read_as_launch_files_set_them(row: dict[str, str], ranks: tuple[int, int]) -> None:
+    assert PlainRun(row).ranks == ranks
+
+
+def test_no_run_takes_more_than_a_node(data_dir: Path) -> None:
+    assert all(tp * groups <= 8 for tp, groups in (run.ranks for run in plain_runs(data_dir)))
 
 
 @pytest.mark.parametrize("number", [0, 1])
