@@ -31,6 +31,7 @@ from simtune.specs.catalog import (
     load,
     load_acceptance,
     load_engine,
+    load_launch,
     load_model,
     load_plan,
     load_study,
@@ -38,6 +39,7 @@ from simtune.specs.catalog import (
 )
 from simtune.specs.columns import replay, trace_of
 from simtune.specs.hardware import Hardware
+from simtune.specs.launch import LaunchFacts, LoadShape
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
@@ -69,6 +71,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     model: str | Path | Model | None = None,
     hardware: str | Path | Hardware | None = None,
     engine: str | Path | None = None,
+    like: str | Path | LaunchFacts | None = None,
     costs: plan_parts.Costs | str | Path | None = None,
     rate_rps: float | None = None,
     requests: int | None = None,
@@ -79,7 +82,8 @@ def simulate(  # noqa: PLR0913 - one for each option
     Workload, plan, model and hardware are given by name or path or as objects, the requests also as columns: a mapping
     with arrival_s, prompt_tokens and output_tokens. Without a plan: one instance of `model` on the fewest GPUs that
     fit, with the settings of `engine`, a preset, or vLLM's batching. With a plan, `model` and `hardware` replace the
-    plan's own.
+    plan's own. `like` are facts of a published launch file (`simtune list launches`): what it sets takes the place of
+    the engine's defaults, and its model, card and engine are meant where none is named.
 
     `costs` are used in place of those that follow from the hardware: an object with the methods of
     `simtune.costs.protocol.StepCosts`, a function `seconds(num_decodes, context_tokens, chunks)`, or a file with a
@@ -89,7 +93,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     `rate_rps` (as the exact mean rate of the requests) and `requests` replace the workload's own. Raises SpecError,
     UsageError or Infeasible, each with the remedy.
     """
-    specs = load_specs(model, hardware, workload, plan, engine=engine)
+    specs = load_specs(model, hardware, workload, plan, engine=engine, like=like)
     return set_up(specs, costs=costs, rate_rps=rate_rps, requests=requests, seed=seed).run()
 
 
@@ -131,22 +135,32 @@ def load_specs(
     plan: str | Path | Plan | None = None,
     settings: Mapping[str, Sequence[str]] | None = None,
     engine: str | Path | None = None,
+    like: str | Path | LaunchFacts | None = None,
 ) -> Specs:
     """Load specs that are given by name or path. `settings` override fields, by kind of spec.
 
-    A plan may be tried with another model, or with all its pools on other hardware, than it was made for.
+    A plan may be tried with another model, or with all its pools on other hardware, than it was made for. What `like`
+    sets for the load takes the place of defaults of the engine.
     """
     by_spec = settings or {}
     model, hardware, plan, engine = _named(model), _named(hardware), _named(plan), _named(engine)
     if engine is not None and plan is not None:
         raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
+    requests, trace = _load_requests(workload, by_spec.get("workload", ()))
+    launch = _launch(like)
+    over = None if launch is None else partial(launch.over, load=LoadShape.of(requests, trace))
     if isinstance(plan, str):
-        plan = _tables_beside(load_plan(plan, by_spec.get("plan", ()), plan_parts.problems), Path(plan).parent)
-    if model is None and plan is not None:
-        model = plan.model
+        read = load_plan(plan, by_spec.get("plan", ()), plan_parts.problems, over)
+        _check_filled(read, launch)
+        plan = _tables_beside(read, Path(plan).parent)
+    elif plan is not None and launch is not None:
+        raise UsageError("launch facts are beside a plan that has all its settings; give the plan by its file")
+    if plan is not None:
+        model = plan.model if model is None else model
+    elif launch is not None:
+        model, hardware, engine = model or launch.model, hardware or launch.hardware, engine or launch.engine
     if model is None:
         raise UsageError("name a model and a hardware profile, or a plan that does")
-    requests, trace = _load_requests(workload, by_spec.get("workload", ()))
     return Specs(
         model if isinstance(model, Model) else load_model(model, by_spec.get("model", ())),
         _load_profiles(hardware, plan, engine, by_spec.get("hardware", ())),
@@ -154,8 +168,23 @@ def load_specs(
         trace,
         plan,
         by_spec.get("plan", ()),
-        None if engine is None else load_engine(engine),
+        None if engine is None else load_engine(engine) if over is None else over(load_engine(engine)),
     )
+
+
+def _launch(like: str | Path | LaunchFacts | None) -> LaunchFacts | None:
+    """Return launch facts, given by name or path or as an object."""
+    like = _named(like)
+    return load_launch(like) if isinstance(like, str) else like
+
+
+def _check_filled(plan: Plan, launch: LaunchFacts | None) -> None:
+    """Raise UsageError for launch facts beside a plan none of whose pools leaves anything to an engine."""
+    if launch is not None and not any(pool.engine not in (None, NO_ENGINE) for pool in plan.pools):
+        raise UsageError(
+            f"--like {launch.name}: no pool of plan {plan.name} names an engine whose defaults it could take the place "
+            f"of; write engine: {launch.engine} in its pools"
+        )
 
 
 def _tables_beside(plan: Plan, folder: Path) -> Plan:
@@ -342,16 +371,18 @@ def optimize(
     workload: Load | None = None,
     jobs: Jobs = None,
     settings: Sequence[str] = (),
+    like: str | Path | LaunchFacts | None = None,
 ) -> Tuned:
     """Search the best plan for a study, given by its file or as an object; see
     `simtune.tuner.search.best_first.optimize`.
 
     `model`, `hardware` and `workload` take the place of those that the study names. `settings` override fields of a
-    file.
+    file. `like` are facts of a published launch file: what it sets takes the place of the engine's defaults.
     """
     from simtune.tuner.search.front import answer
 
-    return answer(load_question(study, settings, model=model, hardware=hardware, workload=workload), jobs=jobs)
+    question = load_question(study, settings, model=model, hardware=hardware, workload=workload, like=like)
+    return answer(question, jobs=jobs)
 
 
 def load_question(
@@ -361,8 +392,13 @@ def load_question(
     model: str | Path | Model | None = None,
     hardware: str | Path | Hardware | None = None,
     workload: Load | None = None,
+    like: str | Path | LaunchFacts | None = None,
 ) -> Question:
-    """A study with everything it names. Names in its file that are paths are relative to its folder."""
+    """A study with everything it names. Names in its file that are paths are relative to its folder.
+
+    Without an engine of its own the study is of that of `like`. Raises UsageError for launch facts beside several
+    engines.
+    """
     from simtune.tuner.question import Question
 
     study, model, hardware = _named(study), _named(model), _named(hardware)
@@ -376,6 +412,9 @@ def load_question(
     requests, trace = _load_requests(beside(folder, study.workload) if workload is None else workload)
     target = beside(folder, study.model) if model is None else model
     target = load_model(target) if isinstance(target, str) else target
+    launch = _launch(like)
+    if launch is not None:
+        study = _launched(study, launch)
     engine_as_stated = None if study.single_engine is None else _engine_here(study.single_engine, folder)
     study = _engines_from_here(study, folder)
     engine = study.single_engine
@@ -392,8 +431,19 @@ def load_question(
     drafts = tuple(load_draft(choice, target, folder) for choice in study.drafters)
     fixed = _drafting_by_pool(study.fixed, f"study {study.name}", partial(beside, folder))
     preset, own_kernels = _preset(engine_as_stated), _fixed_hardware(study, hardware, folder)
+    if launch is not None and preset is not None:
+        preset = launch.over(preset, LoadShape.of(requests, trace))
     engines = _variant_engines(study, hardware, folder)
     return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, own_kernels)
+
+
+def _launched(study: Study, launch: LaunchFacts) -> Study:
+    """Return the study with the engine of launch facts, if it names none."""
+    if study.engine is None:
+        return study.model_copy(update={"engine": launch.engine})
+    if study.single_engine in (None, NO_ENGINE) or any(variant.engine for variant in study.variants):
+        raise UsageError(f"--like {launch.name} is of one engine; study {study.name} names several, or none")
+    return study
 
 
 def _engine_here(engine: str, folder: Path) -> str:

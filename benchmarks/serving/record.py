@@ -1,11 +1,12 @@
 """Errors of predictions on measured serving runs, as `simtune show CARD` and reports state them.
 
-    python -m benchmarks.serving.record DATA [--jobs 2]
+    python -m benchmarks.serving.record DATA [--jobs 2] [--like]
 
 Every run of `silicon_dev.csv.gz` and `silicon_dev2.csv.gz` is predicted with what a user has who knows the card, the
 engine, its release and the number formats: the plain preset of the release, without what launch files set besides
 (`benchmarks.serving.launches` has those) and without a rule that was chosen on runs. Loads are as in
-`benchmarks.serving.silicon`. Errors, not the measurements, are written to simtune/costs/accuracy.json.
+`benchmarks.serving.silicon`. `--like` shows what the facts of published launch files (`simtune list launches`) change,
+of the run's own card and of another one. Errors, not the measurements, are written to simtune/costs/accuracy.json.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import simtune
 from benchmarks.serving import silicon
 from benchmarks.serving.silicon import Run, error, longest, preset_of, workload_of
 from simtune.costs.accuracy_record import RECORD, AccuracyCell, AccuracyRecord, kind_of, number_format
 from simtune.errors import SimtuneError
-from simtune.specs.catalog import kernels_of, load_engine, load_hardware, load_model
+from simtune.specs.catalog import kernels_of, load_engine, load_hardware, load_launch, load_model, names
+from simtune.specs.launch import LaunchFacts, LoadShape
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.preset import EnginePreset
 
 FILES = ("silicon_dev.csv.gz", "silicon_dev2.csv.gz")
 MODELS = silicon.MODELS | {
@@ -70,19 +73,24 @@ class PlainRun(Run):
         return model.model_copy(update={"weight_dtype": self.row["gemm"], "expert_dtype": self.row["moe"]})
 
     @property
+    def preset(self) -> EnginePreset:
+        """Settings of its engine: those of the release."""
+        return load_engine(preset_of(self))
+
+    @property
     def plan(self) -> Plan:
-        """Its deployment under the plain preset."""
+        """Its deployment under its engine's settings."""
         tp, groups = self.ranks
         model = self.served
         experts = kind_of(model) == "moe" and self.number("moe_ep", 1) > 1
-        preset = load_engine(preset_of(self)).settings(load_hardware(self.hardware).device, model)
+        settings = self.preset.settings(load_hardware(self.hardware).device, model)
         pool = {
-            **preset,
+            "max_model_len": longest(self) + SPARE_TOKENS,
+            **settings,
             "hardware": self.hardware,
             "instances": 1,
             "parallelism": {"tp": tp, "attention_dp": groups, "expert_parallel": experts},
             "engine": preset_of(self),
-            "max_model_len": longest(self) + SPARE_TOKENS,
         }
         return Plan.model_validate({"name": "run", "model": model.name, "pools": [pool]})
 
@@ -99,6 +107,38 @@ class PlainRun(Run):
         result = simtune.simulate(workload_of(self), plan=self.plan, model=self.served, hardware=hardware)
         predicted = {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
         return error(predicted, self.measured)
+
+
+class LikeRun(PlainRun):
+    """A measured run with the launch facts of a published deployment of its model, engine and format: that of its card
+    or, with `other_card`, of another one.
+    """
+
+    other_card: ClassVar[bool] = False
+
+    @property
+    def launch(self) -> LaunchFacts | None:
+        """The launch facts; None where nothing was published, and for runs of no public sweep."""
+        family, weights = self.row["engine"], number_format(self.served)
+        fitting = (
+            launch
+            for launch in map(load_launch, names("launch"))
+            if launch.model == self.model and launch.engine.startswith(family) and launch.weights == weights
+        )
+        of_card = [launch for launch in fitting if (launch.hardware == self.hardware) != self.other_card]
+        return of_card[0] if of_card and self.sweep else None
+
+    @property
+    def preset(self) -> EnginePreset:
+        """Settings of its engine: those of the launch file, and of the release where it sets nothing."""
+        assert self.launch is not None
+        return self.launch.over(super().preset, LoadShape.of(workload_of(self), None))
+
+
+class OtherCardRun(LikeRun):
+    """A measured run with the launch facts of a deployment on another card than its own."""
+
+    other_card = True
 
 
 def plain_runs(data: Path) -> Iterator[PlainRun]:
@@ -141,12 +181,35 @@ def record_of(judgements: Iterator[tuple[tuple[str, ...], dict[str, float] | str
     return AccuracyRecord(schema_="simtune/accuracy-record@1", simtune=simtune.__version__, cells=cells)
 
 
+def print_launched(data: Path, jobs: int) -> None:
+    """Print errors of the runs for which a launch file of their model, card, engine and format is known: plain, with
+    the facts of it, and with those of another card.
+    """
+    runs = [run for run in (LikeRun(run.row) for run in plain_runs(data)) if run.launch is not None]
+    with ProcessPoolExecutor(jobs) as pool:
+        for title, kind_of_run in (("plain", PlainRun), ("like", LikeRun), ("like, of another card", OtherCardRun)):
+            predicted = [kind_of_run(run.row) for run in runs]
+            chosen = [run for run in predicted if not isinstance(run, LikeRun) or run.launch is not None]
+            record = record_of(iter(pool.map(judged, chosen, chunksize=1)))
+            for cell in record.cells:
+                same = record.accuracy(model=cell.model, hardware=cell.hardware, engine=cell.engine, format=cell.format)
+                assert same is not None
+                print(f"{title}: {cell.hardware}, {cell.preset}, {cell.format}: {same.words}")
+            for kind in ("dense", "moe"):
+                if (group := record.accuracy(kind=kind)) is not None:
+                    print(f"{title}: {kind}: {group.words}, {group.refused} refused", flush=True)
+
+
 def main() -> None:
-    """Write the record, and print it by kind and by what was never fitted."""
+    """Write the record, and print it by kind; with --like print what launch facts change instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--like", action="store_true", help="with launch facts, beside plain presets; writes nothing")
     options = parser.parse_args()
+    if options.like:
+        print_launched(options.data, options.jobs)
+        return
     found: Any = list(plain_runs(options.data))
     with ProcessPoolExecutor(options.jobs) as pool:
         record = record_of(iter(pool.map(judged, found, chunksize=1)))

@@ -9,7 +9,7 @@ import click
 from simtune.cli.options import json_option
 from simtune.cli.output import print_json, print_table
 
-SPECS = ("model", "hardware", "workload", "acceptance", "engine")
+SPECS = ("model", "hardware", "workload", "acceptance", "engine", "launch")
 PARTS = ("policy", "router", "emitter")
 
 
@@ -18,16 +18,23 @@ class KindOf(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The singular."""
-        plurals = {kind.removesuffix("y") + "ies" if kind.endswith("y") else kind + "s": kind for kind in self.choices}
+        plurals = {_plural(kind): kind for kind in self.choices}
         return super().convert(plurals.get(value, value), param, ctx)
+
+
+def _plural(kind: str) -> str:
+    if kind.endswith("y"):
+        return kind.removesuffix("y") + "ies"
+    return kind + ("es" if kind.endswith("ch") else "s")
 
 
 @click.command("list")
 @click.argument("kind", required=False, type=KindOf([*SPECS, *PARTS]))
 @json_option
 def list_(kind: str | None, as_json: bool) -> None:
-    """List models, hardware profiles, workloads, acceptance, engine presets, policies, routers and the engines that can
-    be written for (emitters), by name; all, or of one KIND (models or model). `list models` says how large each is."""
+    """List models, hardware profiles, workloads, acceptance, engine presets, launch facts, policies, routers and the
+    engines that can be written for (emitters), by name; all, or of one KIND (models or model). `list models` says how
+    large each is."""
     from simtune.emit import ENGINE
     from simtune.sim.plan_parts import POLICY, ROUTER
     from simtune.specs import catalog

@@ -18,6 +18,7 @@ from simtune.cli.options import (
     force_option,
     jobs_option,
     json_option,
+    like_option,
     out_option,
     quiet_option,
     seed_option,
@@ -28,6 +29,7 @@ from simtune.cli.output import (
     note_basis,
     note_cut,
     note_estimates,
+    note_launch,
     number,
     plan_cells,
     print_basis,
@@ -124,6 +126,7 @@ def _nearest(error: Infeasible) -> dict[str, Any] | None:
     metavar="TIME",
     help="Time of the search, e.g. 60s or 10m; the best plan by then is confirmed and certified, its gap stated.",
 )
+@like_option
 @click.option("--dry-run", is_flag=True, help="Only print the number of candidates.")
 @seed_option
 @set_option
@@ -141,6 +144,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     robust: float | None,
     resume: bool,
     budget: float | None,
+    like: str | None,
     dry_run: bool,
     seed: int | None,
     settings: tuple[str, ...],
@@ -157,7 +161,8 @@ def optimize(  # noqa: PLR0913 - one for each option
 
     if seed is not None:
         settings = (*settings, f"seed={seed}")
-    question = load_question(study_file, settings)
+    question = load_question(study_file, settings, like=like)
+    note_launch(like, question.workload, question.trace)
     # Drafts that no engine setting can express are refused now: writing the plan would refuse them after the search.
     _check_drafts(question)
     _check_worlds(question, worlds, robust)

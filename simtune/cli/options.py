@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from simtune.cli.names import HARDWARE, MODEL, WORKLOAD
+from simtune.cli.names import HARDWARE, LAUNCH, MODEL, WORKLOAD
 from simtune.cli.numbers import JOBS, REQUESTS, SEED
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +40,11 @@ workload_option = SharedOption(
     "--workload", type=WORKLOAD, help="Name, spec, trace, or a log of a load generator or gateway."
 )
 plan_option = SharedOption("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
+like_option = SharedOption(
+    "--like",
+    type=LAUNCH,
+    help="Name or file of a published launch file's facts, in place of the engine's defaults: `simtune list launches`.",
+)
 requests_option = SharedOption(
     "--requests", type=REQUESTS, help="Requests to simulate, instead of the workload's own number."
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +171,32 @@ def note_estimates(deployment: Deployment) -> None:
     estimated = [key for key in deployment.estimated if not key.startswith(("sampling", "elementwise.norm"))]
     if estimated:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)
+
+
+def note_launch(like: str | None, workload: Workload, trace: Trace | None) -> None:
+    """On stderr, what the launch facts of --like set for a load, and what they could not."""
+    if like is None:
+        return
+    from simtune.specs.catalog import load_launch
+    from simtune.specs.launch import LoadShape
+
+    launch = load_launch(like)
+    settings, unknown = launch.settings(LoadShape.of(workload, trace))
+    click.echo(f"note: like {launch.name} ({launch.model} on {launch.hardware}): {_in_words(settings)}", err=True)
+    if unknown:
+        click.echo(
+            f"note: the load has no number of users (arrivals: closed_loop), so these are the engine's own: "
+            f"{'; '.join(unknown)}",
+            err=True,
+        )
+
+
+def _in_words(settings: Mapping[str, Any], above: str = "") -> str:
+    """`batching.max_num_seqs 64, stream_interval 20`."""
+    return ", ".join(
+        _in_words(value, f"{above}{key}.") if isinstance(value, Mapping) else f"{above}{key} {value}"
+        for key, value in settings.items()
+    )
 
 
 def note_idle(deployment: Deployment) -> None:

@@ -6,7 +6,7 @@ import click
 
 from simtune.cli.output import print_json
 
-SPECS = ("model", "hardware", "device", "workload", "acceptance", "engine", "plan", "study", "systems")
+SPECS = ("model", "hardware", "device", "workload", "acceptance", "engine", "launch", "plan", "study", "systems")
 WRITTEN = ("summary", "candidates", "requests", "manifest", "certificate", "front")
 
 

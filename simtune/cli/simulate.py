@@ -18,6 +18,7 @@ from simtune.cli.options import (
     hardware_option,
     jobs_option,
     json_option,
+    like_option,
     model_option,
     out_option,
     plan_option,
@@ -33,6 +34,7 @@ from simtune.cli.output import (
     note_cut,
     note_estimates,
     note_idle,
+    note_launch,
     number,
     print_basis,
     print_json,
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     default=None,
     help="Preset whose settings apply without a plan: `simtune list engines`.",
 )
+@like_option
 @click.option(
     "--costs",
     "costs_file",
@@ -134,6 +137,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     workload: str,
     plan_file: str | None,
     engine: str | None,
+    like: str | None,
     costs_file: Path | None,
     rate: float | None,
     requests: int | None,
@@ -164,7 +168,8 @@ def simulate(  # noqa: PLR0913 - one for each option
     targets.check(force)
     if streamed:
         targets.need_no_columns(worlds)
-    specs = load_specs(model, hardware, workload, plan_file, by_spec, engine)
+    specs = load_specs(model, hardware, workload, plan_file, by_spec, engine, like)
+    note_launch(like, specs.workload, specs.trace)
     if streamed:
         with _watched(quiet) as watch:
             answer = stream(specs, costs=costs_file, rate_rps=rate, requests=requests, seed=seed or 0, watch=watch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
@@ -23,6 +23,7 @@ from simtune.specs.columns import replay
 from simtune.specs.hardware import Facts, Hardware
 from simtune.specs.hf import hub
 from simtune.specs.input_files import decoded, read_bytes, read_text
+from simtune.specs.launch import LaunchFacts
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.preset import NO_ENGINE, EngineFamily, EnginePreset, merged
@@ -36,7 +37,18 @@ from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
 
-_SPECS: tuple[type[Spec], ...] = (Model, Hardware, Facts, Workload, Acceptance, EnginePreset, Plan, Study, Systems)
+_SPECS: tuple[type[Spec], ...] = (
+    Model,
+    Hardware,
+    Facts,
+    Workload,
+    Acceptance,
+    EnginePreset,
+    LaunchFacts,
+    Plan,
+    Study,
+    Systems,
+)
 KINDS: dict[str, type[Spec]] = {spec.KIND: spec for spec in _SPECS}
 FOLDERS = {
     "model": "models",
@@ -44,6 +56,7 @@ FOLDERS = {
     "workload": "workloads",
     "acceptance": "workloads/acceptance",
     "engine": "presets",
+    "launch": "launches",
 }
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
@@ -244,6 +257,11 @@ def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:
     return preset if name == reference else preset.model_copy(update={"asked": reference})
 
 
+def load_launch(reference: str) -> LaunchFacts:
+    """Load the facts of a published launch file by name or path."""
+    return _read(LaunchFacts, _locate("launch", reference), ())
+
+
 _FAMILY = re.compile(r"([a-z]+)(?:@(\d+(?:\.\d+)*))?")
 _OF_RELEASE = re.compile(r"([a-z]+)-(\d+(?:\.\d+)*)")
 
@@ -270,14 +288,26 @@ def engine_name(reference: str) -> str:
     return releases[max(below)]
 
 
-def load_plan(reference: str, settings: Sequence[str] = (), check: SpecCheck | None = None) -> Plan:
-    """Load a plan from its file, filled in if a pool names an engine. Raises SpecError, also for what `check` finds."""
+def load_plan(
+    reference: str,
+    settings: Sequence[str] = (),
+    check: SpecCheck | None = None,
+    like: Callable[[EnginePreset], EnginePreset] | None = None,
+) -> Plan:
+    """Load a plan from its file, filled in if a pool names an engine, by its preset or what `like` makes of it. Raises
+    SpecError, also for what `check` finds.
+    """
     path = Path(reference)
     document = override(yamlfile.parse(read_text(path), str(path)), settings)
-    return Plan.from_document(with_engines(document), check)
+    return Plan.from_document(with_engines(document, like=like), check)
 
 
-def with_engines(document: yamlfile.Document, key: str = "pools", folder: Path = Path()) -> yamlfile.Document:
+def with_engines(
+    document: yamlfile.Document,
+    key: str = "pools",
+    folder: Path = Path(),
+    like: Callable[[EnginePreset], EnginePreset] | None = None,
+) -> yamlfile.Document:
     """Return a plan's document in which settings that a pool leaves out are those of its engine; pools without an
     engine are unchanged. `key` has the pools, `fixed` in a study, whose names that are paths are relative to `folder`.
 
@@ -291,14 +321,16 @@ def with_engines(document: yamlfile.Document, key: str = "pools", folder: Path =
     filled = []
     for at, pool in enumerate(pools):
         try:
-            filled.append(_with_engine(pool, data.get("model"), folder))
+            filled.append(_with_engine(pool, data.get("model"), folder, like))
         except UsageError as error:
             line, column = document.position([key, at, "engine"])
             raise SpecError(Problem(document.file, str(error), f"{key}.{at}.engine", line, column)) from None
     return replace(document, data={**data, key: filled})
 
 
-def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
+def _with_engine(
+    pool: Any, model: Any, folder: Path, like: Callable[[EnginePreset], EnginePreset] | None = None
+) -> Any:
     """A pool that names an engine and hardware, of a plan that names a model, filled in; any other as it is."""
     if not isinstance(pool, dict):
         return pool
@@ -311,7 +343,7 @@ def _with_engine(pool: Any, model: Any, folder: Path) -> Any:
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
     # Another value is refused when the plan is read.
     stages = pp if isinstance(pp, int) else 1
-    preset = load_engine(engine)
+    preset = load_engine(engine) if like is None else like(load_engine(engine))
     filled: dict[str, Any] = merged(pool, preset.settings(load_hardware(hardware).device, served, stages))
     return filled if preset.asked is None else {**filled, "engine": preset.name}
 
@@ -375,6 +407,8 @@ def _load_other(kind: str, reference: str, check: SpecCheck | None, settings: Se
         return load_acceptance(reference, settings)
     if kind == "engine":
         return load_engine(reference, settings)
+    if kind == "launch":
+        return _read(LaunchFacts, _locate(kind, reference), settings)
     if kind == "plan":
         return load_plan(reference, settings, check)
     if kind == "study":

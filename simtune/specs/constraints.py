@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from simtune.errors import UsageError, suggest
 
@@ -65,30 +65,29 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 
 
-class Constraint:
-    """An expression, checked when the object is made."""
+class Formula:
+    """An expression over named values, checked when the object is made."""
 
-    def __init__(self, text: str) -> None:
-        """Parse an expression. Raises ValueError with the part of the expression that is not understood and what may
-        stand there.
+    term: ClassVar[str] = "expression"
+    """What messages call it."""
+
+    def __init__(self, text: str, names: Sequence[str], roles: Sequence[str] = ()) -> None:
+        """Parse an expression over `names`, each also of the pools of `roles`. Raises ValueError with the part of the
+        expression that is not understood and what may stand there.
         """
         self.text = text
         try:
             self._body = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ValueError(f"{text!r} is no expression; write it like tp <= 4 or gpu != 'l40s'") from None
-        self.roles = frozenset(_checked(self._body, text))
+        self.roles = frozenset(_checked(self._body, text, names, roles))
         """Roles of the pools that the expression names; empty if it is checked against every pool."""
+        self.names = frozenset(node.id for node in ast.walk(self._body) if isinstance(node, ast.Name)) - _WORDS.keys()
+        """Names that must have a value."""
 
-    def holds(self, pool: Names, plan: Names) -> bool:
-        """True if the constraint holds for one pool of a plan. Raises UsageError if two settings cannot be compared."""
-        return bool(self._value(self._body, {**plan, **pool}))
-
-    def holds_for_plan(self, pools: Mapping[str, Names], plan: Names) -> bool:
-        """True if the constraint holds for a whole plan, given the settings of its pools by role."""
-        if not self.roles:
-            return all(self.holds(pool, plan) for pool in pools.values())
-        return not self.roles <= pools.keys() or bool(self._value(self._body, {**plan, **pools}))
+    def value(self, values: Names) -> Any:
+        """Return what the expression comes to. Raises UsageError if two values cannot be computed or compared."""
+        return self._value(self._body, values)
 
     def _value(self, node: ast.AST, names: Names) -> Any:
         match node:
@@ -121,37 +120,58 @@ class Constraint:
         try:
             return compute(*values)
         except (TypeError, ZeroDivisionError, OverflowError, ValueError) as error:
-            raise UsageError(f"constraint {self.text!r}: {error}") from None
+            raise UsageError(f"{self.term} {self.text!r}: {error}") from None
+
+
+class Constraint(Formula):
+    """An expression over the settings of a plan."""
+
+    term = "constraint"
+
+    def __init__(self, text: str) -> None:
+        """Parse an expression. Raises ValueError with the part of the expression that is not understood and what may
+        stand there.
+        """
+        super().__init__(text, (*POOL_NAMES, *PLAN_NAMES), ROLES)
+
+    def holds(self, pool: Names, plan: Names) -> bool:
+        """True if the constraint holds for one pool of a plan. Raises UsageError if two settings cannot be compared."""
+        return bool(self.value({**plan, **pool}))
+
+    def holds_for_plan(self, pools: Mapping[str, Names], plan: Names) -> bool:
+        """True if the constraint holds for a whole plan, given the settings of its pools by role."""
+        if not self.roles:
+            return all(self.holds(pool, plan) for pool in pools.values())
+        return not self.roles <= pools.keys() or bool(self.value({**plan, **pools}))
 
 
 _WORDS = {"true": True, "false": False, "True": True, "False": False}
 
 
-def _checked(node: ast.AST, text: str) -> set[str]:
+def _checked(node: ast.AST, text: str, names: Sequence[str], roles: Sequence[str]) -> set[str]:
     """Return the roles that an expression names. Raises ValueError for a part that is not understood."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str()):
             return set()
         case ast.Name(id=name):
-            _check_name(name, text)
+            _check_name(name, text, names)
             return set()
-        case ast.Attribute(value=ast.Name(id=role), attr=name):
+        case ast.Attribute(value=ast.Name(id=role), attr=name) if roles:
             _check_attribute(role, name, text)
             return {role}
         case ast.List() | ast.Tuple() | ast.BoolOp() | ast.UnaryOp() | ast.BinOp() | ast.Compare():
             children = list(ast.iter_child_nodes(node))
             if all(type(child) in _KNOWN for child in children if isinstance(child, _OPERATORS)):
-                inside = [_checked(child, text) for child in children if not isinstance(child, _GRAMMAR)]
+                inside = [_checked(child, text, names, roles) for child in children if not isinstance(child, _GRAMMAR)]
                 return set().union(*inside)
     raise ValueError(
         f"{text!r}: only comparisons, and, or, not, + - * / // %, numbers, texts and lists are understood here"
     )
 
 
-def _check_name(name: str, text: str) -> None:
-    setting_names = (*POOL_NAMES, *PLAN_NAMES, *_WORDS)
-    if name not in setting_names:
-        hint = suggest(name, setting_names) or f"; names are {', '.join((*POOL_NAMES, *PLAN_NAMES))}"
+def _check_name(name: str, text: str, names: Sequence[str]) -> None:
+    if name not in (*names, *_WORDS):
+        hint = suggest(name, (*names, *_WORDS)) or f"; names are {', '.join(names)}"
         raise ValueError(f"{text!r}: there is no setting {name!r}{hint}")
 
 

@@ -74,9 +74,9 @@ class EnginePreset(Spec):
 
     @model_validator(mode="after")
     def _settings_of_a_pool(self) -> Self:
-        _check_pool(self.pool, "pool")
+        check_pool(self.pool, "pool")
         for at, case in enumerate(self.cases):
-            _check_pool(merged(case.pool, self.pool), "cases", at, "pool")
+            check_pool(merged(case.pool, self.pool), "cases", at, "pool")
         return self
 
     def settings(self, device: Device, model: Model, pp: int = 1) -> dict[str, Any]:
@@ -92,7 +92,7 @@ _LEAST = {"hardware": "any", "instances": 1, "batching": {"max_num_seqs": 1, "ma
 """Settings that a pool needs and a preset may leave open."""
 
 
-def _check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
+def check_pool(settings: Mapping[str, Any], *at: str | int) -> None:
     """Raise ErrorAt for the first key of a preset's settings that no pool has, or whose value none takes."""
     data = merged(settings, _LEAST)
     try:
