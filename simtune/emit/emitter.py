@@ -29,9 +29,12 @@ _OF_BATCHING = {
     "long_prefill_token_threshold_adaptive": "the threshold is the same whatever requests there are here",
     "prefill_schedule_interval": "every step may have prompts here",
     "max_num_active_seqs": "as many requests run as there are seats here",
+    "max_num_queued_reqs": "any number of requests is queued here",
+    "max_num_queued_tokens": "prompts of any number of tokens are queued here",
+    "max_queued_requests": "any number of requests waits here",
     "scheduler_reserve_full_isl": "the engine admits by a rule of its own",
 }
-"""Settings of vLLM's batching, and what engines and releases without them do."""
+"""Settings of batching that not every engine has, and what engines and releases without them do."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:

@@ -56,6 +56,8 @@ OPTIONS: dict[str, Option] = {
     "long-prefill-token-threshold-adaptive": Option(bool, "batching.long_prefill_token_threshold_adaptive"),
     "prefill-schedule-interval": Option(int, "batching.prefill_schedule_interval"),
     "max-num-active-seqs": Option(int, "batching.max_num_active_seqs"),
+    "max-num-queued-reqs": Option(int, "batching.max_num_queued_reqs"),
+    "max-num-queued-tokens": Option(int, "batching.max_num_queued_tokens"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),

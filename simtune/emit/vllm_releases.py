@@ -21,6 +21,8 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
+    "max_num_queued_reqs": (0, 30),
+    "max_num_queued_tokens": (0, 30),
     "max_num_active_seqs": (0, 31),
     "long_prefill_token_threshold_adaptive": (0, 31),
     # Since 0.24 with data-parallel ranks alone.

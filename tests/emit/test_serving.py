@@ -139,6 +139,15 @@ def test_vllm_is_given_the_cadence_of_prompts_by_the_releases_that_have_it(tmp_p
         assert reason not in engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]
 
 
+def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:
+    limits = {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}
+    for preset, engine in (("vllm-0.28", "vllm"), ("sglang-0.5.23", "sglang"), ("trtllm-1.4", "tensorrt-llm")):
+        files = engine_files(plan_of(tmp_path, preset, batching=limits), MODEL, 8, {})
+        text = files[f"engine/{engine}-mixed.yaml"]
+        assert "# Not said here: batching.max_num_queued_reqs: any number of requests is queued here" in text
+        assert "300" not in [str(value) for value in yaml.safe_load(text).values()]
+
+
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
 
 

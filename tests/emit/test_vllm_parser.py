@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "long prompts": {"batching": {"long_prefill_token_threshold": 256}},
     "cadence": {"batching": {"prefill_schedule_interval": 4, "max_num_active_seqs": 8}},
+    "limits of the queue": {"batching": {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65536}},
     "first chunks": {"batching": {"scheduler_reserve_full_isl": False}},
     "quantised": {"weight_dtype": "fp8"},
     "messages of several tokens": {"stream_interval": 10},
