@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from simtune.engine.kv import Hit
 from simtune.engine.policies.dynamic_chunks import DynamicChunks
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.radix import RadixCache
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
@@ -45,6 +46,7 @@ class SglangScheduler(ListScheduler):
     """
 
     offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
+    lacks: ClassVar[Mapping[Feature, str]] = {"swap": "SGLang computes retracted requests again"}
     chunks_follow = True
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
