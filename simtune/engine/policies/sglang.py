@@ -41,8 +41,8 @@ class SglangScheduler(ListScheduler):
     *Cache.* With `prefix_caching` a newcomer needs no room for the beginning of its prompt that is in the radix tree
     (`simtune.engine.radix`); pages of it that no other request holds are free no more.
 
-    Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
-    the orders of the queue that go by the radix cache, and that under overlap an end is known one step late.
+    Facts: schedule_policy.py, schedule_batch.py, scheduler.py, scheduler_recv_skipper.py of SGLang 0.5. Left out: orders
+    of the queue that go by the radix cache, and that under overlap an end is known one step late.
     """
 
     offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
@@ -143,9 +143,8 @@ class SglangScheduler(ListScheduler):
         return was_resident
 
     def _begin_anew(self) -> None:
-        self._ratio, self._decoded = self._initial, 0
+        self._ratio, self._decoded, self._unpolled = self._initial, 0, self._interval
         self._full = False  # seats or memory were short, and the batch has not shrunk since
-        self._unpolled = self._interval
 
     def _to_come(self, request: Request) -> int:
         """Tokens that a request may still deliver."""
