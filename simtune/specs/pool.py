@@ -295,6 +295,14 @@ ExchangeKind = Literal["deepep", "all_gather"]
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
 
 
+class OverlapThresholds(Part):
+    """Tokens of a step from which on it is run as two batches, as vLLM's dbo_decode_token_threshold and
+    dbo_prefill_token_threshold."""
+
+    decode_tokens: Annotated[int, Field(ge=2, le=10**9)] = Field(32, description="of a step that only decodes")
+    prefill_tokens: Annotated[int, Field(ge=2, le=10**9)] = Field(512, description="of a step with prompts")
+
+
 _NO_RESEARCH = Research()
 
 
@@ -376,9 +384,12 @@ class Pool(Part):
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: the exchange with experts of one half "
-        "of the batch beside the products of the other, from 32 decodes or, with prompts, 512 tokens on, as in vLLM; "
+        "of the batch beside the products of the other, from overlap_thresholds on, as in vLLM; "
         "split_sequence: all communication, with halves of a prompt (ISO), in steps with prompts; ladder: of a layer "
         "beside those of the next; without communication it changes nothing",
+    )
+    overlap_thresholds: OverlapThresholds | None = Field(
+        None, description="steps that two_batches splits: those of 32 decodes or, with prompts, 512 tokens unless given"
     )
     stream_interval: StreamInterval | None = Field(
         None,

@@ -77,6 +77,13 @@ def _goes_with_afd(pool: Pool) -> None:
             raise ErrorAt(why, *path)
 
 
+def _splits_steps(pool: Pool) -> None:
+    if pool.overlap_thresholds is not None and pool.overlap != "two_batches":
+        raise ErrorAt(
+            "has no effect unless steps are split; set overlap to two_batches, or remove it", "overlap_thresholds"
+        )
+
+
 def _has_a_ring(pool: Pool) -> None:
     if pool.studied.cp_ring is not None and pool.parallelism.context_ranks == 1:
         raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "research", "cp_ring")
@@ -117,6 +124,7 @@ _RULES = (
     _rejects_new_requests,
     _holds_one_request,
     _goes_with_afd,
+    _splits_steps,
     _has_a_ring,
     _exchanges_what_is_spared,
     _one_target_for_each_drafter,

@@ -43,6 +43,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
     "asynchronous stages": {"parallelism": {"pp": 2}, "async_scheduling": True},
     "experts": {"parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True}, "async_scheduling": False},
+    "two batches": {
+        "parallelism": {"tp": 1, "attention_dp": 2, "expert_parallel": True},
+        "expert_exchange": "deepep",
+        "overlap": "two_batches",
+        "overlap_thresholds": {"decode_tokens": 64},
+        "async_scheduling": False,
+    },
     "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
     "whole prompts": {
         "batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384},

@@ -123,7 +123,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "how many front ends share the requests": "api-server-count",
         "the size of the KV cache; give num-gpu-blocks-override": "kv-cache-memory-bytes",
         "how many tokens a step makes": "num-scheduler-steps",
-        "when two batches overlap": "dbo-decode-token-threshold dbo-prefill-token-threshold ubatch-size",
+        "when two batches overlap": "ubatch-size",
     },
     "sglang": {
         _KERNELS: "attention-backend prefill-attention-backend decode-attention-backend moe-runner-backend "

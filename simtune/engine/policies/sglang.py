@@ -41,8 +41,8 @@ class SglangScheduler(ListScheduler):
     *Cache.* With `prefix_caching` a newcomer needs no room for the beginning of its prompt that is in the radix tree
     (`simtune.engine.radix`); pages of it that no other request holds are free no more.
 
-    Facts: schedule_policy.py, schedule_batch.py, scheduler.py, scheduler_recv_skipper.py of SGLang 0.5. Left out: orders
-    of the queue that go by the radix cache, and that under overlap an end is known one step late.
+    Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
+    orders of the queue by the radix cache, and that under overlap an end is known one step late.
     """
 
     offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
