@@ -368,7 +368,12 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
 
 
 def _print_end(summary: SimulationSummary) -> None:
-    """Print how long the client held requests back, or the makespan of a load without a rate."""
+    """Print how many requests were rejected, how long the client held requests back, or the makespan of a load without
+    a rate."""
+    if summary.rejections is not None:
+        by_class = ", ".join(f"{row.request_class} {row.requests:,}" for row in summary.rejections.classes)
+        share = f"{summary.rejections.share:.2%} of the requests, as a queue was full"
+        click.echo(f"{'rejected':30} {summary.rejections.requests:,} ({share}{'; ' + by_class if by_class else ''})")
     back = summary.held_back
     if back is None and summary.steadiness is None and not summary.unserved:
         click.echo(f"{'makespan':30} {number(summary.duration_s)} s")

@@ -49,7 +49,7 @@ from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed,
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware, Operator
 from simtune.specs.model import Model
-from simtune.specs.pool import Pool
+from simtune.specs.pool import OverlapThresholds, Pool
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM captures CUDA graphs; a smaller step runs as the next larger one."""
@@ -160,7 +160,7 @@ class StepModel:
         windows = {equal.attention.window for equal in layers}
         self.windows = {window for window in windows if window is not None}
         """Sliding windows in tokens."""
-        self._overlap = pool.overlap
+        self._overlap, self._thresholds = pool.overlap, pool.overlap_thresholds or OverlapThresholds()
         if pool.overlap is not None:
             # a model without any collective of the hidden kinds has nothing to hide, and its batch is not halved
             talks = any(part.kind in hidden_kinds(pool.overlap) for part in (*self._linear, *self._routed))
@@ -206,7 +206,7 @@ class StepModel:
         by_kind, tokens = partial(self._by_kind, self._linear), self._graph_tokens(num_tokens)
         if self._overlap is None:
             return by_kind(tokens)
-        hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts)
+        hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts, self._thresholds)
         if not hides.any():
             return by_kind(tokens)
         halves, _ = exposed(in_halves(self._overlap, by_kind, tokens), hidden=hidden_kinds(self._overlap))
@@ -227,7 +227,7 @@ class StepModel:
         undivided = self._by_kind(self._routed, tokens)
         if self._overlap is None or not self._routed:
             return undivided
-        hides = overlapped(self._overlap, tokens, prompts)
+        hides = overlapped(self._overlap, tokens, prompts, self._thresholds)
         if not hides.any():
             return undivided
         hidden = hidden_kinds(self._overlap)

@@ -24,7 +24,7 @@ from simtune.specs.model import (
     MoeFeedForward,
     NoFeedForward,
 )
-from simtune.specs.pool import Overlap, Pool
+from simtune.specs.pool import Overlap, OverlapThresholds, Pool
 
 COMMUNICATION = frozenset({"all_reduce", "send", "all_to_all", "moe_dispatch", "moe_combine"})
 """Kinds that occupy links and not processors."""
@@ -81,20 +81,17 @@ def _mixed_s(operator: Predictor, shape: Mapping[str, int], tokens: Array) -> Ar
 EXCHANGE = frozenset({"all_to_all", "moe_dispatch", "moe_combine"})
 """Kinds in which ranks exchange tokens with the experts of others."""
 
-DECODE_THRESHOLD, PROMPT_THRESHOLD = 32, 512
-"""Number of tokens from which vLLM runs a step as two batches, without and with prompts: dbo_decode_token_threshold and
-dbo_prefill_token_threshold of its ParallelConfig."""
-
 
 def hidden_kinds(overlap: Overlap) -> frozenset[str]:
     """Kinds of communication that hide: two batches take turns about the exchange with experts only."""
     return EXCHANGE if overlap == "two_batches" else COMMUNICATION
 
 
-def overlapped(overlap: Overlap, tokens: Array, prompts: bool) -> Mask:
-    """True for steps of `tokens` tokens in which communication hides, with `prompts` or of decodes alone."""
+def overlapped(overlap: Overlap, tokens: Array, prompts: bool, thresholds: OverlapThresholds) -> Mask:
+    """True for steps of `tokens` tokens in which communication hides, with `prompts` or of decodes alone; two batches
+    from the thresholds on (`check_ubatch_thresholds` in vllm/v1/worker/ubatch_utils.py)."""
     if overlap == "two_batches":
-        enough: Mask = tokens >= (PROMPT_THRESHOLD if prompts else DECODE_THRESHOLD)
+        enough: Mask = tokens >= (thresholds.prefill_tokens if prompts else thresholds.decode_tokens)
         return enough
     return np.full(tokens.shape, prompts or overlap == "ladder")
 

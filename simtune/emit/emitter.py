@@ -29,16 +29,23 @@ _OF_BATCHING = {
     "long_prefill_token_threshold_adaptive": "the threshold is the same whatever requests there are here",
     "prefill_schedule_interval": "every step may have prompts here",
     "max_num_active_seqs": "as many requests run as there are seats here",
+    "max_num_queued_reqs": "any number of requests is queued here",
+    "max_num_queued_tokens": "prompts of any number of tokens are queued here",
+    "max_queued_requests": "any number of requests waits here",
     "scheduler_reserve_full_isl": "the engine admits by a rule of its own",
 }
-"""Settings of vLLM's batching, and what engines and releases without them do."""
+"""Settings of batching that not every engine has, and what engines and releases without them do."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
     """Return (key, part of an engine that would have to be changed, value) of each setting that is only simulated."""
     parallelism, studied = pool.parallelism, pool.studied
     return (
-        ("overlap", "the model runner and its kernels", pool.overlap),
+        (
+            "overlap",
+            "the model runner and its kernels",
+            None if pool.overlap == "two_batches" else pool.overlap,
+        ),
         ("parallelism.cp", "the attention backend and its communication", parallelism.cp),
         ("parallelism.expert_replicas", "the placement of experts", parallelism.expert_replicas),
         ("research.runtime", "kernels of another engine", studied.runtime),
@@ -100,6 +107,8 @@ class Emitter(ABC):
     no_drafter: ClassVar[str] = "{title} {version} has no {drafter} drafter"
     knows: frozenset[str] = frozenset()
     """Settings of a pool that not every engine has, and this one has."""
+    splits_steps: ClassVar[bool] = False
+    """True if the engine can be set to run a step as two batches (`Pool.overlap`)."""
     chunk_pipelines: ClassVar[tuple[str, ...]] = ("one",)
     """Ways in which the engine can send chunks of a prompt through a pipeline (`Batching.chunk_pipeline`), the one that
     it takes unless given another first."""
@@ -142,6 +151,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.overlap == "two_batches" and not self.splits_steps:
+            yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
             yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
         if pool.share is not None:

@@ -116,7 +116,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = _POLICIES
-    knows = frozenset({"stream_interval"})
+    knows = frozenset({"max_queued_requests", "stream_interval"})
     chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
@@ -137,6 +137,7 @@ class Sglang(ServingEmitter):
         "attn-dp-size": Option(int),
         "ep-size": Option(int),
         "max-running-requests": Option(int, "batching.max_num_seqs"),
+        "max-queued-requests": Option(int, "batching.max_queued_requests"),
         "chunked-prefill-size": Option(int),
         "enable-dynamic-chunking": Option(bool, "batching.chunk_pipeline", {"dynamic": True}),
         "max-prefill-tokens": Option(int),

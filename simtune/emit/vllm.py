@@ -19,6 +19,7 @@ from simtune.emit.vllm_releases import (
     knows,
     kv_dtype_since,
     options_by_release,
+    splits_steps,
     takes_whole_prompts,
 )
 from simtune.errors import UsageError, suggest
@@ -40,6 +41,10 @@ OPTIONS: dict[str, Option] = {
     "decode-context-parallel-size": Option(int, "parallelism.decode_context_parallel"),
     "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
     "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
+    "all2all-backend": Option(str),
+    "enable-dbo": Option(bool, "overlap", {"two_batches": True}),
+    "dbo-decode-token-threshold": Option(int),
+    "dbo-prefill-token-threshold": Option(int),
     "max-num-seqs": Option(int, "batching.max_num_seqs"),
     "max-num-batched-tokens": Option(int, "batching.max_num_batched_tokens"),
     "max-model-len": Option(int, "max_model_len"),
@@ -56,6 +61,8 @@ OPTIONS: dict[str, Option] = {
     "long-prefill-token-threshold-adaptive": Option(bool, "batching.long_prefill_token_threshold_adaptive"),
     "prefill-schedule-interval": Option(int, "batching.prefill_schedule_interval"),
     "max-num-active-seqs": Option(int, "batching.max_num_active_seqs"),
+    "max-num-queued-reqs": Option(int, "batching.max_num_queued_reqs"),
+    "max-num-queued-tokens": Option(int, "batching.max_num_queued_tokens"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
@@ -105,6 +112,19 @@ def _proxy(placed: list[Endpoint]) -> str:
 def _gib(tier: CacheTier | None) -> float | None:
     """Return the size of a tier in GiB."""
     return None if tier is None or tier.bytes is None else float(f"{tier.bytes / GIB:.6g}")
+
+
+def _two_batches(pool: Pool) -> dict[str, Any]:
+    """Return the settings of steps that are run as two batches; vLLM splits them only with these exchanges."""
+    if pool.overlap != "two_batches":
+        return {}
+    backend = "deepep_high_throughput" if pool.role == "prefill" else "deepep_low_latency"
+    thresholds = pool.overlap_thresholds
+    return {
+        "all2all_backend": backend,
+        "dbo_decode_token_threshold": None if thresholds is None else thresholds.decode_tokens,
+        "dbo_prefill_token_threshold": None if thresholds is None else thresholds.prefill_tokens,
+    }
 
 
 def _chain(scheme: Chain) -> LaunchArgs:
@@ -165,6 +185,7 @@ class Vllm(Emitter):
 
     tiers_written = frozenset({"computed"})
     chunk_pipelines = ("fixed",)
+    splits_steps = True
 
     def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
@@ -257,6 +278,8 @@ class Vllm(Emitter):
             yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
         yield from _parallelism_refusals(pool, model)
+        if pool.overlap == "two_batches":
+            yield from self._overlap_refusals(pool)
 
     def _async_refusals(self, pool: Pool) -> Iterator[str]:
         if not pool.schedules_async:
@@ -269,6 +292,16 @@ class Vllm(Emitter):
         if (since := hides_since(method)) > self._release:
             why = f"has none with {method} drafts, vLLM {words(since)} has"
             yield f"async_scheduling: vLLM {self.version} {why}; set it to false"
+
+    def _overlap_refusals(self, pool: Pool) -> Iterator[str]:
+        parallelism = pool.parallelism
+        if not splits_steps(self._release):
+            yield f"overlap: two batches of vLLM {self.version} were not checked; remove it, or take a later release"
+        if not (parallelism.expert_parallel and parallelism.attention_dp > 1 and pool.expert_exchange == "deepep"):
+            yield (
+                "overlap: vLLM runs two batches only if data-parallel ranks exchange tokens with experts by DeepEP; "
+                "set attention_dp above 1, expert_parallel and expert_exchange: deepep, or remove it"
+            )
 
     def _memory_refusals(self, pool: Pool, model: Model) -> Iterator[str]:
         if pool.kv_cache.preemption == "swap":
@@ -298,6 +331,7 @@ class Vllm(Emitter):
             max_model_len=_max_model_len(pool, model),
             quantization=self.quantization(pool, model),
             kv_cache_dtype=_kv_cache_dtype(pool, model),
+            **_two_batches(pool),
             # of all ranks together
             kv_offloading_size=_gib(self.host_tier(pool)),
             # vLLM refuses the option if it cannot schedule so.

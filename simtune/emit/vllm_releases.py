@@ -21,6 +21,8 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
+    "max_num_queued_reqs": (0, 30),
+    "max_num_queued_tokens": (0, 30),
     "max_num_active_seqs": (0, 31),
     "long_prefill_token_threshold_adaptive": (0, 31),
     # Since 0.24 with data-parallel ranks alone.
@@ -38,6 +40,8 @@ _HIDDEN: Mapping[str, ReleaseNumber] = {"draft_model": (0, 16)}
 _HIDDEN_HEADS: ReleaseNumber = (0, 12)
 _HIDDEN_PIPELINES: ReleaseNumber = (0, 15)
 _WHOLE_PROMPTS: ReleaseNumber = (0, 12)
+_TWO_BATCHES: ReleaseNumber = (0, 28)
+"""First release whose settings of two batches were checked; earlier ones may have them."""
 _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
 
 
@@ -69,6 +73,11 @@ def hides_pipelines(release: ReleaseNumber) -> bool:
 def takes_whole_prompts(release: ReleaseNumber) -> bool:
     """True if a release can be set not to cut prompts; earlier releases of V1 always cut them."""
     return release >= _WHOLE_PROMPTS
+
+
+def splits_steps(release: ReleaseNumber) -> bool:
+    """True if a release is known to run a step as two batches."""
+    return release >= _TWO_BATCHES
 
 
 def kv_dtype_since(word: str) -> ReleaseNumber:

@@ -55,6 +55,8 @@ class PolicyTraits:
     """Traits of a policy, as class attributes that a derived policy may state anew."""
 
     offers: ClassVar[frozenset[Feature]] = frozenset({"watermark"})
+    lacks: ClassVar[Mapping[Feature, str]] = {}
+    """Reasons why the policy cannot have features that it does not offer, for the message that refuses them."""
     cuts_prompts: ClassVar[Literal["always", "if asked", "never"]] = "if asked"
     """Condition for spreading prompts over steps: if `chunked_prefill` is set, always, or never."""
     reads: ClassVar[frozenset[Hint]] = frozenset()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from simtune.errors import plural
 from simtune.report import figures, info, verdict
 from simtune.report.labels import plan_labels
+from simtune.results.summary import Rejections
 from simtune.runs.schema import Run
 from simtune.specs.plan_words import chosen_releases
 
@@ -82,6 +83,12 @@ def _of_simulation(run: Run) -> list[Warned]:
     if s.refused:
         text = f"{plural(s.refused, 'request')} {of_all} exceed max_model_len and were never served."
         warned.append(Warned("Refused", text, loud=True))
+    if s.rejections is not None and s.rejections.requests:
+        text = (
+            f"{plural(s.rejections.requests, 'request')} {of_all} found the queue of a server full and were rejected "
+        )
+        text += f"(HTTP 503){_by_class(s.rejections)}. They count as missing every limit, so the SLO is not met."
+        warned.append(Warned("Rejected", text, loud=True))
     if s.unserved:
         text = f"{plural(s.unserved, 'request')} {of_all} were left when no instance was up any more."
         warned.append(Warned("Not served", text, loud=True))
@@ -91,6 +98,12 @@ def _of_simulation(run: Run) -> list[Warned]:
         text = "The search was stopped before it was done; this is the best plan it had found."
         warned.append(Warned("Interrupted", text))
     return warned
+
+
+def _by_class(rejections: Rejections) -> str:
+    """Return the requests of each class that were rejected, in words; empty if there is one class."""
+    counts = [f"{row.requests:,} of {row.request_class}" for row in rejections.classes if row.requests]
+    return f": {', '.join(counts)}" if counts else ""
 
 
 def _of_costs(run: Run) -> list[Warned]:

@@ -153,6 +153,14 @@ class RequestTimes:
         return self.outcome.finish >= 0
 
     @cached_property
+    def rejected(self) -> NDArray[np.bool_]:
+        """True for each request that a server rejected because its queue was full."""
+        rejected = np.zeros(len(self.stream), dtype=bool)
+        if self.outcome.rejected is not None:
+            rejected[self.outcome.rejected] = True
+        return rejected
+
+    @cached_property
     def family_s(self) -> Array:
         """Seconds from the arrival of each request's family until the family's last node was over; NaN without one."""
         begin, end = self.outcome.family_begin, self.outcome.family_end
@@ -259,6 +267,15 @@ class Result(RequestTimes, RunStatistics):
     def num_judged(self, request_class: int | None = None) -> int:
         """See `RunStatistics`."""
         return int(self._of_class(self.completed[self.counted], request_class, self.counted).sum())
+
+    def num_rejected(self, request_class: int | None = None) -> int:
+        """See `RunStatistics`."""
+        return int(self._of_class(self.rejected, request_class).sum())
+
+    @property
+    def num_rejected_judged(self) -> int:
+        """See `RunStatistics`."""
+        return int(self.rejected[self.counted].sum())
 
     @property
     def num_good(self) -> int:

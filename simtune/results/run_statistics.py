@@ -13,8 +13,15 @@ from simtune.errors import UsageError
 from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
-from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import cache_tiers, instances, prefix_cache, verifications
+from simtune.results.summary import (
+    Distribution,
+    FirstTokenParts,
+    HeldBack,
+    Metric,
+    SimulationSummary,
+    SloLimit,
+)
+from simtune.results.summing import cache_tiers, instances, prefix_cache, rejections, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -72,6 +79,16 @@ class RunStatistics(ABC):
         """Return the number of requests whose latencies count, of one class or of all: those that were answered to the
         end, and are not of the warm-up."""
         return self.num_completed(request_class)
+
+    @abstractmethod
+    def num_rejected(self, request_class: int | None = None) -> int:
+        """Return the number of requests that servers rejected because their queues were full, of one class or of
+        all."""
+
+    @property
+    def num_rejected_judged(self) -> int:
+        """Rejected requests that are not of the warm-up."""
+        return self.num_rejected()
 
     @property
     @abstractmethod
@@ -140,7 +157,8 @@ class RunStatistics(ABC):
         """Requests left when no instance was up any more to serve them; 0 for a run that was stopped early."""
         if self.outcome.aborted:
             return 0
-        return self.num_requests - self.num_completed() - self.refused - len(self.outcome.stopped)
+        over = self.num_completed() + self.refused + self.num_rejected() + len(self.outcome.stopped)
+        return self.num_requests - over
 
     @cached_property
     def steadiness(self) -> Steadiness | None:
@@ -187,17 +205,18 @@ class RunStatistics(ABC):
 
     @property
     def meets_slo(self) -> bool:
-        """True if all lines hold, nothing was refused, the system is not saturated, and the run was not stopped for
-        misses."""
-        if self.outcome.aborted or self.saturated or self.refused:
+        """True if all lines hold, nothing was refused or rejected, the system is not saturated, and the run was not
+        stopped for misses."""
+        if self.outcome.aborted or self.saturated or self.refused or self.num_rejected():
             return False
         return all(limit.met for limit in self.limits)
 
     @property
     def slo_attainment(self) -> float | None:
-        """Share of the finished requests answered within every limit that applies to them."""
-        finished = self.num_judged()
-        return self.num_good / finished if finished else None
+        """Share of the finished and the rejected requests that were answered within every limit that applies to
+        them."""
+        judged = self.num_judged() + self.num_rejected_judged
+        return self.num_good / judged if judged else None
 
     @property
     def goodput_rps(self) -> float | None:
@@ -207,8 +226,8 @@ class RunStatistics(ABC):
             return self.offered_rate_rps * (self.slo_attainment or 0.0)
         if self.head.warm_up:
             # Of what finished in the time that counts, as many are good as of those that count.
-            rate = self._per_second(self.sums.finished)
-            return None if rate is None else rate * (self.slo_attainment or 0.0)
+            rate, judged = self._per_second(self.sums.finished), self.num_judged()
+            return None if rate is None else rate * (self.num_good / judged if judged else 0.0)
         return self._per_second(self.num_good)
 
     @cached_property
@@ -262,11 +281,13 @@ class RunStatistics(ABC):
 
     def _where_it_applies(self) -> dict[str, Any]:
         """Return the fields that not all runs have; the others are left out of the file."""
+        limited = self.outcome.rejected is not None
         fields: dict[str, Any] = {
             "prefix_cache": prefix_cache(self.outcome.cores),
             "cache_tiers": cache_tiers(self.outcome.cores),
             "speculation": verifications(self.drafted) if self.drafted.rounds else None,
             "held_back": self.held_back,
+            "rejections": rejections(self.num_rejected, self.head.class_names, self.num_requests) if limited else None,
             "first_token_parts": self.first_token_parts(),
             "users": self.searched_users,
         }

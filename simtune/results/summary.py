@@ -137,6 +137,21 @@ class HeldBack(Record):
     max_s: Uncertain[NonNegative]
 
 
+class ClassRejections(Record):
+    """Requests of one class that servers rejected."""
+
+    request_class: str = Field(alias="class")
+    requests: Uncertain[Whole]
+
+
+class Rejections(Record):
+    """Requests that servers rejected (HTTP 503) because their queues were full. They count as missing every limit."""
+
+    requests: Uncertain[Whole]
+    share: Uncertain[Share] = Field(description="of all requests")
+    classes: Seq[ClassRejections] = Field((), description="left out if there is one class")
+
+
 class FirstTokenParts(Record):
     """Mean parts of the TTFT of a group of requests; they add up to its mean TTFT."""
 
@@ -201,11 +216,14 @@ class SimulationSummary(Record):
         description="null for a closed loop and a single instant; with held_back the rate at which requests are due"
     )
     held_back: HeldBack | None = Field(None, description="left out unless the client holds requests back")
+    rejections: Rejections | None = Field(None, description="left out unless a pool limits its queue")
     request_throughput_rps: Uncertain[NonNegative | None]
     goodput_rps: Uncertain[NonNegative | None] = Field(
         description="answered within every limit that applies: share of the offered rate if stable, else finished rate"
     )
-    slo_attainment: Uncertain[Share | None] = Field(description="share of the finished requests within every limit")
+    slo_attainment: Uncertain[Share | None] = Field(
+        description="share of the finished and rejected requests within every limit"
+    )
     output_tokens_per_s: Uncertain[NonNegative | None]
     total_tokens_per_s: Uncertain[NonNegative | None] = Field(description="of prompts and outputs")
     output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from simtune.results.outcome import EngineCoreUse
 from simtune.results.statistics import TokenIntervals, batch_means
 from simtune.results.summary import (
     CacheTierUse,
+    ClassRejections,
     Distribution,
     FirstTokenParts,
     HeldBack,
     InstanceUse,
     PrefixCacheUse,
+    Rejections,
     Verifications,
 )
 
@@ -97,6 +99,15 @@ def between_tokens(itl: TokenIntervals | None) -> Distribution:
 def quantiles(values: Array) -> tuple[float, ...]:
     """Return the 101 quantiles at 0, 1, ..., 100 %; empty if there are no values."""
     return tuple(np.percentile(values, np.arange(101)).tolist()) if len(values) else ()
+
+
+def rejections(count: Callable[[int | None], int], names: Sequence[str], requests: int) -> Rejections:
+    """Return the requests of `requests` that servers rejected; `count` returns those of one class, or of all."""
+    total = count(None)
+    by_class = (ClassRejections(request_class=name, requests=count(i)) for i, name in enumerate(names))
+    return Rejections(
+        requests=total, share=total / requests, **({"classes": tuple(by_class)} if len(names) > 1 else {})
+    )
 
 
 def verifications(tally: Tally) -> Verifications:

@@ -408,7 +408,8 @@ def _router(study: Study, candidate: Candidate) -> str:
 
 def _finished(simulated: SimulationSummary) -> bool:
     """True if every request came to an end; False if the simulation was stopped before."""
-    return simulated.completed + simulated.refused + simulated.unserved >= simulated.requests
+    rejected = 0 if simulated.rejections is None else simulated.rejections.requests
+    return simulated.completed + simulated.refused + rejected + simulated.unserved >= simulated.requests
 
 
 def _points(sweep: RateSweep) -> list[SweepPoint]:

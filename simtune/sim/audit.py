@@ -73,7 +73,8 @@ def _of_requests(outcome: Outcome, stream: RequestStream) -> Iterator[str]:
     answered_and_stopped = [number for number in outcome.stopped if finished[number]]
     if answered_and_stopped:
         yield f"requests {answered_and_stopped[:5]} were answered and stopped"
-    ends = int(finished.sum()) + outcome.refused + len(outcome.stopped)
+    rejected = 0 if outcome.rejected is None else len(outcome.rejected)
+    ends = int(finished.sum()) + outcome.refused + rejected + len(outcome.stopped)
     if ends > len(stream):
         yield f"{ends:,} requests ended of {len(stream):,}"
 

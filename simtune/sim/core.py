@@ -15,6 +15,7 @@ from typing import Protocol
 
 from simtune.costs.protocol import StepCosts
 from simtune.engine import Progress, Request, Scheduler, Step
+from simtune.sim.admission import AdmissionLimits
 from simtune.sim.agenda import DRAINED, STEP_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
@@ -219,8 +220,8 @@ class EngineCore:
     swap: int = 0
     """Ticks to move one KV block to or from host memory; steps wait for it."""
     fetches: TierFetches | None = None  # from tiers below its prefix cache; steps wait for them
-    up: bool = True
-    """True if the core accepts new requests."""
+    admission: AdmissionLimits | None = None  # of its instance's server; all requests are admitted unless given
+    up: bool = True  # accepts new requests
     number: int = 0
     """Number of the core within the deployment."""
     virtual_engine: int = field(init=False)

@@ -66,9 +66,14 @@ class Dispatcher:
         self._give(now, sent, core, fits=not self._apart or self._handover.fits(request.id))
 
     def _give(self, now: int, request: Request, core: EngineCore, *, fits: bool = True) -> None:
-        """Give a request to a core; it is refused if it does not fit."""
+        """Give a request to a core; it is rejected if the core's server has too many, and refused if it does not
+        fit."""
         self._recorder.core[request.id] = core.number
-        if not fits or not core.add(now, request):
+        if core.admission is not None and not core.admission.admit(request, core.scheduler.num_waiting):
+            self._routers.over(now, request, core)
+            self._recorder.reject(request.id)
+            self._source.refused(now, request.id)
+        elif not fits or not core.add(now, request):
             self._routers.over(now, request, core)
             self._recorder.refuse(request.id)
             self._source.refused(now, request.id)

@@ -177,6 +177,8 @@ class FamilySource(RequestSource):
                 # The request is still in the front end; `gave_up` stops it there.
                 return
             core = self._cores[self._recorder.core[number]]
+            if core.admission is not None:
+                core.admission.over(number)
             core.inbox.aborted.append(request)
             core.notify(now)
 

@@ -70,7 +70,8 @@ def _refusals(pool: Pool) -> Iterator[str]:
     }
     for feature, (key, setting) in requested.items():
         if setting and feature not in policy.offers:
-            yield f"policy {name} has no {key}; leave it out, or choose {_offering(feature)}"
+            why = f": {policy.lacks[feature]}" if feature in policy.lacks else ""
+            yield f"policy {name} has no {key}{why}; leave it out, or choose {_offering(feature)}"
     yield from _refused_drafts(pool)
     sigma_unless_given = Batching.model_fields["prediction_sigma"].default
     if "predicted_tokens" not in policy.reads and batching.prediction_sigma != sigma_unless_given:

@@ -32,12 +32,19 @@ class Routers(NamedTuple):
 
     @property
     def informed(self) -> bool:
-        """True if a router is informed of requests that are over."""
-        return self.front.informed or self.back.informed
+        """True if a router is informed of requests that are over, or a server counts those in flight."""
+        return self.front.informed or self.back.informed or self.limited
+
+    @property
+    def limited(self) -> bool:
+        """True if a server may reject requests."""
+        return any(core.admission is not None for core in self.front.cores)
 
     def over(self, now: int, request: Request, core: EngineCore) -> None:
-        """Inform the router that sent a request to a core that the request is no longer there: finished, or lost with
-        the core."""
+        """Inform the router that sent a request to a core that the request is no longer there: finished, rejected, or
+        lost with the core."""
+        if core.admission is not None:
+            core.admission.over(request.id)
         router = self.back if self.back.cores and core.connector is None else self.front
         router.over(request, core, now)
 

@@ -13,6 +13,7 @@ from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
+from simtune.sim.admission import AdmissionLimits
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.message_gaps import MessageGaps
@@ -97,6 +98,10 @@ class DeployedPool:
             maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
             for core in cores:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
+        if self.spec.queue_limits:
+            admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
+            for core in cores:
+                core.admission = admission[core.instance]
         if self.spec.message_tokens > 1 and speculation is None:
             for core in cores:
                 core.gaps = MessageGaps(self.spec.message_tokens)

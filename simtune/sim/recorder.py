@@ -48,6 +48,8 @@ class Recorder:
         self.waiting = 0
         """Requests waiting in the whole deployment now."""
         self.refused = 0
+        self.rejected: array[int] | None = None
+        """Requests that servers rejected; None if none may."""
         self.steps = 0
         self.transferred_bytes = 0
         self.jumps = RecordedSteps() if record else None
@@ -112,6 +114,11 @@ class Recorder:
         """Record that no instance accepts this request."""
         self.refused += 1
 
+    def reject(self, number: int) -> None:
+        """Record that the server of an instance rejects this request."""
+        assert self.rejected is not None
+        self.rejected.append(number)
+
     def outcome(
         self,
         arrival: array[int],
@@ -126,6 +133,7 @@ class Recorder:
         return Outcome(
             **self._columns(arrival),
             refused=self.refused,
+            rejected=None if self.rejected is None else _array(self.rejected),
             stopped=dict(stopped or {}),
             aborted=aborted,
             events=events,

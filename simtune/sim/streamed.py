@@ -159,7 +159,7 @@ class _LiveArrivals(_Live):
 
     def __setitem__(self, number: int, waiting: int) -> None:
         if self._come % self._every == 0:
-            gone = self._recorder.finished + self._recorder.refused
+            gone = self._recorder.finished + self._recorder.refused + int(self._recorder.totals.rejected.sum())
             self.present.append(max(0, self._come - gone))
             self.waiting.append(waiting)
         self._come += 1
@@ -234,6 +234,8 @@ class Totals:
     """Requests answered of each class."""
     answered: Ints
     """Requests answered by each core."""
+    rejected: Ints
+    """Requests rejected of each class."""
     good: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -258,8 +260,11 @@ class StreamRecorder(Recorder):
         self.finished = 0
         self.at_arrivals = _LiveArrivals(self, len(load))
         self.waiting_at_arrival = self.at_arrivals  # type: ignore[assignment]
+        of_classes = len(load.head.class_names)
         self.totals = Totals(
-            completed=np.zeros(len(load.head.class_names), dtype=np.int64), answered=np.zeros(cores, dtype=np.int64)
+            completed=np.zeros(of_classes, dtype=np.int64),
+            answered=np.zeros(cores, dtype=np.int64),
+            rejected=np.zeros(of_classes, dtype=np.int64),
         )
         self.source: StreamedSource | None = None
         self._objectives = objectives(load.head, slo)
@@ -267,6 +272,12 @@ class StreamRecorder(Recorder):
     def refuse(self, number: int) -> None:
         """Record that no instance accepts this request."""
         super().refuse(number)
+        self._forget(number)
+
+    def reject(self, number: int) -> None:
+        """Record that the server of an instance rejects this request."""
+        assert self.source is not None
+        self.totals.rejected[self.source.live[3][number]] += 1
         self._forget(number)
 
     def _forget(self, number: int) -> tuple[int, ...]:
@@ -384,6 +395,7 @@ class StreamedWorld(World):
         source = StreamedSource(self._load, self._agenda)
         self.recorder = StreamRecorder(self._load, self._slo, len(self._cores))
         self.recorder.source = source
+        self.recorder.rejected = array("q") if self._routers.limited else None  # not filled: rejections are counted
         return self.recorder, source
 
 
@@ -417,6 +429,10 @@ class StreamedResult(RunStatistics):
     def num_completed(self, request_class: int | None = None) -> int:
         """Return the number of requests that were answered to the end, of one class or of all."""
         return int(self.totals.completed.sum() if request_class is None else self.totals.completed[request_class])
+
+    def num_rejected(self, request_class: int | None = None) -> int:
+        """Return the number of requests that servers rejected, of one class or of all."""
+        return int(self.totals.rejected.sum() if request_class is None else self.totals.rejected[request_class])
 
     @property
     def num_good(self) -> int:

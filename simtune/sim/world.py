@@ -8,6 +8,7 @@ instances come and go, and the `Recorder` records what happens.
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import Progress, Request
@@ -103,6 +104,7 @@ class World:
     ) -> tuple[Recorder, RequestSource]:
         """Return the recorder and the source of the requests."""
         recorder = Recorder(len(stream), record)
+        recorder.rejected = array("q") if self._routers.limited else None
         hints: Hints = {"predicted_tokens": predicted_tokens, "deadlines": deadlines}
         if stream.families is None:
             return recorder, RequestSource(stream, self._agenda, **hints)
@@ -181,6 +183,8 @@ class World:
         for request in () if late else progress.first_token:
             if first_token[request.id] < 0:
                 first_token[request.id] = now
+        if core.admission is not None:
+            core.admission.note(progress)
         if self._unheard and core.connector is None:
             for request in progress.finished:
                 recorder.finish[request.id] = now

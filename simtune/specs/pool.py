@@ -27,6 +27,7 @@ from simtune.specs.base import (
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import Drafter
 from simtune.specs.part_names import PartName
+from simtune.specs.pool_rules import check_pool
 from simtune.specs.research import IN_RESEARCH, Research
 from simtune.specs.shares import DeviceShare
 from simtune.specs.speculation import Speculation
@@ -58,6 +59,9 @@ Role = Literal["mixed", "prefill", "decode"]
 
 
 ChunkPipeline = Literal["one", "fixed", "dynamic"]
+QueueLimit = Annotated[int, Field(ge=0, le=10**12)]
+QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queued_requests")
+"""Keys of `batching` by which servers reject requests."""
 
 
 class Parallelism(Part):
@@ -153,6 +157,21 @@ class Batching(Part):
         None,
         description="vLLM policies: most requests that run at a time, if fewer than max_num_seqs, for which graphs and "
         "buffers are made",
+    )
+    max_num_queued_reqs: QueueLimit | None = Field(
+        None,
+        description="vLLM: most requests in flight, waiting or running, in all ranks of an instance, whose server "
+        "rejects others (HTTP 503); no limit unless given",
+    )
+    max_num_queued_tokens: QueueLimit | None = Field(
+        None,
+        description="vLLM: tokens of prompts without a first token from which on the server of an instance rejects new "
+        "requests (HTTP 503); no limit unless given",
+    )
+    max_queued_requests: QueueLimit | None = Field(
+        None,
+        description="SGLang: most requests that wait in one scheduler, which rejects others (HTTP 503); no limit "
+        "unless given",
     )
     scheduler_reserve_full_isl: bool | None = Field(
         None,
@@ -276,6 +295,14 @@ ExchangeKind = Literal["deepep", "all_gather"]
 Overlap = Literal["two_batches", "split_sequence", "ladder"]
 
 
+class OverlapThresholds(Part):
+    """Tokens of a step from which on it is run as two batches, as vLLM's dbo_decode_token_threshold and
+    dbo_prefill_token_threshold."""
+
+    decode_tokens: Annotated[int, Field(ge=2, le=10**9)] = Field(32, description="of a step that only decodes")
+    prefill_tokens: Annotated[int, Field(ge=2, le=10**9)] = Field(512, description="of a step with prompts")
+
+
 _NO_RESEARCH = Research()
 
 
@@ -357,9 +384,12 @@ class Pool(Part):
     overlap: Overlap | None = Field(
         None,
         description="communication of a step beside its products: two_batches: the exchange with experts of one half "
-        "of the batch beside the products of the other, from 32 decodes or, with prompts, 512 tokens on, as in vLLM; "
+        "of the batch beside the products of the other, from overlap_thresholds on, as in vLLM; "
         "split_sequence: all communication, with halves of a prompt (ISO), in steps with prompts; ladder: of a layer "
         "beside those of the next; without communication it changes nothing",
+    )
+    overlap_thresholds: OverlapThresholds | None = Field(
+        None, description="steps that two_batches splits: those of 32 decodes or, with prompts, 512 tokens unless given"
     )
     stream_interval: StreamInterval | None = Field(
         None,
@@ -391,91 +421,8 @@ class Pool(Part):
         return data
 
     @model_validator(mode="after")
-    def _refines_a_limit(self) -> Self:
-        batching = self.batching
-        if batching.max_num_active_seqs is not None and batching.max_num_active_seqs > batching.max_num_seqs:
-            raise ErrorAt(
-                f"{batching.max_num_active_seqs} exceeds max_num_seqs ({batching.max_num_seqs}); lower or remove it",
-                "batching",
-                "max_num_active_seqs",
-            )
-        if batching.long_prefill_token_threshold_adaptive and batching.long_prefill_token_threshold is None:
-            raise ErrorAt(
-                "requires a threshold; set long_prefill_token_threshold, or remove it",
-                "batching",
-                "long_prefill_token_threshold_adaptive",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _holds_one_request(self) -> Self:
-        blocks, longest = self.kv_cache.num_blocks, self.max_model_len
-        if blocks is not None and longest is not None:
-            blocks_needed = -(-longest // self.kv_cache.block_size)
-            if (blocks - 1) // self.parallelism.pp < blocks_needed:
-                raise ErrorAt(
-                    f"{blocks} KV blocks, one of them the engine's own, cannot hold one request of max_model_len "
-                    f"({longest}), which needs {blocks_needed * self.parallelism.pp}; give "
-                    f"{blocks_needed * self.parallelism.pp + 1} or more, or lower max_model_len",
-                    "kv_cache",
-                    "num_blocks",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _goes_with_afd(self) -> Self:
-        if self.studied.afd is None:
-            return self
-        shares = "cannot be combined with afd, whose devices have equal shares of the experts; remove it"
-        alone = "cannot be combined with afd, which overlaps its own parts and has both sides on GPUs; remove it"
-        for path, value, why in (
-            (("parallelism", "expert_replicas"), self.parallelism.expert_replicas, shares),
-            (("research", "expert_locality"), self.studied.expert_locality, shares),
-            (("overlap",), self.overlap, alone),
-            (("research", "offload"), self.studied.offload, alone),
-        ):
-            if value is not None:
-                raise ErrorAt(why, *path)
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_ring(self) -> Self:
-        if self.studied.cp_ring is not None and self.parallelism.context_ranks == 1:
-            raise ErrorAt(
-                "requires ranks that share sequences; set cp above 1, or remove cp_ring", "research", "cp_ring"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _exchanges_what_is_spared(self) -> Self:
-        if self.studied.expert_locality is None:
-            return self
-        if not (self.parallelism.expert_parallel and self.parallelism.attention_dp > 1):
-            raise ErrorAt(
-                "requires data-parallel attention and whole experts on other ranks; set expert_parallel and an "
-                "attention_dp above 1, or remove it",
-                "research",
-                "expert_locality",
-            )
-        if self.expert_exchange == "all_gather":
-            raise ErrorAt(
-                "has no effect if all ranks gather all tokens; set expert_exchange to deepep, or remove it",
-                "research",
-                "expert_locality",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_target_for_each_drafter(self) -> Self:
-        if self.devices > self.model_devices:
-            for key in ("pp", "attention_dp"):
-                if getattr(self.parallelism, key) > 1:
-                    raise ErrorAt(
-                        f"a drafter with GPUs of its own drafts for one batch at a time, and {key} makes "
-                        f"{getattr(self.parallelism, key)} of them; set it to 1, raise tp instead, or draft a chain",
-                        "parallelism",
-                        key,
-                    )
+    def _is_consistent(self) -> Self:
+        check_pool(self)
         return self
 
     @property
@@ -493,6 +440,11 @@ class Pool(Part):
     def message_tokens(self) -> int:
         """Tokens in a message to the client: `stream_interval`, or 1 without it."""
         return self.stream_interval or 1
+
+    @property
+    def queue_limits(self) -> tuple[str, ...]:
+        """Keys of `batching` by which the pool's servers may reject requests."""
+        return tuple(key for key in QUEUE_LIMITS if getattr(self.batching, key) is not None)
 
     @property
     def hides_host(self) -> bool:

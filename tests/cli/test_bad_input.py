@@ -622,12 +622,14 @@ def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message:
             "policy transformers-prefill-first always cuts prompts at the token budget; leave chunked_prefill out",
         ),
         (
-            ("batching.policy=skip-join-mlfq", "kv_cache.prefix_caching=true"),
-            "policy skip-join-mlfq has no prefix_caching; leave it out, or choose vllm-fcfs or vllm-priority or sglang",
+            ("batching.policy=static", "kv_cache.prefix_caching=true"),
+            "policy static has no prefix_caching: each prompt is computed at the length of the longest of its batch; "
+            "leave it out, or choose vllm-fcfs or vllm-priority or sglang",
         ),
         (
-            ("batching.policy=skip-join-mlfq", "kv_cache.preemption=swap"),
-            "policy skip-join-mlfq has no swap; leave it out, or choose vllm-fcfs or vllm-priority",
+            ("batching.policy=sglang", "kv_cache.preemption=swap"),
+            "policy sglang has no swap: SGLang computes retracted requests again; leave it out, or choose vllm-fcfs or "
+            "vllm-priority",
         ),
         (
             ("kv_cache.prefix_caching=true", "kv_cache.preemption=swap"),

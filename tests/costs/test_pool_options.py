@@ -125,6 +125,20 @@ class TestOverlap:
         # What is worked on in halves reads its weights twice.
         assert after["moe"] >= before["moe"]
 
+    def test_thresholds_are_those_of_the_pool(self) -> None:
+        """Split from as many tokens on as the plan states; the same to the tick below."""
+        wide = {"parallelism": {"expert_parallel": True, "attention_dp": 32}}
+        split = {**wide, "overlap": "two_batches"}
+        late = {**split, "overlap_thresholds": {"decode_tokens": 65, "prefill_tokens": 4097}}
+        plain, usual, later = (step_model(pool(**more), "deepseek-v3") for more in (wide, split, late))
+        for step in (StepWork(64, 64 * 4096, (), 64), StepWork(0, 0, ((0, 4096),), 1)):
+            assert usual.breakdown(step) != plain.breakdown(step) == later.breakdown(step)
+        for step in (StepWork(65, 65 * 4096, (), 65), StepWork(0, 0, ((0, 4097),), 1)):
+            assert later.breakdown(step) == usual.breakdown(step)
+        stated = {**split, "overlap_thresholds": {"decode_tokens": 32, "prefill_tokens": 512}}
+        for step in STEPS:
+            assert step_model(pool(**stated), "deepseek-v3").breakdown(step) == usual.breakdown(step)
+
     def test_two_batches_hide_no_all_reduce(self) -> None:
         plain, overlapped = (
             step_model(pool(parallelism={"tp": 4}, **more), "llama-3.1-70b")

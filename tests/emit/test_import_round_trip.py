@@ -96,6 +96,22 @@ def test_what_a_plan_changes(tmp_path: Path, engine: str) -> None:
     same(tmp_path, plan_of(tmp_path, engine, {**SET, **interval, **weights, "parallelism": {"tp": 2, "pp": 2}}))
 
 
+def test_two_batches_with_their_thresholds(tmp_path: Path) -> None:
+    ranks = {"parallelism": {"tp": 1, "attention_dp": 8, "expert_parallel": True}, "expert_exchange": "deepep"}
+    for number, thresholds in enumerate(({}, {"overlap_thresholds": {"decode_tokens": 64, "prefill_tokens": 1024}})):
+        (tmp_path / str(number)).mkdir()
+        pool = {**ranks, "overlap": "two_batches", **thresholds}
+        same(tmp_path / str(number), plan_of(tmp_path / str(number), "vllm-0.33", pool, model=EXPERTS))
+
+
+@pytest.mark.parametrize(("engine", "limits"), [
+    ("vllm-0.33", {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}),
+    ("sglang-0.5.23", {"max_queued_requests": 40}),
+])  # fmt: skip
+def test_limits_of_queues(tmp_path: Path, engine: str, limits: dict[str, int]) -> None:
+    same(tmp_path, plan_of(tmp_path, engine, {"batching": limits}))
+
+
 def test_what_is_said_of_llama_cpp_and_transformers(tmp_path: Path) -> None:
     pool = {"batching": {"max_num_seqs": 9, "max_num_batched_tokens": 512}, "kv_cache": {"num_blocks": 50_000}}
     for engine, more in (("llamacpp", {"max_model_len": 4096, "parallelism": {"pp": 4}}), ("transformers", {})):

@@ -139,6 +139,28 @@ def test_vllm_is_given_the_cadence_of_prompts_by_the_releases_that_have_it(tmp_p
         assert reason not in engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]
 
 
+@pytest.mark.parametrize(("preset", "pool", "message"), [
+    ("vllm-0.33", {}, "vLLM runs two batches only if data-parallel ranks exchange tokens with experts by DeepEP"),
+    ("vllm-0.10", {}, "two batches of vLLM 0.10 were not checked"),
+    ("sglang-0.5.23", {}, "SGLang is not set to run two batches here"),
+    ("trtllm-1.4", {}, "TensorRT-LLM is not set to run two batches here"),
+])  # fmt: skip
+def test_two_batches_are_refused_where_they_cannot_be(
+    tmp_path: Path, preset: str, pool: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine_files(plan_of(tmp_path, preset, overlap="two_batches", **pool), MODEL, 8, {})
+
+
+def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:
+    limits = {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}
+    for preset, engine in (("vllm-0.28", "vllm"), ("sglang-0.5.23", "sglang"), ("trtllm-1.4", "tensorrt-llm")):
+        files = engine_files(plan_of(tmp_path, preset, batching=limits), MODEL, 8, {})
+        text = files[f"engine/{engine}-mixed.yaml"]
+        assert "# Not said here: batching.max_num_queued_reqs: any number of requests is queued here" in text
+        assert "300" not in [str(value) for value in yaml.safe_load(text).values()]
+
+
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
 
 

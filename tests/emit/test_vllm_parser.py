@@ -43,6 +43,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
     "asynchronous stages": {"parallelism": {"pp": 2}, "async_scheduling": True},
     "experts": {"parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True}, "async_scheduling": False},
+    "two batches": {
+        "parallelism": {"tp": 1, "attention_dp": 2, "expert_parallel": True},
+        "expert_exchange": "deepep",
+        "overlap": "two_batches",
+        "overlap_thresholds": {"decode_tokens": 64},
+        "async_scheduling": False,
+    },
     "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
     "whole prompts": {
         "batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384},
@@ -50,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "long prompts": {"batching": {"long_prefill_token_threshold": 256}},
     "cadence": {"batching": {"prefill_schedule_interval": 4, "max_num_active_seqs": 8}},
+    "limits of the queue": {"batching": {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65536}},
     "first chunks": {"batching": {"scheduler_reserve_full_isl": False}},
     "quantised": {"weight_dtype": "fp8"},
     "messages of several tokens": {"stream_interval": 10},

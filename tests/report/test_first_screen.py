@@ -11,6 +11,11 @@ from simtune.report.page import render
 from simtune.runs.run_reader import read_run
 from tests.report.test_report_page import Reader, own_part
 
+REJECTIONS = {
+    "requests": 30,
+    "share": 0.03,
+    "classes": [{"class": "chat", "requests": 30}, {"class": "batch", "requests": 0}],
+}
 STATED = {
     "worlds": 200,
     "level": 0.9,
@@ -42,6 +47,12 @@ def test_first_screen_has_the_answer_and_leaves_tiles_below(make_run: Any) -> No
     assert "another plan is at most 2.0 % better under this cost model." in reader.words
     assert ("div", {"class": "tiles"}) not in reader.tags
     assert ("a", {"href": "#warnings"}) in reader.tags
+
+
+def test_rejected_requests_are_a_loud_warning_with_their_classes(make_run: Any) -> None:
+    warned = {warning.name: warning for warning in first_screen.warnings(read_run(make_run(rejections=REJECTIONS)))}
+    assert warned["Rejected"].loud
+    assert "were rejected (HTTP 503): 30 of chat. They count as missing every limit" in warned["Rejected"].text
 
 
 def test_warnings_are_one_line_above_and_sentences_below(make_run: Any) -> None:

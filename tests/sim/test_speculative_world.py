@@ -755,7 +755,7 @@ def test_rounds_laid_out_for_many_requests_at_once_are_those_of_each(ahead: bool
         (lambda: deployed(Dsi(tokens=3, replicas=2), POSITIONS, *DRAFTERS["model"], seqs=200),
          "800 tokens with max_num_seqs 200, and max_num_batched_tokens is 512; raise it"),
         (lambda: deployed(Chain(tokens=3), POSITIONS, Eagle(), batching=Batching(
-            policy="sarathi", max_num_seqs=4, max_num_batched_tokens=512)), "policy sarathi has no speculation"),
+            policy="vllm-v0", max_num_seqs=4, max_num_batched_tokens=512)), "vllm-v0 has no speculation: vLLM 0.2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(build: Any, message: str) -> None:

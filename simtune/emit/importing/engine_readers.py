@@ -114,6 +114,18 @@ def _vllm_graphs(reader: OptionReader, draft: PoolDraft, launch: Launch, option:
         draft.set("graph_sizes.per_seat", None)
 
 
+def _threshold(key: str) -> Special:
+    """Return a reader of a number of tokens from which on a step is split, which has no effect unless steps are."""
+
+    def read(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+        if launch.value("enable-dbo") is None:
+            draft.ignore(option, "steps are not split without enable-dbo")
+        else:
+            draft.set(f"overlap_thresholds.{key}", whole_number(option))
+
+    return read
+
+
 class VllmReader(OptionReader):
     """Reads options of `vllm serve`."""
 
@@ -157,6 +169,8 @@ class VllmReader(OptionReader):
         "speculative-config": _vllm_drafts,
         "max-cudagraph-capture-size": _vllm_graphs,
         "enable-dbo": _setting("overlap", "two_batches"),
+        "dbo-decode-token-threshold": _threshold("decode_tokens"),
+        "dbo-prefill-token-threshold": _threshold("prefill_tokens"),
         "all2all-backend": _words(
             "expert_exchange",
             {

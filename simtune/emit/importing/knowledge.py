@@ -116,14 +116,14 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _MODEL: "hf-overrides rope-scaling rope-theta task runner convert pooler-config",
         _STATES: "mamba-ssm-cache-dtype mamba-cache-dtype mamba-block-size mamba-cache-mode",
         _GRAPHS: "compilation-config cuda-graph-sizes cudagraph-capture-sizes optimization-level performance-mode",
-        _ADMISSION: "max-num-partial-prefills max-long-partial-prefills scheduler-cls prefill-schedule-interval "
-        "max-num-queued-requests max-num-queued-tokens disable-hybrid-kv-cache-manager",
+        _ADMISSION: "max-num-partial-prefills max-long-partial-prefills scheduler-cls "
+        "disable-hybrid-kv-cache-manager",
         "how a sequence is divided among ranks": "prefill-context-parallel-size decode-context-parallel-size "
         "dcp-kv-cache-interleave-size cp-kv-cache-interleave-size",
         "how many front ends share the requests": "api-server-count",
         "the size of the KV cache; give num-gpu-blocks-override": "kv-cache-memory-bytes",
         "how many tokens a step makes": "num-scheduler-steps",
-        "when two batches overlap": "dbo-decode-token-threshold dbo-prefill-token-threshold ubatch-size",
+        "when two batches overlap": "ubatch-size",
     },
     "sglang": {
         _KERNELS: "attention-backend prefill-attention-backend decode-attention-backend moe-runner-backend "
@@ -143,7 +143,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "swa-full-tokens-ratio mamba-track-interval",
         _GRAPHS: "enable-torch-compile torch-compile-max-bs enable-piecewise-cuda-graph "
         "piecewise-cuda-graph-max-tokens disable-cuda-graph-padding cuda-graph-bs disable-piecewise-cuda-graph",
-        _ADMISSION: "enable-mixed-chunk scheduler-recv-interval max-queued-requests enable-priority-scheduling "
+        _ADMISSION: "enable-mixed-chunk scheduler-recv-interval enable-priority-scheduling "
         "prefill-max-requests load-balance-method enable-prefill-delayer schedule-low-priority-values-first",
         "how many tokens a step makes": "num-continuous-decode-steps",
         "how drafts are verified": "speculative-accept-threshold-single speculative-accept-threshold-acc "

@@ -18,13 +18,14 @@ class RoundByRound:
         self._limit = max_model_len - 1  # an answer's last token is never computed
         self.depth = terms.max_drafts if terms.depth is None else terms.depth
         """Number of drafts in turn."""
-        self._most = 1 + terms.max_drafts
+        self.most = terms.max_drafts
+        """Most drafts of a request in a round."""
         self.tally = Tally()
         """Totals of verifications so far."""
 
     def width(self, request: Request) -> int:
         """Return the tokens that the next step verifies for a request; drafts beyond max_model_len are not made."""
-        return max(1, min(self._most, self._limit - request.computed))
+        return max(1, min(1 + self.most, self._limit - request.computed))
 
     def kept(self, request: Request, width: int) -> int:
         """End a verification of `width` tokens and return how many of them are kept."""

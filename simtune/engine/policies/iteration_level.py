@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.request import Request
 
 
@@ -16,6 +17,8 @@ class Orca(StallFree):
     step and are never cut, whatever `chunked_prefill` is; a long one makes the step long for all requests.
     """
 
+    offers = StallFree.offers - {"swap"}
+    lacks: ClassVar[Mapping[Feature, str]] = {"swap": "requests have blocks for max_model_len and are never preempted"}
     cuts_prompts = "never"
     first_come = True
 

@@ -44,7 +44,8 @@ class LayeredPrefill(StallFree):
         while self.waiting:
             request = self.waiting[0]
             hit = self.lookup(request)
-            request_tokens = request.known_tokens - hit.blocks * self.kv.block_size - hit.copied_tokens
+            cached_tokens = hit.blocks * self.kv.block_size + hit.copied_tokens
+            request_tokens = request.known_tokens - request.computed - cached_tokens
             if (tokens and tokens + request_tokens > self.group_tokens) or not self.admit(request, budget - tokens):
                 break
             self.waiting.popleft()
@@ -64,7 +65,7 @@ class LayeredPrefill(StallFree):
         if step is not None and step.chunks:
             self._done += 1
             if self._done < self._parts:
-                self._scheduled = {request: 1 for request in self._scheduled if request.decoding}
+                self._scheduled = {request: n for request, n in self._scheduled.items() if request.decoding}
             else:
                 self._group = {}
         return super().complete(repetitions)

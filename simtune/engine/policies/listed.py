@@ -11,6 +11,9 @@ such steps are not repeated, because their contexts grow unevenly.
 With prefix caching, if a policy offers it, a newcomer holds the cached beginning of its text, which counts as computed
 (`lookup`, `seat`); others find what it has computed when the step is over (`remember`).
 
+With swap, if a policy offers it, a preempted request keeps its keys and values in host memory. It comes back as a
+prompt of which all but the rest is computed: for one that was decoding, a chunk of one token.
+
 With asynchronous scheduling, if a policy offers it, the step after the running one is dispatched before a newcomer
 is seen. That the end of an answer is also known one step late is not modelled.
 
@@ -28,7 +31,7 @@ from bisect import bisect_right, insort_left, insort_right
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from simtune.engine.batch import Tally
 from simtune.engine.drafting.round_by_round import RoundByRound
@@ -57,13 +60,18 @@ class ListScheduler(Scheduler):
         prefix_caching: bool = False,
         hash_block_tokens: int | None = None,
         speculation: DraftingTerms | None = None,
+        preemption: Literal["recompute", "swap"] = "recompute",
         **settings: Unpack[Settings],
     ) -> None:
         """`hash_block_tokens` is the size of the blocks that requests name for prefix caching: block_size unless given.
 
-        Raises ValueError for drafts whose number differs between rounds.
+        Raises ValueError for drafts whose number differs between rounds, and for swap beside prefix caching.
         """
         super().__init__(**settings)
+        self._swaps = preemption == "swap"
+        if self._swaps and prefix_caching:
+            raise ValueError("swap and prefix_caching are mutually exclusive")
+        self._moved_out = self._moved_in = 0  # KV blocks to and from host memory, before the coming step
         if prefix_caching:
             self.kv = self.new_cache(hash_block_tokens or self.kv.block_size)
         self.async_scheduling = async_scheduling
@@ -148,6 +156,9 @@ class ListScheduler(Scheduler):
             preempted,
         )
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
+        if self._swaps:
+            step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
+            self._moved_out = self._moved_in = 0
         if self.drafts is not None:
             step.draft_tokens, step.draft_depth = tokens - len(decoding), self.drafts.depth
         # Late newcomers are admitted after this step.
@@ -242,6 +253,8 @@ class ListScheduler(Scheduler):
         if self.kv.caches:
             self.kv.hold(request, hit)
             request.reserved_tokens = hit.blocks * self.kv.block_size
+        elif request.computed:
+            self._moved_in += self.kv.blocks_for(request.computed)
         self.allocate(request, tokens)
         self.residents[request] = None
 
@@ -254,10 +267,12 @@ class ListScheduler(Scheduler):
         request.decoding = False
 
     def preempt(self, victim: Request) -> None:
-        """Take all blocks from a resident; it waits, before its equals, to be computed again."""
+        """Take all blocks from a resident; it waits, before its equals, to be computed again or swapped in."""
         self._leave(victim)
+        computed = victim.computed if self._swaps else 0
+        self._moved_out += self.kv.blocks_for(computed)
         self.kv.release(victim, returns=True)
-        victim.computed = 0
+        victim.computed = computed
         victim.preemptions += 1
         insort_left(self.waiting, victim, key=self.key)
 
@@ -278,6 +293,7 @@ class ListScheduler(Scheduler):
         for request in lost:
             self._leave(request)
         self._scheduled, self._preempted = {}, []
+        self._moved_out = self._moved_in = 0
         return lost
 
 
@@ -286,27 +302,45 @@ class StallFree(ListScheduler):
 
     A prompt is admitted when a seat and the blocks for all of its known tokens are free, and takes them at once, so
     that a prompt in prefill never lacks memory. When a decode finds no block, the resident that comes last by `key`
-    loses all of its blocks, to be computed again; such a step admits no request.
+    loses all of its blocks, to be computed again or swapped in; such a step admits no request. Drafts come before
+    prompts; if the budget is short, the last requests to be admitted verify fewer.
     """
 
-    offers = frozenset({"prefix_caching", "watermark"})
+    offers = frozenset({"prefix_caching", "speculation", "swap", "watermark"})
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Return decodes first, then prompts; no newcomers if a request was preempted."""
         scheduled = self.decode_all(preempted)
-        self.serve_prompts(scheduled, self.max_num_batched_tokens - len(scheduled), not preempted)
+        budget = self.max_num_batched_tokens - sum(scheduled.values())
+        self.serve_prompts(scheduled, budget, not preempted)
         return scheduled
 
     def decode_all(self, preempted: list[Request]) -> ScheduledTokens:
-        """Return one token for each request that decodes, preempting until all of them have their block."""
-        while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+        """Return the tokens of each request that decodes, preempting until all of them have their blocks."""
+        while self._missing(widths := self._widths()) > self.kv.free:
             # reversed: of equal keys `max` returns the first, here the newest
             victim = max(reversed(self.residents), key=self.key)
             self.preempt(victim)
             preempted.append(victim)
-        for request in decoding:
-            self.allocate(request, request.computed + 1)
-        return dict.fromkeys(decoding, 1)
+        for request, width in widths.items():
+            self.allocate(request, request.computed + width)
+        return widths
+
+    def _widths(self) -> ScheduledTokens:
+        """Return the tokens that the budget allows each request that decodes, its drafts included."""
+        widths = dict.fromkeys([request for request in self.residents if request.decoding], 1)
+        spare = self.max_num_batched_tokens - len(widths)
+        for request in () if self.drafts is None else widths:
+            drafts = min(self.width(request) - 1, spare)
+            widths[request] += drafts
+            spare -= drafts
+        return widths
+
+    def _missing(self, widths: ScheduledTokens) -> int:
+        """Return the blocks that requests need for these tokens beyond those they have."""
+        if self.drafts is None:
+            return self.missing_blocks(widths, 1)
+        return sum(self.missing_blocks([request], width) for request, width in widths.items())
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         """Share `budget` among prompts in prefill and, if there is a seat and memory, those that wait."""
@@ -332,7 +366,7 @@ class StallFree(ListScheduler):
             return False
         hit = self.lookup(request)
         cached_tokens = hit.blocks * self.kv.block_size + hit.copied_tokens
-        if not self.chunked_prefill and request.known_tokens - cached_tokens > budget:
+        if not self.chunked_prefill and request.known_tokens - request.computed - cached_tokens > budget:
             return False
         tokens = self.reservation(request)
         # blocks that other requests hold need no free block, idle ones do

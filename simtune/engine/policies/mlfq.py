@@ -8,6 +8,7 @@ from heapq import merge
 from itertools import islice
 from typing import Unpack
 
+from simtune.engine.kv import NO_HIT
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
@@ -36,8 +37,10 @@ class SkipJoinMlfq(ListScheduler):
     counted in iterations, and PROMPT_TOKENS_PER_ITERATION prompt tokens count as one.
 
     A paused request keeps its KV blocks until a more urgent one needs them; then the least urgent loses all of its own
-    and is computed again. (FastServe moves them to host memory and back.)
+    and is computed again, or, as in FastServe, swapped in.
     """
+
+    offers = frozenset({"prefix_caching", "speculation", "swap", "watermark"})
 
     LEVELS = 8
     PATIENCE = 1024
@@ -86,14 +89,13 @@ class SkipJoinMlfq(ListScheduler):
             new = request not in residents
             if request in preempted or (new and not admitting):
                 continue
-            tokens = 1 if request.decoding else request.known_tokens - request.computed
+            tokens = self.width(request) if request.decoding else self._to_compute(request)
             fits = self.chunked_prefill or tokens <= budget
             if not (fits and self._claim(request, tokens, by_urgency, preempted)):
                 admitting &= not new
                 continue
             if new:
                 waiting.remove(request)
-                residents[request] = None
             scheduled[request] = min(tokens, budget)
             budget -= scheduled[request]
         return scheduled
@@ -103,17 +105,35 @@ class SkipJoinMlfq(ListScheduler):
         key, kv = self.key, self.kv
         if request.computed + tokens <= request.reserved_tokens:
             return True
-        spare = 0 if request in self.residents else kv.free - self.room
-        missing_blocks = self.missing_blocks([request], tokens) + spare
+        missing_blocks = self._missing(request, tokens)
         if missing_blocks > kv.free:
             less_urgent = [resident for resident in by_urgency if key(resident) > key(request)]
             if missing_blocks > kv.free + sum(map(kv.held_by, less_urgent)):
                 return False
-        while missing_blocks > kv.free:
+        # Preemption leaves blocks of the request's own text without a holder, and blocks that others hold.
+        while self._missing(request, tokens) > kv.free:
+            if not (by_urgency and key(by_urgency[-1]) > key(request)):
+                return False
             victim = by_urgency.pop()
             self.preempt(victim)
             preempted.append(victim)
-        return self.allocate(request, request.computed + tokens)
+        if request in self.residents:
+            return self.allocate(request, request.computed + tokens)
+        self.seat(request, request.known_tokens, self.lookup(request))
+        return True
+
+    def _to_compute(self, request: Request) -> int:
+        """Return the tokens of a prompt that are neither computed nor cached."""
+        hit = NO_HIT if request in self.residents else self.lookup(request)
+        return request.known_tokens - request.computed - hit.blocks * self.kv.block_size - hit.copied_tokens
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        """Return the blocks that a request needs for `tokens` tokens; a newcomer, beside those kept free."""
+        kv = self.kv
+        if request in self.residents:
+            return self.missing_blocks([request], tokens)
+        hit = self.lookup(request)
+        return kv.blocks_for(request.known_tokens) - hit.blocks + hit.idle + kv.free - self.room
 
     def steady_steps(self, decoding: list[Request]) -> int:
         """Limit the steps to the next demotion or promotion."""

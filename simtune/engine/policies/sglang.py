@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from simtune.engine.kv import Hit
 from simtune.engine.policies.dynamic_chunks import DynamicChunks
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.radix import RadixCache
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
@@ -41,10 +42,11 @@ class SglangScheduler(ListScheduler):
     (`simtune.engine.radix`); pages of it that no other request holds are free no more.
 
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
-    the orders of the queue that go by the radix cache, and that under overlap an end is known one step late.
+    orders of the queue by the radix cache, and that under overlap an end is known one step late.
     """
 
     offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
+    lacks: ClassVar[Mapping[Feature, str]] = {"swap": "SGLang computes retracted requests again"}
     chunks_follow = True
     INIT_NEW_TOKEN_RATIO = 0.7
     MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
@@ -141,9 +143,8 @@ class SglangScheduler(ListScheduler):
         return was_resident
 
     def _begin_anew(self) -> None:
-        self._ratio, self._decoded = self._initial, 0
+        self._ratio, self._decoded, self._unpolled = self._initial, 0, self._interval
         self._full = False  # seats or memory were short, and the batch has not shrunk since
-        self._unpolled = self._interval
 
     def _to_come(self, request: Request) -> int:
         """Tokens that a request may still deliver."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Progress, Step
 
@@ -30,6 +31,11 @@ class StaticBatching(ListScheduler):
     `chunked_prefill` is.
     """
 
+    lacks: ClassVar[Mapping[Feature, str]] = {
+        "prefix_caching": "each prompt is computed at the length of the longest of its batch",
+        "speculation": "all members of a batch advance by one token in each step",
+        "swap": "members have blocks for max_model_len and are never preempted",
+    }
     cuts_prompts = "never"
     takes_over = False
     first_come = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from simtune.engine.block_reuse import ReusedBlocks
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
 
@@ -38,13 +38,16 @@ class TensorRtLlmScheduler(StallFree):
     computes the rest, and the budget that is left over stays unused. A newcomer waits for another prompt in prefill
     that will store the first block it lacks; those behind it do not. Prompts are stored when they are complete.
 
+    *Drafts.* They count in the budget, and a request has room for them beyond its longest answer.
+
     Under the overlap scheduler (`async_scheduling`) a newcomer waits for one more dispatched step.
 
     Facts: capacityScheduler.cpp, microBatchScheduler.cpp, kvCacheManager.cpp and py_executor.py of TensorRT-LLM 1.x.
     Left out: blocks for a second step that MAX_UTILIZATION asks for under the overlap scheduler, and encoders.
     """
 
-    offers = frozenset({"async_scheduling", "prefix_caching"})
+    offers = frozenset({"async_scheduling", "prefix_caching", "speculation"})
+    lacks: ClassVar[Mapping[Feature, str]] = {"swap": "TensorRT-LLM computes paused requests again"}
 
     def __init__(
         self,
@@ -97,7 +100,8 @@ class TensorRtLlmScheduler(StallFree):
         """Return the tokens that the request may ever need, or its known tokens if requests may be paused."""
         if self._evicts:
             return request.known_tokens
-        most = min(self.longest_answer, request.max_tokens)
+        drafts = 0 if self.drafts is None else self.drafts.most
+        most = min(self.longest_answer, request.max_tokens) + drafts
         tokens = max(request.prompt_tokens + most, request.known_tokens)
         return min(tokens, self.max_model_len)
 
@@ -107,7 +111,7 @@ class TensorRtLlmScheduler(StallFree):
         newcomers = self._with_room() if admitting else []
         share = self._whole if not self.chunked_prefill else self._equally if self._in_turn else self._one_by_one
         shares = share([*prompts, *newcomers], budget)
-        self._holding = self._too_few(shares, len(scheduled))
+        self._holding = self._too_few(shares, sum(scheduled.values()))
         if self._holding:
             return
         if shares:
@@ -120,7 +124,7 @@ class TensorRtLlmScheduler(StallFree):
             self.waiting.extend(queue)
 
     def _too_few(self, given: ScheduledTokens, decodes: int) -> bool:
-        """True if prompts with these few tokens are held back, for more to come, while others decode."""
+        """True if prompts with these few tokens are held back, for more to come, while others decode that many."""
         if not (given and decodes) or self._waited >= self._wait_steps:
             return False
         return decodes + sum(given.values()) < self._wait_tokens * self.max_num_batched_tokens

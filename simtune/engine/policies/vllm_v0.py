@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
-from simtune.engine.policy_traits import Settings
+from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.request import Request
 from simtune.engine.step import Step
 
@@ -29,15 +30,17 @@ class VllmV0(ListScheduler):
     """
 
     offers = frozenset({"swap", "watermark"})
+    lacks: ClassVar[Mapping[Feature, str]] = {
+        "prefix_caching": "vLLM 0.2 had none",
+        "speculation": "vLLM 0.2 had none",
+    }
     cuts_prompts = "never"
     first_come = True
 
     def __init__(self, *, preemption: Literal["recompute", "swap"] = "recompute", **settings: Unpack[Settings]) -> None:
         """Make a scheduler. Raises ValueError for settings with which an admitted request could wait forever."""
         settings["chunked_prefill"] = False
-        super().__init__(**settings)
-        self._swaps = preemption == "swap"
-        self._moved_out = self._moved_in = 0  # KV blocks, in the coming step
+        super().__init__(preemption=preemption, **settings)
 
     def would_notice(self) -> bool:
         """True if a seat is free, and no request is in host memory."""
@@ -45,7 +48,6 @@ class VllmV0(ListScheduler):
 
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Return prompts, if any can be admitted; otherwise all residents decode."""
-        self._moved_out = self._moved_in = 0
         scheduled = {} if self._swapped() else self._admit()
         if scheduled:
             return scheduled
@@ -88,13 +90,10 @@ class VllmV0(ListScheduler):
         return decoding
 
     def _put_out(self, victim: Request, preempted: list[Request]) -> None:
-        computed = victim.computed
-        self._moved_out += self.kv.held_by(victim) if self._swaps else 0
         self.preempt(victim)
         preempted.append(victim)
         if self._swaps:
             # `preempt` has put it before all others, but requests in host memory are in order of arrival
-            victim.computed = computed
             self.waiting.popleft()
             place = sum(1 for queued in self.waiting if queued.computed and queued.id < victim.id)
             self.waiting.insert(place, victim)
@@ -117,7 +116,6 @@ class VllmV0(ListScheduler):
 
     def _step(self, preempted: list[Request]) -> Step:
         step = super()._step(preempted)
-        step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
         if self._swaps:
             # Preemption and return are decided anew for every step.
             step.repeat = 1

@@ -161,6 +161,8 @@ class PlanBounds(LoneRequests):
             and not pool.pool.spec.batching.long_prefill_token_threshold
             # A core computes several chunks at a time then.
             and not pool.pool.chunks_follow
+            # Requests that are rejected leave their place to those behind them.
+            and not pool.pool.spec.queue_limits
             for pool in self.front
         )
         plan = self.deployment.plan

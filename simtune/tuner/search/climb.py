@@ -226,6 +226,8 @@ def violation(result: Result) -> str:
     """Return why a simulation did not meet its SLO."""
     if result.refused:
         return f"{result.refused} requests exceed max_model_len, or the token budget where prompts are not cut"
+    if rejected := result.num_rejected():
+        return f"{rejected:,} requests are rejected because the queue of a server is full"
     if result.saturated:
         return "saturated: requests pile up faster than they are served"
     missed = "; ".join(str(limit) for limit in result.limits if not limit.met)
