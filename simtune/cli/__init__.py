@@ -28,6 +28,7 @@ VERBS = {
     "explain": "Explain a plan in words.",
     "report": "Draw the report of a run again, or of several side by side.",
     "certify": "Check a search's proof without trusting it.",
+    "measure": "Write the runs on a real system that tell the leading plans apart.",
     "reproduce": "Simulate published systems beside what they claim.",
     "rank": "Rank published techniques on your model, hardware and load.",
     "workload": "Describe a trace, cut or scale it, and fit a spec to it.",
@@ -59,7 +60,7 @@ INTERNAL = (
 
 READS_CODE = (
     "optimize", "simulate", "sweep", "validate", "check", "explain", "certify", "replay", "loop", "calibrate", "show",
-    "report", "speculate", "acceptance",
+    "report", "speculate", "acceptance", "measure",
 )  # fmt: skip
 """Verbs that read plans or studies, which may name code of their own."""
 
@@ -82,7 +83,7 @@ def _allow_code_option() -> click.Option:
     )
 
 
-SIMULATES = ("optimize", "simulate", "sweep", "validate", "certify", "loop", "reproduce", "rank")
+SIMULATES = ("optimize", "simulate", "sweep", "validate", "certify", "loop", "reproduce", "rank", "measure")
 """Verbs that simulate, whose runs can be audited."""
 
 

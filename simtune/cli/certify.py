@@ -38,10 +38,10 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
     from simtune.tuner.certificate.search_certificate import Audit
 
     if (run / FRONT).is_file():
-        return _certify_front(FrontAudit(read_front(run / FRONT), _question(run, study_file)), as_json)
+        return _certify_front(FrontAudit(read_front(run / FRONT), question_of(run, study_file)), as_json)
     certificate = read_certificate(run / "certificate.json")
     plan = load_plan(str(run / PLAN)) if (run / PLAN).is_file() else None
-    audit = Audit(certificate, _question(run, study_file), plan)
+    audit = Audit(certificate, question_of(run, study_file), plan)
     holds = audit.run()
     if as_json:
         print_json(
@@ -86,7 +86,7 @@ def _certify_front(audit: FrontAudit, as_json: bool) -> int:
     return 0
 
 
-def _question(run: Path, study_file: str | None) -> Question:
+def question_of(run: Path, study_file: str | None) -> Question:
     """Return the question of a search, from the command that its run directory contains. Raises UsageError."""
     from simtune.api import load_question
     from simtune.cli.optimize import optimize

@@ -175,13 +175,13 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     default=None,
     help="http://HOST:PORT of an OpenAI server, or one to start: vllm, torch, transformers.",
 )
-@out_option.but(required=True, help="Folder to write; runs that it contains are kept.")
+@out_option.but(help="Folder to write; runs that it contains are kept. RUN-measure for a run of optimize.")
 @click.option(
     "--from",
     "measured_files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, or of aiperf.",
+    help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, of aiperf or of guidellm.",
 )
 @model_option.but(help="Model in place of the plan's.")
 @hardware_option.but(help="Hardware profile in place of the plan's.")
@@ -256,7 +256,7 @@ def validate(  # noqa: PLR0913 - one for each option
     plan_file: str,
     workload: str | None,
     engine: str | None,
-    out: Path,
+    out: Path | None,
     measured_files: tuple[Path, ...],
     model: str | None,
     hardware: str | None,
@@ -287,14 +287,14 @@ def validate(  # noqa: PLR0913 - one for each option
     """Run PLAN on a real engine and compare predictions with measurements.
 
     Exits with 4 if they differ by more than the tolerance and twice the noise of the repeats, with 1 if requests failed
-    or the client was too late to judge by.
+    or the client was too late to judge by. A run directory of `optimize` with --from: after `simtune measure`, which of
+    its leading plans is best now.
     """
-    if (engine is None) == (not measured_files):
-        raise UsageError(
-            "name what to compare with: --engine http://HOST:PORT, --engine {'|'.join(ENGINES)}, or --from FILE"
-        )
-    if workload is None and not measured_files:
-        raise UsageError("name the load to send: --workload")
+    if measured_files and (Path(plan_file) / "certificate.json").is_file():
+        from simtune.cli.measure import tighten
+
+        return tighten(Path(plan_file), measured_files, out, as_json)
+    out = _checked(engine, workload, measured_files, out)
     if record is not None:
         _profile_folder(record)
     waits = (timeout, request_timeout, max_response)
@@ -316,6 +316,19 @@ def validate(  # noqa: PLR0913 - one for each option
     else:
         _print(validation, out)
     return 1 if any(load.failed for load in validation.loads) else 0 if validation.within else 4
+
+
+def _checked(engine: str | None, workload: str | None, measured_files: tuple[Path, ...], out: Path | None) -> Path:
+    """Return the folder to write. Raises UsageError if options are missing."""
+    if out is None:
+        raise UsageError("name the folder to write: --out")
+    if (engine is None) == (not measured_files):
+        raise UsageError(
+            f"name what to compare with: --engine http://HOST:PORT, --engine {'|'.join(ENGINES)}, or --from FILE"
+        )
+    if workload is None and not measured_files:
+        raise UsageError("name the load to send: --workload")
+    return out
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Judging: what a simulation said against what was measured, with the noise of repeats; no clock is asked."""
 
+import json
 import re
 from pathlib import Path
 
@@ -222,6 +223,24 @@ AIPERF = (
     '{"metadata": {"request_start_ns": 1000000000}, "metrics": {"time_to_first_token": {"value": 5.0}, '
     '"request_latency": {"value": 9.0}, "input_sequence_length": {"value": 3}, "output_sequence_length": {"value": 8}}}'
 )
+
+
+def test_a_benchmark_of_guidellm_is_read_request_by_request(tmp_path: Path) -> None:
+    data = json.loads((Path(__file__).parents[1] / "specs" / "tools" / "guidellm.json").read_text())
+    path = tmp_path / "benchmarks.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match="contains 2 benchmarks; pass a file with one"):
+        read_run(path)
+    benchmark = data["benchmarks"][0]
+    broken = json.loads(json.dumps(benchmark["requests"]["successful"][-1]))
+    broken["info"]["error"] = "refused"
+    benchmark["requests"]["errored"] = [broken]
+    path.write_text(json.dumps({"benchmarks": [benchmark]}))
+    run = read_run(path)
+    stated = benchmark["metrics"]["time_to_first_token_ms"]["successful"]
+    assert run.statistic("ttft", "mean") == pytest.approx(stated["mean"] / 1e3, rel=1e-3)
+    assert [r.error for r in run.failed] == ["refused"]
+    assert len(run.requests) == 7
 
 
 def test_what_other_tools_say_of_failures_is_kept(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ _LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 
 
 @cache
-def _normal() -> Array:
+def normal_levels() -> Array:
     """Return quantiles of the standard normal distribution at equally likely levels."""
     from scipy.special import ndtri
 
@@ -380,12 +380,12 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
     mean, slopes = float(line[0]), line[1:]
     residual = float(np.sum((gap - design @ line) ** 2)) / freedom
     variance = float(np.sum(slopes**2)) + residual
-    now = float(_sure(np.array(mean), variance))
+    now = float(sure_of_sign(np.array(mean), variance))
     helps = [
         ToMeasure(
             error=name,
             share=min(1.0, b * b / variance),
-            right_after=float(np.mean(_sure(mean + b * _normal(), variance - b * b))),
+            right_after=float(np.mean(sure_of_sign(mean + b * normal_levels(), variance - b * b))),
             points=(),
             acceptance=(),
         )
@@ -394,7 +394,7 @@ def _to_measure(gap: Array, errors: Mapping[str, Array]) -> tuple[float | None, 
     return now, tuple(sorted(helps, key=lambda h: (-h.right_after, -h.share)))[:WORTH_NAMING]
 
 
-def _sure(mean: Array, variance: float) -> Array:
+def sure_of_sign(mean: Array, variance: float) -> Array:
     """Return the probability that a normal number has the sign of its mean."""
     from scipy.special import ndtr
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from simtune.errors import UsageError
@@ -65,14 +65,14 @@ def contenders(tuned: Tuned, rivals: int = RIVALS) -> list[RivalPlan]:
     A rival need not have been simulated: a plan that bounds rule out as predicted may win if operators are off. Plans
     that must do the same as another plan are left out, and so are classes that were ruled out without simulation.
     """
-    return [_contender(tuned, trial) for trial in (tuned.chosen, *_nearest(tuned)[:rivals])]
+    return [_contender(tuned, trial) for trial in (tuned.chosen, *nearest(tuned.question, tuned.rows)[:rivals])]
 
 
-def _nearest(tuned: Tuned) -> list[Trial]:
-    """Return the rivals, the best bound first. At a given load simulated plans come before the others, in the order of
-    the search."""
-    question, objective = tuned.question, tuned.question.objective
-    candidates = [row for row in tuned.rows[1:] if not row.same_as and not row.allocation]
+def nearest(question: Question, rows: Sequence[Trial]) -> list[Trial]:
+    """Return the rivals of the first of `rows`, the best bound first. At a given load simulated plans come before the
+    others, in the order of the search."""
+    objective = question.objective
+    candidates = [row for row in rows[1:] if not row.same_as and not row.allocation]
     bounded = [row for row in candidates if row.best is not None and math.isfinite(row.best)]
     if isinstance(objective, RateObjective):
         return sorted(bounded, key=lambda row: -_reaches(question, row))

@@ -173,14 +173,13 @@ _MADE_OF: dict[str, Callable[[SampledStep], float]] = {
 def stretches(
     deployment: Deployment,
     result: Result,
-    bases: Mapping[str, Mapping[str, KindBasis]],
+    log_sd: Mapping[str, float],
     metrics: Sequence[str],
     drawn_worlds: DrawnWorlds,
 ) -> Array:
-    """Return u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the errors of
-    kinds in them."""
+    """Return u of each of the worlds (columns) for each of the metrics (rows), by the steps of a run and the standard
+    deviation of the log error of each kind in them (`simtune.sim.drawn_worlds.widest`)."""
     steps = [*timed_steps(deployment, result)]
-    log_sd = widest(bases)
     rows = []
     for metric in metrics:
         shares = _shares(steps, _MADE_OF[metric]) or _shares(steps, lambda step: 1.0)
@@ -260,7 +259,7 @@ def slo_probability(
     if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
         return None
     drawn_worlds = DrawnWorlds.of(WORLDS, seed)
-    worlds = stretches(tuned.deployment, tuned.result, bases, [limit.metric for limit in limits], drawn_worlds)
+    worlds = stretches(tuned.deployment, tuned.result, widest(bases), [limit.metric for limit in limits], drawn_worlds)
     rate = tuned.chosen.rate_rps if tuned.question.searches_rate else None
     few = _FewWorlds(tuned, rate)
     simulated_curves = _curves(few, sweep, worlds, limits)

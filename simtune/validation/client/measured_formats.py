@@ -2,6 +2,7 @@
 
 vllm bench serve     one JSON object, with --save-result --save-detailed: lists by request, in seconds
 aiperf               profile_export.jsonl: one line per request, times in nanoseconds and milliseconds
+guidellm             benchmarks.json of one benchmark: requests by how they ended, times in seconds since the epoch
 simtune              JSON lines, `simtune/measured@1` (`simtune.validation.client.measured_run`)
 """
 
@@ -46,6 +47,8 @@ def read_run(path: Path) -> MeasuredRun:
         document = _object(text) or {}
         if "input_lens" in document or "total_input_tokens" in document:
             return _vllm_bench(path, document)
+        if isinstance(document.get("benchmarks"), list):
+            return _guidellm(path, document["benchmarks"])
     except ValidationError as error:
         item = error.errors()[0]
         raise SpecError(Problem(str(path), str(item["msg"]), ".".join(map(str, item["loc"])))) from None
@@ -56,7 +59,8 @@ def read_run(path: Path) -> MeasuredRun:
             f"{path}: contains aggregates only; pass the profile_export.jsonl that aiperf writes next to it"
         )
     raise UsageError(
-        f"{path}: unknown format; expected a run of simtune, of `vllm bench serve --save-detailed` or of aiperf"
+        f"{path}: unknown format; expected a run of simtune, of `vllm bench serve --save-detailed`, of aiperf or of "
+        "guidellm"
     )
 
 
@@ -175,6 +179,43 @@ def _aiperf_row(record: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": int(metric("output_sequence_length") or 0),
         "times_s": times,
         "error": None if answered else _words(error),
+    }
+
+
+# --- guidellm ---------------------------------------------------------------------------------------------
+
+
+def _guidellm(path: Path, benchmarks: Sequence[Mapping[str, Any]]) -> MeasuredRun:
+    if len(benchmarks) != 1:
+        raise UsageError(f"{path}: contains {len(benchmarks)} benchmarks; pass a file with one, of one rate")
+    by_end = benchmarks[0]["requests"]
+    ends = ("successful", "errored", "incomplete")
+    # A request that was never sent has no time at which it was.
+    rows = [_guidellm_row(row, end) for end in ends for row in by_end.get(end) or () if _sent(row) is not None]
+    if not rows:
+        raise UsageError(f"{path}: has no requests")
+    return _run(path, EngineFacts(engine="unknown"), "guidellm", rows)
+
+
+def _sent(row: Mapping[str, Any]) -> float | None:
+    sent: float | None = row["info"]["timings"].get("request_start")
+    return sent
+
+
+def _guidellm_row(row: Mapping[str, Any], end: str) -> dict[str, Any]:
+    timings = row["info"]["timings"]
+    first = timings.get("first_output_token_iteration") or timings.get("first_token_iteration")
+    last = timings.get("last_token_iteration")
+    answered = end == "successful" and None not in (first, last)
+    error = row["info"].get("error") or ("no tokens came" if end == "successful" else end)
+    return {
+        "sent_s": _sent(row),
+        "first_token_s": first if answered else None,
+        "finish_s": last if answered else None,
+        "prompt_tokens": max(1, int(row["input_metrics"].get("text_tokens") or 1)),
+        "output_tokens": int(row["output_metrics"].get("text_tokens") or 0),
+        "times_s": None,
+        "error": None if answered else str(error),
     }
 
 
