@@ -7,8 +7,10 @@ Names none: all, in the order of the recipes. What is written replaces what is t
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from typing import Any
 from benchmarks.costs.filling import filled
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
-from simtune.costs.device_transfer import transfer
+from simtune.costs.device_transfer import transfer, wider
 from simtune.costs.hardware_profile import build, usable
+from simtune.costs.predict import Z90
 from simtune.costs.tables import read_tables
+from simtune.costs.tables.common import Dispute
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware
@@ -45,17 +49,35 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
     sources = [data_dir / "profiles" / source for source in recipe["sources"]]
     tables, repair = read_tables(sources, recipe.get("kernels")), recipe.get("repair", False)
     wanted = {key: table for key, table in tables.operators.items() if key not in recipe.get("without", ())}
-    hardware = build(usable(replace(tables, operators=wanted), facts, repair=repair), facts, repair=repair)
+    own = usable(replace(tables, operators=wanted), facts, repair=repair)
+    hardware = build(own, facts, repair=repair)
     for kernels, keys in recipe.get("borrow", {}).items():
         tables = usable(read_tables(sources, kernels), facts)
         wanted = {key: tables.operators[key] for key in keys if key not in hardware.operators}
-        hardware = filled(hardware, build(replace(tables, operators=wanted, host=None, imbalance=None), facts))
+        borrowed = build(replace(tables, operators=wanted, host=None, imbalance=None), facts)
+        hardware = filled(hardware, spanning(borrowed, own.disputes))
     for profile, keys in recipe.get("carry", {}).items():
         carried = transfer(load_hardware(profile), facts)
         hardware = filled(hardware, carried.model_copy(update={"operators": {k: carried.operators[k] for k in keys}}))
     for other in (*map(load_hardware, recipe.get("fill", ())), *([] if moved is None else [moved])):
         hardware = filled(hardware, other)
     return hardware.model_copy(update={"name": name, "engine": recipe["engine"]}).with_arrays(hardware.arrays)
+
+
+def spanning(hardware: Hardware, disputed: Mapping[str, Dispute]) -> Hardware:
+    """Return a profile whose operators stand in for refused tables with intervals of 90 % that span both, and note
+    it."""
+    operators = dict(hardware.operators)
+    for key in operators.keys() & disputed.keys():
+        operator, dispute = operators[key], disputed[key]
+        note = "; ".join(filter(None, (operator.provenance.note, f"stands in for a table that {dispute.words}")))
+        operators[key] = operator.model_copy(
+            update={
+                "interval": wider(operator, math.log(dispute.ratio) / Z90),
+                "provenance": operator.provenance.model_copy(update={"note": note}),
+            }
+        )
+    return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)
 
 
 def main(data_dir: Path, names: list[str]) -> None:

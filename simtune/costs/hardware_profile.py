@@ -14,6 +14,7 @@ from simtune.costs.host import SYNCHRONOUS_SEQUENCE_S, SYNCHRONOUS_STEP_S
 from simtune.costs.operators import OPERATORS, Chip, operator_key
 from simtune.costs.predict import Profile
 from simtune.costs.tables import Table, Tables, account, designation
+from simtune.costs.tables.equal_bytes import disputes
 from simtune.costs.tables.screen import MANY, Sheet, above_launches, launches, screen
 from simtune.errors import UsageError
 from simtune.specs.base import COMPUTES_IN
@@ -80,9 +81,9 @@ def usable(
     """Return the usable tables; the others are noted.
 
     A table is unusable if it is in another unit, of two kernels, faster than the device, of launches (unless
-    `allow_launches`; of blocks of kernels the rows that took the device longer are kept), or unlike the profile of a
-    `sister` card. One column of a file may be unusable, and the others
-    sound. Raises UsageError if no table is left.
+    `allow_launches`; of blocks of kernels the rows that took the device longer are kept), unlike the profile of a
+    `sister` card, or much slower than one in a format of equal bytes. One column of a file may be unusable, and the
+    others sound. Raises UsageError if no table is left.
     """
     accepted: dict[str, Table] = {}
     refused = []
@@ -100,9 +101,13 @@ def usable(
             accepted[key] = table
         else:
             refused.append(f"refused: {why}")
+    disputed = disputes(accepted)
+    for dispute in disputed.values():
+        del accepted[dispute.key]
+        refused.append(f"refused: {dispute.key}: {dispute.words}")
     if not accepted:
         raise UsageError("; ".join(refused))
-    return replace(tables, operators=accepted, notes=[*tables.notes, *refused])
+    return replace(tables, operators=accepted, notes=[*tables.notes, *refused], disputes=disputed)
 
 
 def _unlike(table: Table, sheet: Sheet, sister: Hardware) -> str | None:

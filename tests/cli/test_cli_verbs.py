@@ -87,13 +87,13 @@ def test_list_shows_what_is_built_in(call: Call) -> None:
     assert said.code == 0
     assert said.out.splitlines()[0] == "model:"
     assert "  h100-sxm" in said.out.splitlines()
-    specs = {kind: names(kind) for kind in ("model", "hardware", "workload", "acceptance", "engine")}
+    specs = {kind: names(kind) for kind in ("model", "hardware", "workload", "acceptance", "engine", "launch")}
     parts = {"policy": [*POLICIES], "router": [*ROUTERS], "emitter": [*ENGINES]}
     assert call("list", "--json").json == specs | parts
     assert call("list", "workload", "--json").json == {"workload": ["chat", "code"]}
 
 
-@pytest.mark.parametrize("kind", ["model", "hardware", "workload", "acceptance", "engine"])
+@pytest.mark.parametrize("kind", ["model", "hardware", "workload", "acceptance", "engine", "launch"])
 def test_whatever_is_listed_can_be_shown(call: Call, kind: str) -> None:
     for name in names(kind):
         said = call("show", name, "--json")

@@ -59,7 +59,7 @@ def test_settings_follow_the_load() -> None:
 
 def test_the_longest_request_counts() -> None:
     load, trace = load_workload("chat")
-    assert LoadShape.of(load, trace) == LoadShape(None, round(load.prompt.tokens[-1]), round(load.output.tokens[-1]))  # type: ignore[union-attr]
+    assert LoadShape.of(load, trace) == LoadShape(None, round(load.prompt.tokens[-1]), round(load.output.tokens[-1]))  # type: ignore[union-attr,index]
     assert LoadShape.of(closed(7), None) == LoadShape(7, 1024, 1024)
 
 

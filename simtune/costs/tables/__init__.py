@@ -41,6 +41,7 @@ from simtune.costs.tables.common import (
     LLMSERVINGSIM,
     VIDUR,
     Conflicts,
+    Dispute,
     FileContent,
     FormatReaders,
     HostTable,
@@ -100,6 +101,8 @@ class Tables:
     imbalance: ImbalanceTable | None = None
     notes: list[str] = field(default_factory=list)
     """Files that were passed over, and rows that belong to no operator."""
+    disputes: dict[str, Dispute] = field(default_factory=dict)
+    """Tables that were refused since one in a format of equal bytes is much faster, by key."""
 
 
 def read_tables(sources: Sequence[Path], engine: str | None = None) -> Tables:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -392,3 +392,21 @@ def account(table: Table) -> str:
         )
     words += [f"{rows:,} left out: {why}" for why, rows in table.left_out.items()]
     return "; ".join([*words, *table.remarks])
+
+
+class Dispute(NamedTuple):
+    """A table that takes longer than that of another format of equal bytes."""
+
+    key: str
+    other: str
+    ratio: float
+    """Median ratio of times on common shapes."""
+    shapes: int
+
+    @property
+    def words(self) -> str:
+        """Why the table is refused."""
+        return (
+            f"takes {self.ratio:.2g} times as long (median of {self.shapes} common shapes) as "
+            f"{self.other}, whose weights take as many bytes"
+        )
