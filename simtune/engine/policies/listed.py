@@ -147,6 +147,7 @@ class ListScheduler(Scheduler):
             [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
             preempted,
         )
+        step.paused = self._paused(decoding)
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
         if self.drafts is not None:
             step.draft_tokens, step.draft_depth = tokens - len(decoding), self.drafts.depth
@@ -157,6 +158,12 @@ class ListScheduler(Scheduler):
                 completion = min(map(self.remaining, decoding))
                 step.repeat = self._steps_that_fit(decoding, min(limit, completion))
         return step
+
+    def _paused(self, decoding: list[Request]) -> list[Request]:
+        """Return the residents that decode, but not with these."""
+        if not decoding or len(self._scheduled) == len(self.residents):
+            return []
+        return [request for request in self.residents if request.decoding and request not in self._scheduled]
 
     def steady_steps(self, decoding: list[Request]) -> int:
         """Number of decode-only steps for which the choice stays the same, if no request finishes and blocks
