@@ -462,6 +462,6 @@ def note_tokens(core: EngineCore, end: int) -> None:
     step = core.step
     assert step is not None
     # The first token of a request that has just joined follows no other token, so it ends no interval.
-    joining = sum(request.decoding for request in core.inbox.unheard)
+    joining = sum(request.decoding and request not in step.paused for request in core.inbox.unheard)
     decodes = max(0, step.num_decodes - step.discarded - joining)
     core.gaps.note_step(step, core.time, core.started, end, decodes, core.recorder)

@@ -72,8 +72,9 @@ class MessageGaps(TokenGaps):
         """Record the times between messages that end with a step. To be called before the scheduler completes it."""
         # `decodes` leaves out requests that get their first token; their messages begin with it
         if step.num_decodes > step.discarded and (step.is_last_part or step.decodes_whole):
-            if step.paused or self._paused_requests:
-                self._pause(step.paused)
+            returning = [*self._paused_requests, *(() if step.chunks else step.admitted)]  # the latter are swapped in
+            if step.paused or returning:
+                self._pause(step.paused, returning)
             before, self._steps = self._steps, self._steps + time.repetitions
             due = self._due
             while due and due[0][0] <= self._steps:
@@ -87,10 +88,10 @@ class MessageGaps(TokenGaps):
                 if chunk.completes:
                     self._note_computed(chunk.request, ended, recorder)
 
-    def _pause(self, requests: Sequence[Request]) -> None:
-        """Let no message be due of requests that are not in this step; those that were paused and are in it again go on
-        from their tokens so far."""
-        for request in self._paused_requests:
+    def _pause(self, requests: Sequence[Request], returning: Sequence[Request]) -> None:
+        """Let no message be due of requests that are not in this step; those that return to it go on from their tokens
+        so far."""
+        for request in returning:
             if request in self._answers and request.decoding and request not in requests:
                 self._expect(request, self._answers[request], self._steps, request.emitted)
         for request in requests:

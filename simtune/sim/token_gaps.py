@@ -106,7 +106,7 @@ class TokenGaps:
         if self._lost and step.admitted:
             self._note_swapped_in(step)
         if decodes:
-            self._note_paused([request.id for request in step.paused], started)
+            self._note_paused([request.id for request in step.paused if request.emitted], started)
 
     def _note_swapped_in(self, step: Step) -> None:
         """Note preempted requests that decode again at once, because none of their tokens are computed again."""
