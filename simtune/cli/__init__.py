@@ -7,6 +7,7 @@ or spec, 3 no feasible plan or saturated, 4 outside tolerance, 130 interrupted.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import io
 import os
@@ -184,6 +185,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, SimtuneError):
         click.echo(str(error), err=True)
         return error.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        click.echo(f"{str(error.filename)[:40]}...: the name is too long; give a shorter one", err=True)
+        return 2
     if isinstance(error, BrokenPipeError):
         sys.stderr.close()
     elif isinstance(error, OSError):

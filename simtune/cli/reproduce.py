@@ -83,7 +83,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     claim_page(html, force)
     entries = select(systems)
     if only_list:
-        _list(entries)
+        _list(entries, as_json)
         return 0
     user_load = own_load(model, hardware, workload, ttft, tpot)
     if user_load is not None:
@@ -264,11 +264,15 @@ def _key(family: list[Entry], question: object) -> str:
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
 
-def _list(entries: list[Entry]) -> None:
+def _list(entries: list[Entry], as_json: bool) -> None:
+    columns = ("family", "system", "title", "claim")
     rows = [
         (e.family.name, e.system.name, e.system.title, e.system.claim.says if e.system.claim else "-") for e in entries
     ]
-    print_table("Published systems", ("family", "system", "title", "claim"), rows)
+    if as_json:
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        print_table("Published systems", columns, rows)
 
 
 def _print(findings: list[Finding]) -> None:

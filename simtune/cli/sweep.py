@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ from simtune.cli.options import (
     workload_option,
 )
 from simtune.cli.output import print_json, print_table, progress
-from simtune.errors import UsageError
+from simtune.errors import SimtuneError, UsageError
 
 
 @click.command()
@@ -72,7 +73,7 @@ def sweep(  # noqa: PLR0913 - one for each option
     """
     from simtune.report.sweep_page import table
     from simtune.runs.files import hold
-    from simtune.runs.grid_sweep import Base, Point, axis, points
+    from simtune.runs.grid_sweep import Base, Point, Row, axis, points
     from simtune.runs.grid_sweep import sweep as run
     from simtune.runs.sweep_files import write_sweep
     from simtune.specs.row_journal import RowJournal
@@ -82,16 +83,23 @@ def sweep(  # noqa: PLR0913 - one for each option
     axes = [axis(text) for text in texts]
     base = Base(model, hardware, workload, plan, rate, requests, seed)
     todo = [Point(base, values, settings) for values in points(axes, zipped)]
+    journal = None if out is None else RowJournal(out / "points.jsonl")
+    is_new = out is not None and not out.exists()
     if out is not None:
         hold(out)
-    rows = []
-    with progress("points", quiet) as update:
-        for number, row in run(todo, RowJournal(out / "points.jsonl") if out else None, jobs=jobs):
-            rows.append(row)
-            update(number + 1, len(todo), "")
-    # Every point failed: the first error is reported in place of an empty table.
-    if all(row["error"] for row in rows):
-        raise UsageError(rows[0]["error"])
+    rows: list[Row] = []
+    try:
+        with progress("points", quiet) as update:
+            for number, row in run(todo, journal, jobs=jobs):
+                rows.append(row)
+                update(number + 1, len(todo), "")
+        # Every point failed: the first error is reported in place of an empty table.
+        if all(row["error"] for row in rows):
+            raise UsageError(rows[0]["error"])
+    except SimtuneError:
+        if out is not None and is_new and all(row["error"] for row in rows):
+            shutil.rmtree(out, ignore_errors=True)
+        raise
     keys = [a.key for a in axes]
     if out is not None:
         from simtune.report.sweep_page import render

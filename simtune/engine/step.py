@@ -50,6 +50,8 @@ class Step:
     `contexts`."""
     admitted: Sequence[Request] = field(default=(), init=False)
     """Requests that come out of the waiting queue in this step, each with a chunk of its own."""
+    paused: Sequence[Request] = field(default=(), init=False)
+    """Requests that decode, but not in this step, in which others decode."""
     draft_tokens: int = field(default=0, init=False)
     """Drafts verified in this step, of all decodes together."""
     draft_depth: int = field(default=0, init=False)

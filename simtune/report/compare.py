@@ -255,6 +255,9 @@ def load_warning(runs: Sequence[NamedRun]) -> str | None:
 
 # --- figures ----------------------------------------------------------------------------------------------
 
+MOST_POINTS = 40_000
+"""Points of all runs in a figure over time: of a hundred runs all, of more every second, third, ..."""
+
 
 def overlays(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
     """Return the figures by name: every run that has the data, in its colour."""
@@ -286,8 +289,9 @@ def _timelines(runs: Sequence[NamedRun]) -> dict[str, figures.Figure]:
     timelines = [(entry.name, t, i) for i, entry in enumerate(runs) if (t := entry.run.summary.timeline)]
     if not timelines:
         return {}
-    running = [(name, t.t_s, t.running, i) for name, t, i in timelines]
-    kv_used = [(name, t.t_s, [100 * x for x in t.kv_used], i) for name, t, i in timelines]
+    every = -(-sum(len(t.t_s) for _, t, _ in timelines) // MOST_POINTS)
+    running = [(name, t.t_s[::every], t.running[::every], i) for name, t, i in timelines]
+    kv_used = [(name, t.t_s[::every], [100 * x for x in t.kv_used[::every]], i) for name, t, i in timelines]
     return {
         "running": figures.over_time(running, "requests running"),
         "kv": figures.over_time(kv_used, "KV blocks used, %"),

@@ -72,8 +72,8 @@ class Outcome:
     """Tick at which the KV cache first reached the decode instance (for a request that was lost before its first token,
     last reached it); -1 if none was sent."""
     prefilled: Ticks
-    """Tick at which the prompt was done on the prefill instance, if a decode instance delivers the first token; else
-    -1."""
+    """Tick at which the prompt was done on the prefill instance, if a decode instance delivers the first token or a
+    stage beside the engines delays it; else -1."""
     family_begin: Ticks
     """Tick at which each family of a request graph arrived; empty without a graph."""
     family_end: Ticks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from simtune.errors import Infeasible, Problem, SpecError, UsageError
 from simtune.results.summary import Metric
 from simtune.runs.price import price
 from simtune.sim.parallel import executor, ordered_map
-from simtune.specs.input_files import shortened
+from simtune.specs.input_files import read_bytes, shortened
 from simtune.specs.row_journal import RowJournal
 
 SPECS = ("model", "hardware", "workload", "plan")
@@ -95,6 +96,26 @@ def points(axes: Sequence[Axis], zipped: bool) -> list[dict[str, str]]:
     return grid
 
 
+def _files_of(reference: str) -> list[Path]:
+    """Return the files that a reference is made of: those of a folder; a file, and those that it names."""
+    files: list[Path] = []
+    queue = [Path(reference)] if "/" in reference or Path(reference).is_file() else []
+    while queue:
+        path = queue.pop()
+        if path.is_dir():
+            queue += sorted(file for file in path.iterdir() if file.is_file())
+        elif path.is_file() and path not in files:
+            files.append(path)
+            if path.suffix in (".yaml", ".yml"):
+                named = _NAMED.findall(read_bytes(path).decode("utf-8", "replace"))
+                queue += [path.parent / name for name in named]
+    return files
+
+
+_NAMED = re.compile(r"\.{1,2}/[^\s,}\]\"']+|[\w-]+\.(?:csv|jsonl|json|parquet|yaml)\b")
+"""Names of files, as files write them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """A simulation to do. Raises UsageError if no workload is named."""
@@ -116,11 +137,11 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return a name that depends on the values, the settings and the contents of files: the key under which a
-        finished simulation is found again.
+        """Return a name that depends on the values, the settings and the contents of files, also of those that files
+        name: the key under which a finished simulation is found again.
         """
         inputs = {**asdict(self.base), **self.values}
-        files = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in inputs.values() if x and Path(x).is_file()]
+        files = [hashlib.sha256(read_bytes(file)).hexdigest() for x in inputs.values() if x for file in _files_of(x)]
         question = json.dumps([__version__, inputs, self.settings, files], sort_keys=True)
         return hashlib.sha256(question.encode()).hexdigest()[:16]
 
@@ -159,6 +180,8 @@ class Point:
         settings: dict[str, list[str]] = {spec: [] for spec in SPECS}
         for field in fields:
             spec, _, inner = field.partition(".")
+            if spec not in settings:
+                raise UsageError(f"--set {shortened(field)}: begin with {', '.join(SPECS)}, as in plan.router.kind=...")
             settings[spec].append(inner)
         specs = load_specs(inputs["model"], inputs["hardware"], inputs["workload"], inputs["plan"], settings)
         numbers = self._read_numbers()

@@ -116,7 +116,7 @@ def _of_tokens(plan: Plan, outcome: Outcome, stream: RequestStream) -> Iterator[
     passed = int((outcome.finish - outcome.first_token).sum())
     counted = int(((steps * first + slope * (steps * (steps - 1) // 2)) * decodes).sum())
     # Which of several that wait is preempted is not looked up, so that their times are not exact.
-    share = 0.01 if outcome.preemptions.any() else 0.0
+    share = 0.0
     if abs(between - wanted_messages) > share * wanted_messages:
         yield f"{between:,} messages followed first tokens, and answers have {wanted_messages:,} more"
     # Static batches return all answers at their end; stages come before, beside or after the engine.

@@ -259,14 +259,13 @@ class EngineCore:
         self.virtual_engine = self.stepping.join(self)
 
     def wire(self, agenda: Agenda, recorder: Recorder, *, single_steps: bool, runs_ahead: bool) -> None:
-        """Attach the core to a world.
-
-        With `single_steps` no step is repeated. With `runs_ahead` steps without other events between them bypass the
-        agenda, unless the core shares its GPUs; not for cores that take requests over.
+        """Attach the core to a world. With `single_steps` no step is repeated; with `runs_ahead` steps without other
+        events between them bypass the agenda, unless the core shares its GPUs; not for cores that take requests over.
         """
         self.agenda, self.recorder = agenda, recorder
-        self.stepping.wire(agenda, stepwise=single_steps or recorder.jumps is not None)
-        self._single_steps, self.runs_ahead = single_steps, runs_ahead and not self.stepping.shared
+        self._single_steps = single_steps or (self.fetches is not None and self.fetches.one_by_one)
+        self.stepping.wire(agenda, stepwise=self._single_steps or recorder.jumps is not None)
+        self.runs_ahead = runs_ahead and not (self._single_steps or self.stepping.shared)
 
     @property
     def has_work(self) -> bool:
@@ -339,7 +338,7 @@ class EngineCore:
         """Schedule the next step and compute its time; return False if nothing can run. `launch` must follow."""
         inbox = self.inbox
         if inbox.waiting or inbox.arrived or inbox.dropped or inbox.aborted:
-            self.gaps.note_joining(inbox.arrived, inbox.aborted, self.recorder)
+            self.gaps.note_joining(now, inbox.arrived, inbox.aborted, self.recorder)
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
@@ -404,6 +403,7 @@ class EngineCore:
     def idle(self, now: int) -> None:
         """Make room for waiting transfers when nothing can run: with asynchronous scheduling the last requests leave
         only now."""
+        self.gaps.note_idle(now, self.scheduler.num_running)
         if self.inbox.waiting:
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
         if self.draining:
@@ -415,7 +415,7 @@ class EngineCore:
         of_step, recorder = step.chunks, self.recorder
         if of_step or step.preempted:
             recorder.note_preempted(step.preempted)
-            self.gaps.note_preempted(step.preempted, now)
+            self.gaps.note_preempted(step.preempted, self.ended)
             self.count_waiting()
         if of_step:
             chunks, completing, chunk_tokens = recorder.note_chunks(now, of_step)
@@ -463,6 +463,6 @@ def note_tokens(core: EngineCore, end: int) -> None:
     step = core.step
     assert step is not None
     # The first token of a request that has just joined follows no other token, so it ends no interval.
-    joining = sum(request.decoding for request in core.inbox.unheard)
+    joining = sum(request.decoding and request not in step.paused for request in core.inbox.unheard)
     decodes = max(0, step.num_decodes - step.discarded - joining)
     core.gaps.note_step(step, core.time, core.started, end, decodes, core.recorder)

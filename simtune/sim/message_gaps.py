@@ -8,7 +8,7 @@ so its messages are known ahead as numbers of such steps.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class SentAnswer:
 class MessageGaps(TokenGaps):
     """Requests of a core whose answers are sent in messages of `interval` tokens; for steps without drafts."""
 
-    __slots__ = ("_answers", "_due", "_order", "_steps", "interval")
+    __slots__ = ("_answers", "_due", "_order", "_paused_requests", "_steps", "interval")
 
     def __init__(self, interval: int) -> None:
         super().__init__()
@@ -46,14 +46,18 @@ class MessageGaps(TokenGaps):
         # (step that ends with a message, order of entry, request, its tokens by then)
         self._due: list[tuple[int, int, Request, int]] = []
         self._answers: dict[Request, SentAnswer] = {}
+        self._paused_requests: Sequence[Request] = ()
+        """Requests that decode, but were not in the latest step in which others did."""
 
-    def note_preempted(self, requests: Iterable[Request], now: int) -> None:
+    def note_preempted(self, requests: Iterable[Request], ended: int) -> None:
         """Let no message be due until the tokens of these requests were computed again."""
         for request in requests:
             if request in self._answers:
                 self._answers[request].order = 0
 
-    def note_joining(self, arrived: Iterable[Request], aborted: Iterable[Request], recorder: Recorder) -> None:
+    def note_joining(
+        self, now: int, arrived: Iterable[Request], aborted: Iterable[Request], recorder: Recorder
+    ) -> None:
         """Note requests that join with their KV caches, perhaps after their first token; forget those that were
         aborted."""
         for request in aborted:
@@ -68,6 +72,9 @@ class MessageGaps(TokenGaps):
         """Record the times between messages that end with a step. To be called before the scheduler completes it."""
         # `decodes` leaves out requests that get their first token; their messages begin with it
         if step.num_decodes > step.discarded and (step.is_last_part or step.decodes_whole):
+            returning = [*self._paused_requests, *(() if step.chunks else step.admitted)]  # the latter are swapped in
+            if step.paused or returning:
+                self._pause(step.paused, returning)
             before, self._steps = self._steps, self._steps + time.repetitions
             due = self._due
             while due and due[0][0] <= self._steps:
@@ -80,6 +87,17 @@ class MessageGaps(TokenGaps):
             for chunk in step.chunks:
                 if chunk.completes:
                     self._note_computed(chunk.request, ended, recorder)
+
+    def _pause(self, requests: Sequence[Request], returning: Sequence[Request]) -> None:
+        """Let no message be due of requests that are not in this step; those that return to it go on from their tokens
+        so far."""
+        for request in returning:
+            if request in self._answers and request.decoding and request not in requests:
+                self._expect(request, self._answers[request], self._steps, request.emitted)
+        for request in requests:
+            if request in self._answers:
+                self._answers[request].order = 0
+        self._paused_requests = requests
 
     def _note_computed(self, request: Request, ended: int, recorder: Recorder) -> None:
         """Note the token of a request whose tokens so far were computed, for the first time or again, by tick
@@ -109,3 +127,4 @@ class MessageGaps(TokenGaps):
         """Forget all requests: the instance has failed."""
         self._due.clear()
         self._answers.clear()
+        self._paused_requests = ()

@@ -95,7 +95,8 @@ class DeployedPool:
             for instance in range(instances)
         ]
         if self.spec.kv_cache.tiers:
-            maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
+            cache, shape = self.spec.kv_cache, (instances, self.cores_each)
+            maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, cache.block_size, *shape)
             for core in cores:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
         if self.spec.queue_limits:

@@ -22,7 +22,7 @@ def run_ahead(core: EngineCore, now: int, deliver: Deliver) -> None:
         core.busy += now - core.started
         if core.busy >= sampler.due:
             sampler.take(core.busy, step, time, now - core.started)
-        if gaps.waiting or step.chunks or time.ends is not None:
+        if gaps.waiting or not step.only_decodes or time.ends is not None:
             note_tokens(core, now)
         elif decodes := step.num_decodes - step.discarded:
             note((time.first, time.slope, repetitions, decodes))

@@ -44,6 +44,9 @@ class Passed(NamedTuple):
             return outcome
         outcome.arrival = np.where(outcome.arrival >= 0, _ticks(self.arrival_s), outcome.arrival)
         beside = _ticks(self.beside_s)
+        # Keys and values are sent when the prompt is done, whenever its token may be delivered.
+        sent = (outcome.transferred >= 0) & (outcome.prefilled < 0)
+        outcome.prefilled = np.where(sent, outcome.first_token, outcome.prefilled)
         for column in ("first_token", "finish"):
             ticks = getattr(outcome, column)
             setattr(outcome, column, np.where(ticks >= 0, np.maximum(ticks, beside), ticks))

@@ -30,8 +30,11 @@ class TierLink:
 class TierFetches:
     """Tiers of one engine core with their links."""
 
-    def __init__(self, tiers: Sequence[Tier], links: Sequence[TierLink]) -> None:
+    def __init__(self, tiers: Sequence[Tier], links: Sequence[TierLink], one_by_one: bool) -> None:
         self._tiers = [*zip(tiers, links, strict=True)]
+        self.one_by_one = one_by_one
+        """True if no step may be repeated: a jump evicts the blocks of all its steps at once, before or after another
+        core looks for them."""
 
     def around(self, now: int, ticks: int) -> int:
         """Return the ticks of a step that computes for `ticks` and begins now, with what it fetches. Tiers are read at
@@ -51,8 +54,11 @@ class TierFetches:
 class TierMaker:
     """Makes the tiers of a pool's engine cores: one store for each instance, or one for all that share it."""
 
-    def __init__(self, tiers: Sequence[CacheTier], block_bytes: int, block_size: int) -> None:
+    def __init__(
+        self, tiers: Sequence[CacheTier], block_bytes: int, block_size: int, instances: int = 1, cores_each: int = 1
+    ) -> None:
         self._tiers, self._token_bytes, self._block_size = tiers, block_bytes / block_size, block_size
+        self._one_by_one = self._shares_evictions(instances, cores_each)
         self._made: dict[tuple[str, int | None], tuple[TierStore, TierLink]] = {}
 
     def of_instance(self, instance: int) -> tuple[TierStack, TierFetches]:
@@ -65,7 +71,14 @@ class TierMaker:
             store, link = self._made[key]
             tiers.append(Tier(spec.name, store, spec.written, spec.shared))
             links.append(link)
-        return TierStack(tiers), TierFetches(tiers, links)
+        return TierStack(tiers), TierFetches(tiers, links, self._one_by_one)
+
+    def _shares_evictions(self, instances: int, cores_each: int) -> bool:
+        """True if what one core evicts from its device can reach a tier in which another core looks."""
+        evicted = [tier for tier in self._tiers if tier.written == "evicted"]
+        if self._tiers[0] not in evicted:
+            return False
+        return cores_each > 1 or (instances > 1 and any(tier.shared for tier in evicted))
 
     def _capacity(self, tier: CacheTier) -> int | None:
         """Return the tokens that a tier has room for, in whole KV blocks; None if it has no limit."""

@@ -15,11 +15,10 @@ from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
 from simtune.specs.input_files import shortened
 from simtune.specs.trace_turns import TraceTurns, joined
-from simtune.specs.traces import Trace
+from simtune.specs.traces import LONGEST_TRACE_S, Trace
 from simtune.specs.workload import Workload
 
 DAY_S = 86_400.0
-_LONGEST_S = 36_500 * DAY_S
 _LARGEST_FACTOR = 1e9
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 
@@ -30,8 +29,8 @@ def duration_s(text: str) -> float:
     if matched is None or (matched[2] or "s") not in _UNITS_S or not float(matched[1]) > 0:
         raise UsageError(f"{shortened(text)}: write a time as 90s, 30m, 1.5h or 2d")
     seconds = float(matched[1]) * _UNITS_S[matched[2] or "s"]
-    if seconds > _LONGEST_S:
-        raise UsageError(f"{shortened(text)}: must be at most {_LONGEST_S / DAY_S:,.0f} days")
+    if seconds > LONGEST_TRACE_S:
+        raise UsageError(f"{shortened(text)}: must be at most {LONGEST_TRACE_S / DAY_S:,.0f} days")
     return seconds
 
 

@@ -64,6 +64,7 @@ from simtune.specs.workload import MAX_TOKENS
 MAX_SHOWN = 20
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**62
+LONGEST_TRACE_S = 36_500 * 86_400.0
 COLUMNS = {
     "arrival": ("arrival_s", "arrival_time_s", "arrived_at", "arrival_ms", "arrival_time_ms", "arrival_ns",
                 "arrival_time_ns", "timestamp"),
@@ -590,7 +591,12 @@ def _arrival_s(table: _TraceTable, problems: _Faults) -> tuple[Array | None, flo
         values = table.values["arrival"]
         earlier = f"{values[row]} is earlier than {values[previous_row]} of line {table.lines[previous_row]}"
         problems.add(f"{earlier}; sort the rows by time", table.lines[row], table.names["arrival"])
-    since_first: Array = (times - times[0]) / per_s
+    with np.errstate(over="ignore"):
+        since_first: Array = (times - times[0]) / per_s
+    late = np.flatnonzero(since_first > LONGEST_TRACE_S)
+    if len(late):
+        longest = f"{LONGEST_TRACE_S / 86_400:,.0f} days"
+        problems.add(f"is more than {longest} after the first request", table.lines[late[0]], table.names["arrival"])
     return since_first, began_s
 
 

@@ -38,6 +38,8 @@ def own(desk: Desk) -> Desk:
 def test_the_list_names_systems_and_runs_none(own: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simtune.validation.published, "reproduce", lambda *a, **n: pytest.fail("nothing is to run"))
     said = call("reproduce", "mine.yaml", "medusa", "--list")
+    document = call("reproduce", "mine.yaml", "medusa", "--list", "--json").json
+    assert {row["system"] for row in document} >= {"medusa"}
     assert said.code == 0
     words = " ".join(said.out.split())
     assert "mine" in words

@@ -1,6 +1,10 @@
 """A campaign: so many numbers, each a command with one mutated file, and what was wrong with its answers.
 
     python -m tests.fuzz.campaign --inputs 10000 --first 0
+    python -m tests.fuzz.campaign --inputs 10000 --first 0 --what options
+
+With options, each number is a command with one or two options that hardly belong there (`tests.fuzz.options`); a number
+that is impossible and accepted is wrong too.
 
 Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with
 exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind. A
@@ -29,7 +33,7 @@ from typing import Any
 
 from simtune.errors import SimtuneError
 from simtune.specs.input_files import JsonError, parse_json
-from tests.fuzz import corpus
+from tests.fuzz import corpus, options
 from tests.fuzz.forks import CPU_S, LONG_S
 from tests.fuzz.mutations import mutate
 
@@ -55,6 +59,10 @@ class Answer:
     cpu_s: float
     memory: int
     left: tuple[str, ...]
+    accepted: tuple[str, ...] = ()
+    """Options that were accepted with an impossible value."""
+    texts: tuple[str, ...] = ()
+    """Beginnings of what was given; a message that has one says what is wrong."""
 
     @property
     def wrong(self) -> str | None:
@@ -68,9 +76,12 @@ class Answer:
             return f"traceback at {':'.join(frames[-1]) if frames else '?'} {last[:100]}"
         if self.code not in (0, 2, 3) and self.code not in _ANSWERS.get(self.case.command[0], ()):
             return f"exit {self.code}: {self.err[:100].strip()}"
+        if self.accepted:
+            return f"accepted: {', '.join(self.accepted)}"
         if self.left:
             return f"left {', '.join(self.left)}"
-        if self.code in (2, 3) and not _names(self.err + self.out):
+        message = self.err + self.out
+        if self.code in (2, 3) and not (_names(message) or any(text in message for text in self.texts)):
             return f"names neither file nor key: {self.err[:120].strip()}"
         if self.code == 0 and "--json" in self.case.command:
             try:
@@ -146,12 +157,32 @@ class Desk:
         left = {path.name for path in self.folder.iterdir()} - before - made
         return Answer(number, case, how, ended["code"], out, err, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
 
+    def answer_options(self, number: int) -> Answer:
+        """Of the options of number `number`."""
+        self._renew()
+        command, odd = options.mutated(number)
+        before = {path.name for path in self.folder.iterdir()}
+        ended = self.ask(command)
+        out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
+        left = {path.name for path in self.folder.iterdir()} - before - {"stdout", "stderr"}
+        if ended["code"] in (0, 3, *_ANSWERS.get(command[0], ())):
+            left = {name for name in left if name.startswith(".")}
+        case = corpus.Case("options", command)
+        accepted = tuple(options.impossible(command)) if ended["code"] == 0 else ()
+        usage = (ended["code"], out, err, ended["cpu_s"], ended["memory"])
+        texts = tuple(word[:20] for word in command[1:] if word.strip())
+        return Answer(number, case, odd, *usage, tuple(sorted(left)), accepted, texts)
+
+    def _renew(self) -> None:
+        """Put the corpus back in its folder."""
+        shutil.rmtree(self.folder)
+        shutil.copytree(self._clean, self.folder)
+
     def _mutated(self, number: int) -> tuple[corpus.Case, str]:
         """The corpus anew with input `number`'s mutation in it; its command, and what was done to the file."""
         random = Random(number)
         case = random.choice(corpus.cases())
-        shutil.rmtree(self.folder)
-        shutil.copytree(self._clean, self.folder)
+        self._renew()
         return case, mutate(self.folder / case.file, random)
 
 
@@ -180,11 +211,12 @@ def desk() -> Iterator[Desk]:
 
 def main() -> int:
     """Run a campaign, and print what was wrong by kind."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--inputs", type=int, default=10_000)
-    options.add_argument("--first", type=int, default=0)
-    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further input after these")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further input after these")
+    parser.add_argument("--what", choices=("files", "options"), default="files")
+    given = parser.parse_args()
     begun = time.monotonic()
     codes: Counter[int] = Counter()
     wrong: dict[str, list[Answer]] = {}
@@ -193,7 +225,7 @@ def main() -> int:
         for number in range(given.first, given.first + given.inputs):
             if time.monotonic() - begun > given.seconds:
                 break
-            answer = at.answer(number)
+            answer = at.answer(number) if given.what == "files" else at.answer_options(number)
             codes[answer.code] += 1
             if codes.total() % 500 == 0:
                 print(f"{codes.total():,} in {time.monotonic() - begun:.0f} s", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz import campaign, corpus
+from tests.fuzz import campaign, corpus, options
 
 FEW, MANY = 48, 10_000
 
@@ -24,9 +24,34 @@ def test_mutated_files_are_answered(desk: campaign.Desk) -> None:
     assert {answer.code for answer in answers} >= {0, 2}
 
 
-@pytest.mark.parametrize("number", [71641, 72671, 73116, 76251, 76539, 78310, 82189, 85413])
+@pytest.mark.parametrize("number", [71641, 72671, 73116, 76251, 76539, 78310, 82189, 85413, 200890, 201074])
 def test_what_was_once_wrong_is_answered(desk: campaign.Desk, number: int) -> None:
     assert desk.answer(number).wrong is None
+
+
+def test_mutated_options_are_answered(desk: campaign.Desk) -> None:
+    answers = [desk.answer_options(number) for number in range(16)]
+    assert [(a.number, a.case.command, a.wrong) for a in answers if a.wrong is not None] == []
+    assert {answer.code for answer in answers} >= {0, 2}
+
+
+@pytest.mark.parametrize("number", [13, 92, 153, 262])
+def test_options_that_were_once_answered_wrongly(desk: campaign.Desk, number: int) -> None:
+    assert desk.answer_options(number).wrong is None
+
+
+def test_an_impossible_number_is_seen() -> None:
+    assert options.impossible(("simulate", "--rate", "nan", "--requests", "20")) == ["simulate --rate 'nan'"]
+    assert options.impossible(("simulate", "--plan", "nan", "--seed", "3")) == []
+    case = corpus.Case("options", ("simulate", "--rate", "nan"))
+    answer = campaign.Answer(0, case, "", 0, "", "", 0.1, 10, (), ("simulate --rate 'nan'",))
+    assert answer.wrong == "accepted: simulate --rate 'nan'"
+
+
+@pytest.mark.slow
+def test_many_mutated_options_are_answered(desk: campaign.Desk) -> None:
+    found = (desk.answer_options(number) for number in range(MANY))
+    assert [(a.number, a.case.command, a.wrong) for a in found if a.wrong is not None] == []
 
 
 @pytest.mark.slow

@@ -145,6 +145,16 @@ def test_compare_page_of_ten_runs_is_self_contained(make_run: RunMaker) -> None:
     assert json.loads(reader.scripts["numbers"])["run 3 <b>&"]["GPUs"] == 8
 
 
+def test_many_runs_have_fewer_points_each(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 runs were a page of 22 MB."""
+    runs = [NamedRun(f"run {i}", read_run(make_run())) for i in range(2)]
+    timeline = runs[0].run.summary.timeline
+    assert timeline is not None
+    monkeypatch.setattr(compare, "MOST_POINTS", len(timeline.t_s))
+    lines = compare.overlays(runs)["running"]["data"]
+    assert [line["x"] for line in lines] == [list(timeline.t_s[::2])] * 2
+
+
 def test_equal_run_names_are_numbered() -> None:
     assert compare.distinct(["a", "b", "a"]) == ["a (1)", "b", "a (2)"]
 

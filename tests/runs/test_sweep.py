@@ -178,3 +178,39 @@ def test_results_are_tables_where_pandas_is() -> None:
     assert table["ttft_s"].tolist() == result.ttft_s.tolist()
     assert len(table) == len(result.stream)
     assert "ttft p50, p99" in result._repr_html_()
+
+
+def test_a_point_is_another_one_when_a_file_that_it_rests_on_has_changed(tmp_path: Path) -> None:
+    """Of a folder, and of a file that a file names: a sweep that went on had kept the earlier numbers."""
+    load, trace, card = tmp_path / "load.yaml", tmp_path / "own.csv", tmp_path / "card"
+    load.write_text("trace: own.csv\n")
+    trace.write_text("1")
+    card.mkdir()
+    (card / "profile.yaml").write_text("a")
+    point = Point(Base(workload=str(load), hardware=str(card)), {})
+    names = [point.name]
+    for file in (trace, card / "profile.yaml"):
+        file.write_text("2")
+        names.append(point.name)
+    assert len(set(names)) == 3
+
+
+def test_a_sweep_of_which_no_point_can_be_leaves_no_folder(tmp_path: Path) -> None:
+    out, words = tmp_path / "out", ("--model", "./none.yaml", "--hardware", "h100-sxm", "--workload", "chat")
+    with pytest.raises(SystemExit):
+        main(["sweep", *words, "--over", "rate=2,4", "--jobs", "1", "--out", str(out)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_of_no_spec_is_refused() -> None:
+    base = Base("llama-3.1-8b", "h100-sxm", "chat")
+    row = Point(base, {}, ("seed=3",)).run()
+    assert row["error"] == "--set seed=3: begin with model, hardware, workload, plan, as in plan.router.kind=..."
+
+
+def test_a_name_that_is_too_long_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat", "--over", "rate=2")
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", *words, "--out", "x" * 5000])
+    assert ended.value.code == 2
+    assert "xxxx...: the name is too long; give a shorter one" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_engine, load_hardware, load_model
-from simtune.specs.plan import KvLink, Plan
+from simtune.specs.plan import FirstToken, KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, SharedPrefix, Slo, Workload
 from simtune.workload.requests import build_stream
@@ -24,7 +24,14 @@ LOAD = Workload(
 )
 
 
-def deployed(policy: str, *, apart: bool = False, kv_cache: KvCache | None = None, **more: Any) -> Deployment:
+def deployed(
+    policy: str,
+    *,
+    apart: bool = False,
+    kv_cache: KvCache | None = None,
+    first_token: FirstToken | None = None,
+    **more: Any,
+) -> Deployment:
     batching = Batching.model_validate(
         {"policy": policy, "max_num_seqs": 16, "max_num_batched_tokens": 2048} | more, strict=False
     )
@@ -32,7 +39,7 @@ def deployed(policy: str, *, apart: bool = False, kv_cache: KvCache | None = Non
     pools: tuple[Pool, ...] = (pool,)
     if apart:
         pools = tuple(pool.model_copy(update={"name": role, "role": role}) for role in ("prefill", "decode"))
-    plan = Plan(name="p", model="llama-3.1-8b", pools=pools, link=KvLink() if apart else None)
+    plan = Plan(name="p", model="llama-3.1-8b", pools=pools, link=KvLink(first_token=first_token) if apart else None)
     return deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
 
 

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.worlds import worlds
+from tests.worlds import plans, worlds
 
 NIGHTLY = 1000
+FEATURES = {
+    "sessions", "families", "prefix caching", "tiers", "drafts", "apart", "local prefill", "control", "events",
+    "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
+    "decode_context_parallel", "async", "swap", "messages", "preempted", "resent",
+}  # fmt: skip
+"""What the drawn plans have."""
 
 
 @pytest.mark.parametrize("number", worlds.past())
 def test_what_failed_once_holds(number: int) -> None:
-    worlds.run(number, 20)
+    worlds.run_clusters(number, 20)
 
 
-def test_a_few_random_worlds_hold() -> None:
-    worlds.run(0, 40)
+@pytest.mark.parametrize("number", worlds.past(worlds.PAST_PLANS))
+def test_a_plan_that_failed_once_holds(number: int) -> None:
+    plans.check(number)
+
+
+def test_a_few_random_clusters_hold() -> None:
+    worlds.run_clusters(0, 40)
+
+
+def test_a_few_random_plans_hold() -> None:
+    for number in range(6):
+        plans.check(number)
+
+
+@pytest.mark.slow
+def test_every_feature_is_drawn() -> None:
+    drawn = [plans.features(plans.check(number)) for number in range(300)]
+    assert set().union(*drawn) >= FEATURES
+
+
+def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plans.SAME, "a number", lambda outcome: id(outcome))
+    with pytest.raises(AssertionError, match="plan 0: a number differs between single steps"):
+        plans.check(0)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(NIGHTLY))
 def test_random_worlds_hold(number: int) -> None:
     worlds.run(number)
+
+
+@pytest.mark.slow
+def test_a_campaign_goes_on(tmp_path: Path) -> None:
+    journal = tmp_path / "worlds.txt"
+    journal.write_text("0 ok\n1 failed\n")
+    command = [sys.executable, "-m", "tests.worlds.worlds", "--worlds", "200", "--journal", str(journal)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "200 worlds" in ended.stdout, "[1]" in ended.stdout) == (1, True, True)

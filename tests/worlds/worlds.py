@@ -1,8 +1,10 @@
 """Random worlds by number: what must hold of every world, and laws between a world and the same one otherwise told.
 
-    python -m tests.worlds.worlds --worlds 100000 --first 0
+    python -m tests.worlds.worlds --worlds 100000 --first 0 --journal worlds.txt
 
-A number stands for SIZE worlds, drawn by hypothesis from that seed; numbers that failed once are kept in seeds.txt.
+A number stands for SIZE worlds: CLUSTERS of them wired by hand and drawn by hypothesis from that seed, the others whole
+plans (`tests.worlds.plans`). Numbers that failed once are kept in seeds.txt and plans.txt. A campaign with a journal
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ from simtune.workload.graphs import FamilyGraph
 from simtune.workload.requests import RequestStream
 from tests.engine.small import SMALL
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
+from tests.worlds import plans
 
-SIZE = 100
-PAST = Path(__file__).with_name("seeds.txt")
+SIZE, CLUSTERS = 100, 10
+PAST, PAST_PLANS = (Path(__file__).with_name(name) for name in ("seeds.txt", "plans.txt"))
 RENAMED = 7919
 """Blocks of prompts get other names: n becomes n * RENAMED + 1."""
 
@@ -349,8 +352,16 @@ def queued(stages: Sequence[Stage], stream: RequestStream) -> dict[str, Any]:
     return ends
 
 
-def run(number: int, size: int = SIZE) -> None:
-    """The worlds of a number. Raises AssertionError, with the smallest world that fails."""
+def run(number: int) -> None:
+    """Check all worlds of a number. Raise AssertionError for one that fails."""
+    run_clusters(number)
+    plans_each = SIZE - CLUSTERS
+    for plan in range(plans_each * number, plans_each * (number + 1)):
+        plans.check(plan)
+
+
+def run_clusters(number: int, size: int = CLUSTERS) -> None:
+    """Check clusters of a number. Raise AssertionError, with the smallest one that fails."""
 
     @hypothesis.seed(number)
     @hypothesis.settings(
@@ -372,9 +383,9 @@ def run(number: int, size: int = SIZE) -> None:
     hold()
 
 
-def past() -> list[int]:
+def past(path: Path = PAST) -> list[int]:
     """Numbers of which a world failed once."""
-    return [int(line.split("#")[0]) for line in PAST.read_text().splitlines() if line.split("#")[0].strip()]
+    return [int(line.split("#")[0]) for line in path.read_text().splitlines() if line.split("#")[0].strip()]
 
 
 def main() -> int:
@@ -382,21 +393,40 @@ def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--worlds", type=int, default=100_000)
     options.add_argument("--first", type=int, default=0)
-    options.add_argument("--seconds", type=float, default=float("inf"))
+    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further number after these")
+    options.add_argument("--journal", type=Path, help="file of numbers that were tried, each with ok or failed")
     given_ = options.parse_args()
-    begun, tried, failed = time.monotonic(), 0, []
-    for number in range(given_.first, given_.first + -(-given_.worlds // SIZE)):
+    begun, fates = time.monotonic(), _fates(given_.journal)
+    numbers = range(given_.first, given_.first + -(-given_.worlds // SIZE))
+    for number in numbers:
         if time.monotonic() - begun > given_.seconds:
             break
+        if number in fates:
+            continue
         try:
             run(number)
+            fates[number] = "ok"
         except Exception:
-            failed.append(number)
-            print(f"{number} failed; add it to {PAST.name}", flush=True)
+            fates[number] = "failed"
+            print(f"{number} failed; add it to {PAST.name}, or the plan to {PAST_PLANS.name}", flush=True)
             traceback.print_exc()
-        tried += SIZE
-    print(f"{tried:,} worlds in {time.monotonic() - begun:,.0f} s, of {len(failed)} numbers one failed: {failed}")
+        if given_.journal is not None:
+            with given_.journal.open("a") as file:
+                file.write(f"{number} {fates[number]}\n")
+    tried = [number for number in numbers if number in fates]
+    failed = [number for number in tried if fates[number] == "failed"]
+    seconds = time.monotonic() - begun, time.process_time()
+    print(f"{SIZE * len(tried):,} worlds; {seconds[0]:,.0f} s, {seconds[1]:,.0f} of the processor; "
+          f"of {len(failed)} numbers a world failed: {failed}")  # fmt: skip
     return 1 if failed else 0
+
+
+def _fates(journal: Path | None) -> dict[int, str]:
+    """What became of the numbers of a journal."""
+    if journal is None or not journal.exists():
+        return {}
+    rows = [line.split() for line in journal.read_text().splitlines()]
+    return {int(number): fate for number, fate in rows}
 
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ class ListScheduler(Scheduler):
             [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
             preempted,
         )
+        step.paused = self._paused(decoding)
         step.longest_context = max([request.computed + 1 for request in decoding], default=0)
         if self._swaps:
             step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
@@ -168,6 +169,12 @@ class ListScheduler(Scheduler):
                 completion = min(map(self.remaining, decoding))
                 step.repeat = self._steps_that_fit(decoding, min(limit, completion))
         return step
+
+    def _paused(self, decoding: list[Request]) -> list[Request]:
+        """Return the residents that decode, but not with these."""
+        if not decoding or len(self._scheduled) == len(self.residents):
+            return []
+        return [request for request in self.residents if request.decoding and request not in self._scheduled]
 
     def steady_steps(self, decoding: list[Request]) -> int:
         """Number of decode-only steps for which the choice stays the same, if no request finishes and blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -129,7 +130,10 @@ def _over(system: PublishedSystem, variant: SideResult, base: SideResult | None)
     assert reference is not None, "a claim without a base has a value"
     ratio = variant.value / reference
     gain = 1 / ratio if base is not None and is_cost(system.measure) else ratio
-    return gain / _by_formula(system, variant, base), reference
+    gain /= _by_formula(system, variant, base)
+    if not math.isfinite(gain):
+        raise UsageError(f"{system.name}: {variant.value:g} over {reference:g} is no gain; check what its sides serve")
+    return gain, reference
 
 
 def _by_formula(system: PublishedSystem, variant: SideResult, base: SideResult | None) -> float:
