@@ -191,7 +191,12 @@ class RunStatistics(ABC):
         misses."""
         if self.outcome.aborted or self.saturated or self.refused:
             return False
-        return all(limit.met for limit in self.limits)
+        return self.attains and all(limit.met for limit in self.limits)
+
+    @property
+    def attains(self) -> bool:
+        """True if as many of the requests are within all limits at once as the SLO demands."""
+        return self.slo.attainment is None or (self.slo_attainment or 0.0) >= self.slo.attainment
 
     @property
     def slo_attainment(self) -> float | None:
