@@ -68,6 +68,8 @@ def families_in_words(s: Summary) -> str | None:
     if bound is None:
         return f"{against}: no {rival.family} plan of this space fits and can meet the SLO"
     least = f"at least {bound:.2f} x, by what no {rival.family} plan exceeds"
+    if bound < 1:
+        least = f"a {rival.family} plan that is up to {1 / bound:.2f} x better is not ruled out"
     if best is None:
         return f"{against}: {least}; none was found to meet the SLO"
     return f"{against}: {best:.2f} x, the best plan of each; {least}"

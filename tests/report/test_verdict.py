@@ -75,6 +75,10 @@ PAIR = (
             f"{AGAINST} at least 1.37 x, by what no mixed plan exceeds; none was found to meet the SLO",
         ),
         (
+            {"plan": "", "reached": None, "at_most": 10.25},
+            f"{AGAINST} a mixed plan that is up to 1.25 x better is not ruled out; none was found to meet the SLO",
+        ),
+        (
             {"plan": "", "reached": None, "at_most": None},
             "prefill/decode against mixed: no mixed plan of this space fits and can meet the SLO",
         ),
