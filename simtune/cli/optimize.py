@@ -406,6 +406,8 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
             **({} if sure is None else {"confidence": sure.to_data()}),
             **({} if uncertainty is None else {"uncertainty": uncertainty.to_data()}),
             **({} if stated is None else {"slo_probability": stated.to_data()}),
+            **({} if summary.price is None else {"price": summary.price.to_data()}),
+            **({} if not summary.families else {"families": [family.to_data() for family in summary.families]}),
             **tuned.result.summary().to_data(),
         }
     )
@@ -416,13 +418,14 @@ COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms"
 
 def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.report.certainty import certainty
+    from simtune.report.verdict import families_in_words, price_in_words
 
     study, sure, statement = tuned.question.study, summary.confidence, certainty(summary)
     best = [tuned.chosen, *tuned.runners_up(4)]
     plans, alike = plan_cells([row.candidate.name for row in best])
     rows = [_cells(row, plans, tuned.chosen.candidate.name) for row in best]
     print_table(f"{study.name}: chosen plan first ({study.objective})", COLUMNS, rows)
-    for line in alike:
+    for line in (*alike, *filter(None, (families_in_words(summary), price_in_words(summary)))):
         click.echo(line)
     counts = Counter(row.status for row in tuned.rows)
     click.echo(

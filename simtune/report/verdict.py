@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from simtune.report.info import PARTS, chosen_row, limit, number, percent
 from simtune.report.neighbours import NO_EFFECT, neighbours
 from simtune.runs.schema import CandidateRow, Run, StepTime, Summary
+from simtune.tuner.objectives import OBJECTIVES
 
 OPERATOR_WORDS = {
     "gemm": "matrix products with the weights",
@@ -44,6 +45,41 @@ def bottleneck(s: Summary) -> str | None:
         clauses.append(f"the KV cache is {sum(kv_used) / len(kv_used):.0%} full on average, {max(kv_used):.0%} at most")
     text = "; ".join([_binding(s), *clauses])
     return f"{text[0].upper()}{text[1:]}."
+
+
+def price_in_words(s: Summary) -> str | None:
+    """State what output tokens cost under the load of the run; None if a price is not known, or nothing finished."""
+    if s.price is None or s.price.per_million_output_tokens_usd is None:
+        return None
+    per_million, per_hour = number(s.price.per_million_output_tokens_usd), number(s.price.per_hour_usd)
+    return f"{per_million} USD per million output tokens at this load; all GPUs cost {per_hour} USD per hour"
+
+
+def families_in_words(s: Summary) -> str | None:
+    """State how much better the chosen family is than the other, prefill/decode or mixed; None unless both were
+    searched."""
+    if len(s.families) != 2 or s.objective is None:
+        return None
+    chosen, rival = s.families
+    if chosen.reached is None:
+        return None
+    best, bound = (_times(chosen.reached, value, s.objective.name) for value in (rival.reached, rival.at_most))
+    against = f"{chosen.family} against {rival.family}"
+    if bound is None:
+        return f"{against}: no {rival.family} plan of this space fits and can meet the SLO"
+    least = f"at least {bound:.2f} x, by what no {rival.family} plan exceeds"
+    if bound < 1:
+        least = f"a {rival.family} plan that is up to {1 / bound:.2f} x better is not ruled out"
+    if best is None:
+        return f"{against}: {least}; none was found to meet the SLO"
+    return f"{against}: {best:.2f} x, the best plan of each; {least}"
+
+
+def _times(chosen: float, rival: float | None, objective: str) -> float | None:
+    """Return the factor by which a value is better than another; None if there is none."""
+    if not chosen or not rival:
+        return None
+    return chosen / rival if OBJECTIVES[objective].sign > 0 else rival / chosen
 
 
 def _time_parts(s: Summary) -> list[tuple[str, float]]:

@@ -209,7 +209,12 @@ class RunStatistics(ABC):
         stopped for misses."""
         if self.outcome.aborted or self.saturated or self.refused or self.num_rejected():
             return False
-        return all(limit.met for limit in self.limits)
+        return self.attains and all(limit.met for limit in self.limits)
+
+    @property
+    def attains(self) -> bool:
+        """True if as many of the requests are within all limits at once as the SLO demands."""
+        return self.slo.attainment is None or (self.slo_attainment or 0.0) >= self.slo.attainment
 
     @property
     def slo_attainment(self) -> float | None:
@@ -230,6 +235,11 @@ class RunStatistics(ABC):
             return None if rate is None else rate * (self.num_good / judged if judged else 0.0)
         return self._per_second(self.num_good)
 
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Output tokens per second of the requests that count; None if the run has no duration."""
+        return self._per_second(self.sums.output_tokens)
+
     @cached_property
     def drafted(self) -> Tally:
         """Tally of all verifications; zeros if no pool drafts."""
@@ -244,7 +254,7 @@ class RunStatistics(ABC):
         """Return the statistics of the run; None stands for a number that does not exist or is unbounded. Without
         `noise` intervals are left out, which take longer than all the rest."""
         sums, duration, completed = self.sums, self.duration_s, self.num_completed()
-        output_rate = self._per_second(sums.output_tokens)
+        output_rate = self.output_tokens_per_s
         metrics = self.distributions(noise and not self.saturated)
         tpot_s = metrics["tpot"].mean
         core_use = instances(self.outcome.cores, sums.answered, self.span_s)

@@ -35,6 +35,7 @@ from simtune.runs.schema import (
     CourseRow,
     DraftedLoad,
     DraftSchedule,
+    FamilyResult,
     HardwareFacts,
     Manifest,
     MemoryUse,
@@ -68,7 +69,7 @@ from simtune.tuner.doubt.slo_probability import slo_probability
 from simtune.tuner.drafting import DraftContexts, schedule
 from simtune.tuner.search.day import DayHour, Done, day_of
 from simtune.tuner.search.rate_sweep import RateSweep, sweeps
-from simtune.tuner.search.variant_gains import variant_gains
+from simtune.tuner.search.variant_gains import family_gains, variant_gains
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
@@ -203,10 +204,12 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
 
 
 def _of_variants(tuned: Tuned, files: Files) -> dict[str, Any]:
-    """Return the fields of the summary that a study with variants has, by name."""
+    """Return the fields of the summary that a study with variants, or with two families of plans, has by name."""
     variants = tuple(VariantResult(**gain._asdict()) for gain in variant_gains(tuned))
+    families = tuple(FamilyResult(**gain._asdict()) for gain in family_gains(tuned))
     no_engine = files.get(NO_ENGINE) if tuned.chosen.candidate.decoding.shape.variant else None
-    return ({"variants": variants} if variants else {}) | ({"no_engine": no_engine} if no_engine else {})
+    fields = {"variants": variants, "families": families, "no_engine": no_engine}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _asked_for(tuned: Tuned, answers: Mapping[str, Any], drafts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -245,6 +245,15 @@ class VariantResult(Record):
     at_most: float | None = Field(description="no plan of the variant exceeds it; null where none can meet the SLO")
 
 
+class FamilyResult(Record):
+    """The best that a search knows of prefill/decode plans, or of mixed ones."""
+
+    family: str = Field(description="prefill/decode, or mixed")
+    plan: str = Field(description="the plan that reached the most; empty where none met the SLO")
+    reached: float | None = Field(description="objective of that plan; on the search's draw unless it was chosen")
+    at_most: float | None = Field(description="no plan of the family exceeds it; null where none can meet the SLO")
+
+
 class Summary(SimulationSummary):
     """`summary.json`: the question, the choice, and the results of its simulation."""
 
@@ -283,6 +292,10 @@ class Summary(SimulationSummary):
         None, description="why no engine can be given the plan, and what it lacks; left out unless a variant is why"
     )
     variants: Seq[VariantResult] = Field((), description="best of each variant; left out where there is one")
+    families: Seq[FamilyResult] = Field(
+        (),
+        description="best of prefill/decode and of mixed plans, the chosen one's first; left out where one is searched",
+    )
 
     @field_validator("plan", "study", mode="before")
     @classmethod

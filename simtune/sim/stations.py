@@ -1,15 +1,16 @@
-"""Service stages before or beside the engines, simulated as processes and resources of simpy.
+"""Service stages before or beside the engines.
 
-Stages feed forward: nothing after them acts upon them. So all requests pass them in one go, before the world begins,
-at one to three events for each part of a request, and the world's own loop does not depend on them.
+Stages feed forward: nothing after them acts upon them. So all requests pass them in one go, stage by stage, before the
+world begins, and the world's own loop does not depend on them.
 Each server takes parts first come, first served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from heapq import heapreplace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,6 @@ from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
 from simtune.workload.requests import RequestStream
-
-if TYPE_CHECKING:
-    import simpy
-
-    Process = Generator[simpy.Event, Any, None]
 
 
 class Passed(NamedTuple):
@@ -82,42 +78,29 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
 
 
 def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dict[str, Array]:
-    """Return the seconds at which each request leaves each stage."""
-    # Importing simpy takes a tenth of a second, so only plans with stages do.
-    import simpy
+    """Return the seconds at which each request leaves each stage.
 
-    env = simpy.Environment()
-    servers = {stage.name: simpy.Resource(env, capacity=stage.instances) for stage in stages}
-    ends = {stage.name: np.zeros(len(arrival_s)) for stage in stages}
-
-    def part(number: int, stage: Stage, given: Sequence[simpy.Event], done: simpy.Event, seconds: float) -> Process:
-        yield env.all_of(given)
-        with servers[stage.name].request() as turn:
-            yield turn
-            yield env.timeout(seconds)
-        ends[stage.name][number] = env.now
-        done.succeed()
-
-    def arrivals() -> Process:
-        for number, (at, tokens) in enumerate(zip(arrival_s.tolist(), prompt_tokens.tolist(), strict=True)):
-            if at > env.now:
-                yield env.timeout(at - env.now)
-            part_events: dict[str, list[simpy.Event]] = {}
-            for stage in stages:
-                part_events[stage.name] = [env.event() for _ in range(stage.parts)]
-                seconds = (stage.seconds + stage.seconds_per_token * tokens) / stage.parts
-                for p, event in enumerate(part_events[stage.name]):
-                    env.process(part(number, stage, list(_given(stage, part_events, p)), event, seconds))
-
-    env.process(arrivals())
-    env.run()
-    return ends
+    A part of a request is served in the order in which parts become ready, by the instance that is free first.
+    """
+    ends: dict[str, Array] = {}
+    for stage in stages:
+        before = [ends[name] for name in stage.after]
+        # A stage stands behind those that it comes after, part by part.
+        ready = np.maximum.reduce(before) if before else np.repeat(arrival_s[:, None], stage.parts, axis=1)
+        seconds = (stage.seconds + stage.seconds_per_token * prompt_tokens) / stage.parts
+        ends[stage.name] = _served(ready, seconds.tolist(), stage.instances)
+    return {name: parts.max(axis=1) for name, parts in ends.items()}
 
 
-def _given(stage: Stage, done: Mapping[str, Sequence[simpy.Event]], part: int) -> Iterator[simpy.Event]:
-    """Yield the events that a part of a stage waits for: the same part of the stages before it."""
-    for name in stage.after:
-        yield done[name][part]
+def _served(ready: Array, seconds: Sequence[float], instances: int) -> Array:
+    """Return the seconds at which parts (a row for each request) are done that become ready at these times."""
+    free, ends = [0.0] * instances, np.zeros(ready.size)
+    flat, parts = ready.ravel().tolist(), ready.shape[1]
+    for at in np.argsort(ready.ravel(), kind="stable").tolist():
+        end = max(free[0], flat[at]) + seconds[at // parts]
+        heapreplace(free, end)
+        ends[at] = end
+    return ends.reshape(ready.shape)
 
 
 def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestStream:

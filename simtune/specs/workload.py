@@ -198,6 +198,19 @@ class Slo(Part):
         "that must keep these limits; a plan is judged as predicted unless given",
     )
 
+    attainment: Annotated[float, Field(ge=0.5, lt=1.0)] | None = Field(
+        None,
+        description="for a study: share of the requests that must be within all of these limits at once; a percentile "
+        "limits one latency alone",
+    )
+
+    @model_validator(mode="after")
+    def _attains_limits(self) -> Self:
+        if self.attainment is not None and not any(statistic != "mean" for _, statistic, _ in self.limits()):
+            limit = f"ttft_s: {{p{100 * self.attainment:g}: 1.0}}"
+            raise ErrorAt(f"attainment needs a limit on a percentile; set one, such as {limit}", "attainment")
+        return self
+
     def limits(self) -> list[tuple[SloMetric, str, float]]:
         """(metric, statistic, limit in seconds), e.g. ("ttft", "p99", 1.0)."""
         return [
@@ -220,8 +233,9 @@ class RequestClass(Part):
     @field_validator("slo")
     @classmethod
     def _judged_together(cls, slo: Slo | None) -> Slo | None:
-        if slo is not None and slo.confidence is not None:
-            raise ErrorAt("confidence is of all classes together; set it in the slo of the study", "confidence")
+        for key in ("confidence", "attainment"):
+            if slo is not None and getattr(slo, key) is not None:
+                raise ErrorAt(f"{key} is of all classes together; set it in the slo of the study", key)
         return slo
 
 

@@ -56,6 +56,62 @@ def test_the_limit_that_binds_is_named(make_run: RunMaker, value_s: float, words
     assert words in (verdict.bottleneck(run.summary) or "").replace(info.NO_BREAK, " ")
 
 
+AGAINST = "prefill/decode against mixed:"
+PAIR = (
+    {"family": "prefill/decode", "plan": "p", "reached": 8.2, "at_most": 9.0},
+    {"family": "mixed", "plan": "m", "reached": 5.0, "at_most": 6.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("rival", "words"),
+    [
+        (
+            {},
+            f"{AGAINST} 1.64 x, the best plan of each; at least 1.37 x, by what no mixed plan exceeds",
+        ),
+        (
+            {"plan": "", "reached": None},
+            f"{AGAINST} at least 1.37 x, by what no mixed plan exceeds; none was found to meet the SLO",
+        ),
+        (
+            {"plan": "", "reached": None, "at_most": 10.25},
+            f"{AGAINST} a mixed plan that is up to 1.25 x better is not ruled out; none was found to meet the SLO",
+        ),
+        (
+            {"plan": "", "reached": None, "at_most": None},
+            "prefill/decode against mixed: no mixed plan of this space fits and can meet the SLO",
+        ),
+    ],
+)
+def test_families_are_put_against_each_other_in_words(make_run: RunMaker, rival: dict[str, Any], words: str) -> None:
+    run = read_run(make_run(families=[PAIR[0], PAIR[1] | rival]))
+    assert verdict.families_in_words(run.summary) == words
+    assert f"What it gives.</strong> P{words[1:]}." in render(run)
+    assert verdict.families_in_words(read_run(make_run()).summary) is None
+
+
+def test_less_is_better_where_the_objective_is_a_cost(make_run: RunMaker, optimized: Any) -> None:
+    objective = {**optimized[0]["objective"], "name": "usd_per_million_tokens"}
+    cheap = [PAIR[0] | {"reached": 2.0, "at_most": 1.5}, PAIR[1] | {"reached": 3.0, "at_most": 2.5}]
+    words = verdict.families_in_words(read_run(make_run(objective=objective, families=cheap)).summary)
+    assert words is not None
+    assert "1.50 x, the best plan of each; at least 1.25 x" in words
+
+
+def test_the_price_of_output_is_at_the_top(make_run: RunMaker) -> None:
+    price = {
+        "per_hour_usd": 20.0, "per_million_output_tokens_usd": 0.25, "per_million_tokens_usd": 0.1,
+        "per_thousand_requests_usd": 0.5, "source": "list",
+    }  # fmt: skip
+    run = read_run(make_run(price=price))
+    words = "0.250 USD per million output tokens at this load; all GPUs cost 20.0 USD per hour"
+    assert verdict.price_in_words(run.summary) == words
+    page = render(run)
+    assert page.index(words) < page.index("In numbers")
+    assert verdict.price_in_words(read_run(make_run(price=None)).summary) is None
+
+
 def test_a_saturated_run_shows_no_latency(make_run: RunMaker) -> None:
     run = read_run(make_run(saturated=True))
     assert info.latency_rows(run.summary) == []

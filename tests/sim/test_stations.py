@@ -20,6 +20,7 @@ from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
 from simtune.specs.workload import Workload
 from simtune.workload.requests import build_stream
+from tests.oracles.stations import serve as by_simpy
 from tests.sim.test_families import Constant
 
 GENERATOR = np.random.default_rng(7)
@@ -46,6 +47,23 @@ def test_two_exponential_servers_in_a_row_are_two_queues_of_their_own() -> None:
     second = serve([stage("b", seconds_per_token=0.5e-4)], first, again)["b"]
     assert (first - ARRIVALS).mean() == pytest.approx(1.0, rel=0.05)
     assert (second - first).mean() == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stages_are_those_of_simpy(seed: int) -> None:
+    """Some stages in a row, side by side and joined, in parts, with several servers."""
+    draws = np.random.default_rng(seed)
+    behind: tuple[list[str], ...] = ([], ["a"], ["a"], ["b", "c"])
+    parts, names = int(draws.integers(1, 4)), ("a", "b", "c", "d")
+    stages = [
+        stage(name, seconds=float(draws.uniform(0, 0.3)), seconds_per_token=float(draws.uniform(0, 2e-3)), parts=parts,
+              instances=int(draws.integers(1, 4)), after=after)
+        for name, after in zip(names, behind, strict=True)
+    ]  # fmt: skip
+    arrival_s, tokens = np.cumsum(draws.exponential(0.3, 150)), draws.integers(1, 400, 150)
+    ours, theirs = serve(stages, arrival_s, tokens), by_simpy(stages, arrival_s, tokens)
+    for name in names:
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-9)
 
 
 @settings(max_examples=30, deadline=None)

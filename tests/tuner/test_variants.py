@@ -24,11 +24,12 @@ from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.variant_gains import variant_gains
+from simtune.tuner.search.variant_gains import family_gains, variant_gains
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.expressible import space_for
 from tests.docs.reading import ROOT
 from tests.tuner.fragments import FRAGMENTS, OF_PAIRS, with_variants
+from tests.tuner.test_search import question as of_search
 from tests.tuner.truths import MODEL, true_device
 
 DEVICE = true_device().model_copy(update={"device": true_device().device.model_copy(update={"memory_bytes": 4e9})})
@@ -372,3 +373,15 @@ def test_each_variant_has_a_plan_that_was_simulated_and_a_bound() -> None:
     assert (chosen.plan, chosen.reached) == (tuned.chosen.candidate.name, tuned.value)
     assert (gains["step-s-0.05-per-sequence-s-0.0"].reached or 0.0) < 0.5 * tuned.value
     assert variant_gains(optimize(question(), jobs=1)) == []
+
+
+def test_prefill_decode_is_put_against_mixed_where_both_are_searched() -> None:
+    sizes: dict[str, Any] = {"max_num_seqs": (64,), "max_num_batched_tokens": (2048,)}
+    asked = of_search(tp=(1,), pp=(1,), devices=2, layouts=("mixed", "prefill-decode"), **sizes)
+    tuned = optimize(asked, jobs=1)
+    first, second = family_gains(tuned)
+    assert {first.family, second.family} == {"mixed", "prefill/decode"}
+    assert (first.plan, first.reached) == (tuned.chosen.candidate.name, tuned.value)
+    assert second.at_most is not None
+    assert second.at_most >= (second.reached or 0.0)
+    assert family_gains(optimize(of_search(tp=(1,), pp=(1,), devices=1, **sizes), jobs=1)) == []

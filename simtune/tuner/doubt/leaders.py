@@ -108,6 +108,11 @@ def leaders(
             "requests of this workload follow one another or are one batch, which no load generator sends alike; "
             "search with a workload that has a request rate"
         )
+    if question.study.slo.attainment is not None:
+        raise UsageError(
+            "slo.attainment: how a share of requests within all limits changes with step times is not known without "
+            "simulating every world; search with percentiles alone, or use `simtune optimize --worlds`"
+        )
     length = question.length_limit([row.candidate for row in rows])
     entries = [
         _LeadingEntry(question, row, length, errors, number) for number, row in enumerate(_worth_a_look(question, rows))

@@ -253,9 +253,12 @@ def slo_probability(
     """Estimate the probability for the chosen plan, given its sweep of rates and the errors of its kinds of operators
     (`simtune.sim.run_basis.pool_bases`).
 
-    Return None if the plan has no limits, if a pool has step costs of its own, or if the search was interrupted.
+    Return None if the plan has no limits, if a pool has step costs of its own, if the search was interrupted, or if a
+    share of requests must be within all limits at once: what is known is how each latency changes by itself.
     """
     limits, seed = tuned.result.limits, tuned.question.study.seed
+    if tuned.question.study.slo.attainment is not None:
+        return None
     if tuned.interrupted or not limits or any(isinstance(pool.costs, OwnCosts) for pool in tuned.deployment.pools):
         return None
     drawn_worlds = DrawnWorlds.of(WORLDS, seed)

@@ -231,6 +231,10 @@ def violation(result: Result) -> str:
     if result.saturated:
         return "saturated: requests pile up faster than they are served"
     missed = "; ".join(str(limit) for limit in result.limits if not limit.met)
+    # Of a run that was given up only some requests are known, of which a share says nothing.
+    if not result.attains and not result.outcome.aborted:
+        share, demanded = result.slo_attainment or 0.0, result.slo.attainment or 0.0
+        missed += f"{'; ' * bool(missed)}{demanded:.4g} of the requests within all limits (it reaches {share:.4g})"
     if result.outcome.aborted:
         missed += f", given up after {int(result.completed.sum()):,} of {len(result.stream):,} requests"
     return missed

@@ -1,4 +1,6 @@
-"""Gains of the variants of a study: the best plan of each, what it reached and what no plan of it exceeds."""
+"""Gains of the variants of a study, and of prefill/decode against mixed plans: the best plan of each, what it reached
+and what no plan of it exceeds.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,20 @@ class VariantGain(NamedTuple):
     """Objective of that plan: on all fresh draws if it was chosen, else on the draw of the search."""
     at_most: float | None
     """Value that no plan of the variant exceeds; None if none of them can meet the objective."""
+
+
+MIXED, APART = "mixed", "prefill/decode"
+"""Names of families of plans: pools that do all, and a prefill pool with a decode pool."""
+
+
+class FamilyGain(NamedTuple):
+    """The best that a search knows of a family of plans."""
+
+    family: str
+    plan: str
+    """Plan that reached the most; empty if none was found to meet the SLO."""
+    reached: float | None
+    at_most: float | None
 
 
 class HasCandidate(Protocol):
@@ -57,14 +73,30 @@ def variant_gains(tuned: Tuned) -> list[VariantGain]:
     rows: dict[str, list[Trial]] = {label: [] for label in labels}
     for row in tuned.rows:
         rows[row.candidate.decoding.shape.variant].append(row)
-    return [_gain(question, label, rows[label], {id(tuned.chosen): tuned.value}) for label in labels]
+    return [_gain(tuned, label, rows[label]) for label in labels]
 
 
-def _gain(question: Question, label: str, rows: list[Trial], values: Mapping[int, float]) -> VariantGain:
+def family_gains(tuned: Tuned) -> list[FamilyGain]:
+    """Return the best of mixed and of prefill/decode plans, that of the chosen plan first; empty unless plans of both
+    were searched, or if a front was."""
+    rows: dict[str, list[Trial]] = {}
+    for row in tuned.rows:
+        roles = {pool.shape.role for pool in row.candidate.pools}
+        rows.setdefault(MIXED if roles == {"mixed"} else APART, []).append(row)
+    if len(rows) < 2 or tuned.ladder is not None:
+        return []
+    # The chosen plan is the first of the rows.
+    return [FamilyGain(*_gain(tuned, family, of_family)) for family, of_family in rows.items()]
+
+
+def _gain(tuned: Tuned, label: str, rows: list[Trial]) -> VariantGain:
+    question, values = tuned.question, {id(tuned.chosen): tuned.value}
+    # Plans of a class that was ruled out as a whole have no bound of their own.
+    classes = {group.name: group.best for group in tuned.classes}
     sign = question.objective.sign
     feasible = [(_value(question, row, values), row) for row in rows if row.status in ("chosen", "feasible")]
     reached, plan = max(feasible, key=lambda entry: sign * entry[0], default=(None, None))
-    bounds = [row.best for row in rows if row.best is not None]
+    bounds = [best for row in rows if (best := row.best if row.best is not None else classes.get(row.allocation))]
     bounds += [] if reached is None else [reached]
     at_most = max(bounds, key=lambda best: sign * best, default=None)
     return VariantGain(label, "" if plan is None else plan.candidate.name, reached, at_most)

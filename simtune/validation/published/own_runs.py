@@ -87,7 +87,7 @@ class OwnRun:
     def of(cls, result: Result) -> OwnRun:
         """Return the numbers of a result."""
         drafts = per_round(result) if result.drafted.rounds else None
-        return cls(result.e2el_s, verdict_of(result), result.summary().output_tokens_per_s or 0.0, drafts)
+        return cls(result.e2el_s, verdict_of(result), result.output_tokens_per_s or 0.0, drafts)
 
 
 class OwnSide(Side):
@@ -98,7 +98,12 @@ class OwnSide(Side):
 
     def __init__(self, family: Systems, side: Mapping[str, Any], runs: OwnRuns) -> None:
         super().__init__(family, side, None, runs.deployed)
-        self._profiles = runs.profiles
+        self._profiles, self._users_model = runs.profiles, runs.model
+
+    @cached_property
+    def model(self) -> Model:
+        """Model of the user, read once for all sides, unless the family defines one of that name."""
+        return self._family.own_model(str(self._side.get("model"))) or self._users_model
 
     def profile(self, hardware: str, engine: str | None) -> Hardware:
         """Return a profile, which all sides share with what was computed from it."""
