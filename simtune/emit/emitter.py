@@ -151,6 +151,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.cascade_attention and self.name != "vllm":
+            yield f"cascade_attention: {self.title} has none; remove it"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:

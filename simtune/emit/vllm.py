@@ -19,6 +19,7 @@ from simtune.emit.vllm_releases import (
     knows,
     kv_dtype_since,
     options_by_release,
+    shares_prefixes,
     splits_steps,
     takes_whole_prompts,
 )
@@ -64,6 +65,7 @@ OPTIONS: dict[str, Option] = {
     "max-num-queued-reqs": Option(int, "batching.max_num_queued_reqs"),
     "max-num-queued-tokens": Option(int, "batching.max_num_queued_tokens"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
+    "disable-cascade-attn": Option(bool, "cascade_attention", {True: False, False: True}),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
     "async-scheduling": Option(bool, "async_scheduling"),
@@ -278,6 +280,8 @@ class Vllm(Emitter):
             yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
         yield from _parallelism_refusals(pool, model)
+        if pool.cascade_attention and not shares_prefixes(self._release):
+            yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
         if pool.overlap == "two_batches":
             yield from self._overlap_refusals(pool)
 
@@ -325,6 +329,8 @@ class Vllm(Emitter):
 
     def _settings(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
         later = {key: None for key in options_by_release() if key not in self.knows}
+        if not shares_prefixes(self._release):
+            later["disable_cascade_attn"] = None
         settings = written(
             OPTIONS,
             pool,

@@ -14,6 +14,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
 from simtune.sim.admission import AdmissionLimits
+from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.message_gaps import MessageGaps
@@ -42,6 +43,8 @@ class DeployedPool:
     """Loaded parts of the pool's speculation; None if it does not speculate."""
     whole: Hardware | None = None
     """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
+    cascade: CascadeRule | None = None
+    """Rule by which steps attend once to what all contexts begin with; None if none does."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
@@ -98,6 +101,8 @@ class DeployedPool:
             maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
             for core in cores:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
+        if self.cascade is not None:
+            attend_once(cores, self.costs, self.cascade)
         if self.spec.queue_limits:
             admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
             for core in cores:
@@ -126,6 +131,7 @@ class DeployedPool:
             "async_scheduling": {"async_scheduling": ahead},
             "dynamic_chunks": {"linear_tokens": self._linear_tokens},
             "active_seqs": {},
+            "cascade_attention": {},
             "long_prefills": {
                 "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
                 "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),

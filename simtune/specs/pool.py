@@ -396,6 +396,11 @@ class Pool(Part):
         description="tokens of an answer that the engine sends to the client at a time, after the first one, which it "
         "sends at once; times between tokens are then those between messages, but for pools that draft; 1 unless given",
     )
+    cascade_attention: bool | None = Field(
+        None,
+        description="true: a step attends once to what all running requests begin with, if 8 or more share 256 tokens "
+        "or more and it pays by the rule of vLLM, which has it no more since 0.33; false unless given",
+    )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(
         None, description="how the pool drafts; every token is decoded singly unless given"

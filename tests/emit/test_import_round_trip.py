@@ -96,6 +96,10 @@ def test_what_a_plan_changes(tmp_path: Path, engine: str) -> None:
     same(tmp_path, plan_of(tmp_path, engine, {**SET, **interval, **weights, "parallelism": {"tp": 2, "pp": 2}}))
 
 
+def test_cascade_attention(tmp_path: Path) -> None:
+    same(tmp_path, plan_of(tmp_path, "vllm-0.28", {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}))
+
+
 def test_two_batches_with_their_thresholds(tmp_path: Path) -> None:
     ranks = {"parallelism": {"tp": 1, "attention_dp": 8, "expert_parallel": True}, "expert_exchange": "deepep"}
     for number, thresholds in enumerate(({}, {"overlap_thresholds": {"decode_tokens": 64, "prefill_tokens": 1024}})):

@@ -152,6 +152,14 @@ def test_two_batches_are_refused_where_they_cannot_be(
         engine_files(plan_of(tmp_path, preset, overlap="two_batches", **pool), MODEL, 8, {})
 
 
+def test_cascade_attention_is_asked_for_in_releases_that_have_it(tmp_path: Path) -> None:
+    pool = {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}
+    assert written(plan_of(tmp_path, "vllm-0.28", **pool), "vllm")["no-disable-cascade-attn"] is True
+    for preset, message in (("vllm-0.33", "vLLM 0.33 has none"), ("sglang-0.5.23", "SGLang has none")):
+        with pytest.raises(UsageError, match=f"cascade_attention: {message}"):
+            engine_files(plan_of(tmp_path, preset, **pool), MODEL, 8, {})
+
+
 def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:
     limits = {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}
     for preset, engine in (("vllm-0.28", "vllm"), ("sglang-0.5.23", "sglang"), ("trtllm-1.4", "tensorrt-llm")):
