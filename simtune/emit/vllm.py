@@ -111,9 +111,10 @@ def _proxy(placed: list[Endpoint]) -> str:
 # --- drafts -----------------------------------------------------------------------------------------------
 
 
-def _gib(tier: CacheTier | None) -> float | None:
-    """Return the size of a tier in GiB."""
-    return None if tier is None or tier.bytes is None else float(f"{tier.bytes / GIB:.6g}")
+def _gib(tier: CacheTier | None, devices: int) -> float | None:
+    """Return the size of a tier of an instance in GiB."""
+    size = None if tier is None else tier.size(devices)
+    return None if size is None else float(f"{size / GIB:.6g}")
 
 
 def _two_batches(pool: Pool) -> dict[str, Any]:
@@ -339,7 +340,7 @@ class Vllm(Emitter):
             kv_cache_dtype=_kv_cache_dtype(pool, model),
             **_two_batches(pool),
             # of all ranks together
-            kv_offloading_size=_gib(self.host_tier(pool)),
+            kv_offloading_size=_gib(self.host_tier(pool), pool.model_devices),
             # vLLM refuses the option if it cannot schedule so.
             async_scheduling=pool.schedules_async,
             kv_transfer_config=None if pool.role == "mixed" else _NIXL,

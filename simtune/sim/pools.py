@@ -21,6 +21,7 @@ from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.tier_links import TierMaker
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Parallelism, Pool
@@ -98,7 +99,7 @@ class DeployedPool:
             for instance in range(instances)
         ]
         if self.spec.kv_cache.tiers:
-            maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
+            maker = TierMaker(self.tiers, self.kv_block_bytes, self.spec.kv_cache.block_size)
             for core in cores:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
         if self.cascade is not None:
@@ -111,6 +112,18 @@ class DeployedPool:
             for core in cores:
                 core.gaps = MessageGaps(self.spec.message_tokens)
         return cores
+
+    @property
+    def tiers(self) -> list[CacheTier]:
+        """Tiers below the prefix cache with their sizes in bytes and the rates of their links."""
+        devices = self.spec.model_devices
+        cache_bytes = self.memory.num_blocks * self.spec.parallelism.attention_dp * self.kv_block_bytes
+        resolved = []
+        for tier in self.spec.kv_cache.tiers or ():
+            rate = tier.bytes_per_s or link_of(self.hardware, "host").bytes_per_s * devices
+            size = {"bytes": tier.size(devices, cache_bytes), "bytes_per_device": None, "device_ratio": None}
+            resolved.append(tier.model_copy(update={**size, "bytes_per_s": rate}))
+        return resolved
 
     def _stepping(self) -> Stepping:
         """Return a new object that shares an instance's GPUs among its cores."""

@@ -172,6 +172,20 @@ def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) 
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
 
 
+def test_published_caches_are_written_by_their_sizes(tmp_path: Path) -> None:
+    """Two GPUs: LMCache's 5 GiB are of each; HiCache's ratio is SGLang's own option."""
+
+    def settings(preset: str, engine: str, tiers: str) -> dict[str, Any]:
+        return written(plan_of(tmp_path, preset, kv_cache={"prefix_caching": True, "tiers": tiers}), engine)
+
+    assert settings("vllm-0.33", "vllm", "lmcache")["kv-offloading-size"] == 10.0
+    hicache = settings("sglang-0.5.23", "sglang", "hicache")
+    assert hicache["enable-hierarchical-cache"] is True
+    assert hicache["hicache-ratio"] == 2.0
+    assert "hicache-size" not in hicache
+    assert "kv-offloading-size" not in settings("vllm-0.33", "vllm", "hicache")
+
+
 def test_a_tier_in_host_memory_is_written(tmp_path: Path) -> None:
     tiers = {"tiers": [HOST, {"name": "store", "bytes_per_s": 5e9, "shared": True}]}
     for engine, preset, wanted in (
