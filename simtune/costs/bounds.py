@@ -206,6 +206,9 @@ class _LeastAttention(NamedTuple):
 
 @_once
 def _least_attention(tables: StepTables) -> _LeastAttention:
+    if tables.shares_prefixes:
+        # How much of a context is attended to for all at once is not known before the run.
+        return _LeastAttention(0.0, 0.0)
     per_context, least = float("inf"), float("inf")
     numbers = np.arange(1, tables.max_num_seqs + 1)
     for attention in {tables.alone, *tables.beside}:

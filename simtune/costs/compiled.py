@@ -214,6 +214,8 @@ class StepTables:
     """Ranks with data-parallel attention that share experts."""
     shared: SharedExperts | None = None
     """Time that verifications save; None if tokens of a sequence visit no experts in common."""
+    shares_prefixes: bool = False
+    """True if decodes may attend once to what all their contexts begin with, in less time than the tables have."""
 
     @property
     def model(self) -> StepModel:
@@ -294,6 +296,7 @@ def compile_tables(
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
         shared=SharedExperts.of(step_model, scales[False], width),
+        shares_prefixes=bool(pool.cascade_attention),
     )
 
 

@@ -112,6 +112,8 @@ class Emitter(ABC):
     chunk_pipelines: ClassVar[tuple[str, ...]] = ("one",)
     """Ways in which the engine can send chunks of a prompt through a pipeline (`Batching.chunk_pipeline`), the one that
     it takes unless given another first."""
+    tier_ratios: ClassVar[bool] = False
+    """True if the engine can be given the size of such a tier over that of the devices' cache."""
     tiers_written: ClassVar[frozenset[str]] = frozenset()
     """Rules by which the engine writes to a tier of its prefix cache in host memory (`CacheTier.written`)."""
     quantizations: ClassVar[Mapping[str, str]] = {}
@@ -151,6 +153,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.cascade_attention and self.name != "vllm":
+            yield f"cascade_attention: {self.title} has none; remove it"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
@@ -173,7 +177,8 @@ class Emitter(ABC):
     def host_tier(self, pool: Pool) -> CacheTier | None:
         """Return the tier that the engine can be given as its part of the host's memory; None if the plan has none."""
         for tier in (pool.kv_cache.tiers or ())[:1]:
-            if tier.bytes and not tier.shared and tier.written in self.tiers_written:
+            sized = tier.size(pool.model_devices) or (tier.device_ratio and self.tier_ratios)
+            if sized and not tier.shared and tier.written in self.tiers_written:
                 return tier
         return None
 

@@ -75,9 +75,11 @@ def _hicache(host: CacheTier | None, ranks: int) -> LaunchArgs:
     """Return the settings of a tier in host memory, whose size SGLang has in gigabytes of each rank."""
     if host is None:
         return {}
+    size = host.size(ranks)
     return {
         "enable-hierarchical-cache": True,
-        "hicache-size": max(1, round((host.bytes or 0.0) / ranks / 1e9)),
+        "hicache-ratio": host.device_ratio,
+        "hicache-size": None if size is None else max(1, round(size / ranks / 1e9)),
         "hicache-write-policy": "write_through" if host.written == "computed" else "write_back",
     }
 
@@ -119,6 +121,7 @@ class Sglang(ServingEmitter):
     knows = frozenset({"max_queued_requests", "stream_interval"})
     chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
+    tier_ratios = True
     own_defaults = ("kv_cache.prefix_caching", "kv_cache.block_size", "kv_cache.memory_utilization")
     server = Server(
         name="sglang",
@@ -153,6 +156,7 @@ class Sglang(ServingEmitter):
         "disable-overlap-schedule": Option(bool, "async_scheduling", {False: True}),
         "stream-interval": Option(int, "stream_interval"),
         "enable-hierarchical-cache": Option(bool),
+        "hicache-ratio": Option(float),
         "hicache-size": Option(int),
         "hicache-write-policy": Option(str),
         "disable-cuda-graph": Option(bool),

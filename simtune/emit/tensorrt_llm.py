@@ -122,7 +122,7 @@ class TensorrtLlm(ServingEmitter):
             self.kv_options,
             pool,
             dtype=self.kv_dtype(pool, model),
-            host_cache_size=None if host is None else round((host.bytes or 0.0) / p.devices),
+            host_cache_size=None if host is None else round((host.size(p.devices) or 0.0) / p.devices),
             max_tokens=None if cache.num_blocks is None else cache.num_blocks * cache.block_size,
         )
         chosen = own_options(pool)

@@ -19,6 +19,7 @@ from simtune.emit.vllm_releases import (
     knows,
     kv_dtype_since,
     options_by_release,
+    shares_prefixes,
     splits_steps,
     takes_whole_prompts,
 )
@@ -64,6 +65,7 @@ OPTIONS: dict[str, Option] = {
     "max-num-queued-reqs": Option(int, "batching.max_num_queued_reqs"),
     "max-num-queued-tokens": Option(int, "batching.max_num_queued_tokens"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
+    "disable-cascade-attn": Option(bool, "cascade_attention", {True: False, False: True}),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
     "async-scheduling": Option(bool, "async_scheduling"),
@@ -109,9 +111,10 @@ def _proxy(placed: list[Endpoint]) -> str:
 # --- drafts -----------------------------------------------------------------------------------------------
 
 
-def _gib(tier: CacheTier | None) -> float | None:
-    """Return the size of a tier in GiB."""
-    return None if tier is None or tier.bytes is None else float(f"{tier.bytes / GIB:.6g}")
+def _gib(tier: CacheTier | None, devices: int) -> float | None:
+    """Return the size of a tier of an instance in GiB."""
+    size = None if tier is None else tier.size(devices)
+    return None if size is None else float(f"{size / GIB:.6g}")
 
 
 def _two_batches(pool: Pool) -> dict[str, Any]:
@@ -278,6 +281,8 @@ class Vllm(Emitter):
             yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
         yield from _parallelism_refusals(pool, model)
+        if pool.cascade_attention and not shares_prefixes(self._release):
+            yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
         if pool.overlap == "two_batches":
             yield from self._overlap_refusals(pool)
 
@@ -325,6 +330,8 @@ class Vllm(Emitter):
 
     def _settings(self, pool: Pool, model: Model, drafts: Mapping[str, Model]) -> dict[str, int | float | str | bool]:
         later = {key: None for key in options_by_release() if key not in self.knows}
+        if not shares_prefixes(self._release):
+            later["disable_cascade_attn"] = None
         settings = written(
             OPTIONS,
             pool,
@@ -333,7 +340,7 @@ class Vllm(Emitter):
             kv_cache_dtype=_kv_cache_dtype(pool, model),
             **_two_batches(pool),
             # of all ranks together
-            kv_offloading_size=_gib(self.host_tier(pool)),
+            kv_offloading_size=_gib(self.host_tier(pool), pool.model_devices),
             # vLLM refuses the option if it cannot schedule so.
             async_scheduling=pool.schedules_async,
             kv_transfer_config=None if pool.role == "mixed" else _NIXL,

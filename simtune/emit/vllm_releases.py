@@ -42,6 +42,8 @@ _HIDDEN_PIPELINES: ReleaseNumber = (0, 15)
 _WHOLE_PROMPTS: ReleaseNumber = (0, 12)
 _TWO_BATCHES: ReleaseNumber = (0, 28)
 """First release whose settings of two batches were checked; earlier ones may have them."""
+_LAST_CASCADE: ReleaseNumber = (0, 28)
+"""Last release that was found to have cascade attention; 0.33 has none."""
 _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
 
 
@@ -78,6 +80,11 @@ def takes_whole_prompts(release: ReleaseNumber) -> bool:
 def splits_steps(release: ReleaseNumber) -> bool:
     """True if a release is known to run a step as two batches."""
     return release >= _TWO_BATCHES
+
+
+def shares_prefixes(release: ReleaseNumber) -> bool:
+    """True if a release is known to have cascade attention."""
+    return release <= _LAST_CASCADE
 
 
 def kv_dtype_since(word: str) -> ReleaseNumber:

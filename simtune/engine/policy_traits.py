@@ -10,6 +10,7 @@ from simtune.engine.kv import KvBlocks
 Feature = Literal[
     "active_seqs",
     "async_scheduling",
+    "cascade_attention",
     "dynamic_chunks",
     "long_prefills",
     "prefill_interval",
@@ -24,6 +25,7 @@ Feature = Literal[
 SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "active_seqs": frozenset(),
     "async_scheduling": frozenset({"async_scheduling"}),
+    "cascade_attention": frozenset(),
     "dynamic_chunks": frozenset({"linear_tokens"}),
     "long_prefills": frozenset({"long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"}),
     "prefill_interval": frozenset({"prefill_schedule_interval"}),

@@ -84,7 +84,9 @@ def _served(in_order: Sequence[Request], defers: bool) -> Sequence[Request]:
 class VllmFcfs(BatchScheduler):
     """First come, first served. See the module for the rule."""
 
-    offers = BatchScheduler.offers | {"active_seqs", "long_prefills", "prefill_interval", "reserve_full_isl"}
+    offers = BatchScheduler.offers | {
+        "active_seqs", "cascade_attention", "long_prefills", "prefill_interval", "reserve_full_isl"
+    }  # fmt: skip
     first_come = True
     chunks_follow = True
 

@@ -57,10 +57,10 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
         if cache.prefix_caching
         else "no prefix_caching: every prompt is computed from its first token"
     )
-    for tier in cache.tiers or ():
+    for tier in deployed.tiers:
         size = "without a limit" if tier.bytes is None else f"of {tier.bytes / 1e9:,.4g} GB"
         sharing = ", shared by all instances" if tier.shared else ""
-        rate = f"{tier.bytes_per_s / 1e9:,.4g} GB/s"
+        rate = f"{(tier.bytes_per_s or 0.0) / 1e9:,.4g} GB/s"
         yield f"tier {tier.name} {size}{sharing}: blocks that were {tier.written} come back at {rate}"
     yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
     if pool.speculation is not None:

@@ -18,6 +18,7 @@ from simtune.errors import Infeasible, PartError, UsageError
 from simtune.results.result import MissBudget, Result
 from simtune.sim import plan_parts
 from simtune.sim.audit import audit, wanted
+from simtune.sim.cascade import CascadeRule
 from simtune.sim.drafting import Drafting, useful_replicas
 from simtune.sim.feasibility import check
 from simtune.sim.pool_power import power_of
@@ -275,6 +276,7 @@ def _deployed(
         kv_block_bytes(model, pool),
         drafts,
         device,
+        cascade=CascadeRule.of(model, pool, hardware_of_pool) if pool.cascade_attention else None,
         idle_devices=devices - pool.devices,
     )
     if pool.role == "prefill":

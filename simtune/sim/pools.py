@@ -14,12 +14,14 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
 from simtune.sim.admission import AdmissionLimits
+from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.tier_links import TierMaker
+from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Parallelism, Pool
@@ -42,6 +44,8 @@ class DeployedPool:
     """Loaded parts of the pool's speculation; None if it does not speculate."""
     whole: Hardware | None = None
     """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
+    cascade: CascadeRule | None = None
+    """Rule by which steps attend once to what all contexts begin with; None if none does."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
@@ -95,10 +99,12 @@ class DeployedPool:
             for instance in range(instances)
         ]
         if self.spec.kv_cache.tiers:
-            cache, shape = self.spec.kv_cache, (instances, self.cores_each)
-            maker = TierMaker(self.spec.kv_cache.tiers, self.kv_block_bytes, cache.block_size, *shape)
+            block_size, shape = self.spec.kv_cache.block_size, (instances, self.cores_each)
+            maker = TierMaker(self.tiers, self.kv_block_bytes, block_size, *shape)
             for core in cores:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
+        if self.cascade is not None:
+            attend_once(cores, self.costs, self.cascade)
         if self.spec.queue_limits:
             admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
             for core in cores:
@@ -107,6 +113,18 @@ class DeployedPool:
             for core in cores:
                 core.gaps = MessageGaps(self.spec.message_tokens)
         return cores
+
+    @property
+    def tiers(self) -> list[CacheTier]:
+        """Tiers below the prefix cache with their sizes in bytes and the rates of their links."""
+        devices = self.spec.model_devices
+        cache_bytes = self.memory.num_blocks * self.spec.parallelism.attention_dp * self.kv_block_bytes
+        resolved = []
+        for tier in self.spec.kv_cache.tiers or ():
+            rate = tier.bytes_per_s or link_of(self.hardware, "host").bytes_per_s * devices
+            size = {"bytes": tier.size(devices, cache_bytes), "bytes_per_device": None, "device_ratio": None}
+            resolved.append(tier.model_copy(update={**size, "bytes_per_s": rate}))
+        return resolved
 
     def _stepping(self) -> Stepping:
         """Return a new object that shares an instance's GPUs among its cores."""
@@ -127,6 +145,7 @@ class DeployedPool:
             "async_scheduling": {"async_scheduling": ahead},
             "dynamic_chunks": {"linear_tokens": self._linear_tokens},
             "active_seqs": {},
+            "cascade_attention": {},
             "long_prefills": {
                 "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
                 "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),

@@ -17,6 +17,7 @@ class TierLink:
     def __init__(self, tier: CacheTier, token_bytes: float) -> None:
         self.beside = tier.fetched == "beside"
         """True if a step computes while it fetches, layer by layer; False if it computes afterwards."""
+        assert tier.bytes_per_s is not None, "see `DeployedPool.tiers`"
         self._token_ticks = token_bytes / tier.bytes_per_s * TICKS_PER_SECOND
         self._latency = to_ticks(tier.latency_s)
         self._free = 0  # tick from which the link serves the next fetch

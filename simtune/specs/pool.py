@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from simtune.specs.base import (
     BlockSize,
@@ -24,7 +24,7 @@ from simtune.specs.base import (
     Seq,
     TokensPerStep,
 )
-from simtune.specs.cache_tiers import CacheTier
+from simtune.specs.cache_tiers import CacheTier, named_tiers
 from simtune.specs.drafters import Drafter
 from simtune.specs.part_names import PartName
 from simtune.specs.pool_rules import check_pool
@@ -220,10 +220,16 @@ class KvCache(Part):
     tiers: Seq[CacheTier] | None = Field(
         None,
         description="levels of the prefix cache below the devices, the fastest first: where the device's own cache "
-        "ends, what they have of a prompt is fetched instead of computed",
+        "ends, what they have of a prompt is fetched instead of computed; or a published cache by name: hicache, "
+        "lmcache, kvbm",
     )
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of blocks kept free at admission")
+
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _of_a_published_cache(cls, tiers: Any) -> Any:
+        return named_tiers(tiers)
 
     @model_validator(mode="after")
     def _tiers_extend_a_cache(self) -> Self:
@@ -395,6 +401,11 @@ class Pool(Part):
         None,
         description="tokens of an answer that the engine sends to the client at a time, after the first one, which it "
         "sends at once; times between tokens are then those between messages, but for pools that draft; 1 unless given",
+    )
+    cascade_attention: bool | None = Field(
+        None,
+        description="true: a step attends once to what all running requests begin with, if 8 or more share 256 tokens "
+        "or more and it pays by the rule of vLLM, which has it no more since 0.33; false unless given",
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(

@@ -96,6 +96,22 @@ def test_what_a_plan_changes(tmp_path: Path, engine: str) -> None:
     same(tmp_path, plan_of(tmp_path, engine, {**SET, **interval, **weights, "parallelism": {"tp": 2, "pp": 2}}))
 
 
+def test_cascade_attention(tmp_path: Path) -> None:
+    same(tmp_path, plan_of(tmp_path, "vllm-0.28", {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}))
+
+
+@pytest.mark.parametrize(("engine", "tier"), [
+    ("vllm-0.33", {"bytes": 64.0 * 2**30}),
+    ("sglang-0.5.23", {"device_ratio": 3.0, "fetched": "beside"}),
+    ("sglang-0.5.23", {"bytes_per_device": 32e9, "fetched": "beside", "written": "evicted"}),
+    ("trtllm-1.4", {"bytes_per_device": 8e9, "written": "evicted"}),
+])  # fmt: skip
+def test_a_tier_in_host_memory(tmp_path: Path, engine: str, tier: dict[str, Any]) -> None:
+    pool = {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", **tier}]}, "parallelism": {"tp": 2}}
+    imported = same(tmp_path, plan_of(tmp_path, engine, pool))
+    assert any("at the rate of the hardware's link to it" in note for note in imported.notes)
+
+
 def test_two_batches_with_their_thresholds(tmp_path: Path) -> None:
     ranks = {"parallelism": {"tp": 1, "attention_dp": 8, "expert_parallel": True}, "expert_exchange": "deepep"}
     for number, thresholds in enumerate(({}, {"overlap_thresholds": {"decode_tokens": 64, "prefill_tokens": 1024}})):

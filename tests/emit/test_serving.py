@@ -152,6 +152,14 @@ def test_two_batches_are_refused_where_they_cannot_be(
         engine_files(plan_of(tmp_path, preset, overlap="two_batches", **pool), MODEL, 8, {})
 
 
+def test_cascade_attention_is_asked_for_in_releases_that_have_it(tmp_path: Path) -> None:
+    pool = {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}
+    assert written(plan_of(tmp_path, "vllm-0.28", **pool), "vllm")["no-disable-cascade-attn"] is True
+    for preset, message in (("vllm-0.33", "vLLM 0.33 has none"), ("sglang-0.5.23", "SGLang has none")):
+        with pytest.raises(UsageError, match=f"cascade_attention: {message}"):
+            engine_files(plan_of(tmp_path, preset, **pool), MODEL, 8, {})
+
+
 def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:
     limits = {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}
     for preset, engine in (("vllm-0.28", "vllm"), ("sglang-0.5.23", "sglang"), ("trtllm-1.4", "tensorrt-llm")):
@@ -162,6 +170,20 @@ def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) 
 
 
 HOST = {"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}
+
+
+def test_published_caches_are_written_by_their_sizes(tmp_path: Path) -> None:
+    """Two GPUs: LMCache's 5 GiB are of each; HiCache's ratio is SGLang's own option."""
+
+    def settings(preset: str, engine: str, tiers: str) -> dict[str, Any]:
+        return written(plan_of(tmp_path, preset, kv_cache={"prefix_caching": True, "tiers": tiers}), engine)
+
+    assert settings("vllm-0.33", "vllm", "lmcache")["kv-offloading-size"] == 10.0
+    hicache = settings("sglang-0.5.23", "sglang", "hicache")
+    assert hicache["enable-hierarchical-cache"] is True
+    assert hicache["hicache-ratio"] == 2.0
+    assert "hicache-size" not in hicache
+    assert "kv-offloading-size" not in settings("vllm-0.33", "vllm", "hicache")
 
 
 def test_a_tier_in_host_memory_is_written(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "overlap_thresholds": {"decode_tokens": 64},
         "async_scheduling": False,
     },
+    "cascade": {"cascade_attention": False, "kv_cache": {"prefix_caching": True}},
     "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
     "whole prompts": {
         "batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384},

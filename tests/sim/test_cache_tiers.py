@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.tier_links import TierMaker
-from simtune.specs.cache_tiers import CacheTier
+from simtune.specs.cache_tiers import PUBLISHED_TIERS, CacheTier
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, KvCache, Pool
@@ -121,3 +122,44 @@ def test_tiers_extend_a_cache_that_can_have_some() -> None:
         KvCache.model_validate({"prefix_caching": True, "tiers": (tier, tier)})
     with pytest.raises(Infeasible, match="policy transformers-fifo has no tiers"):
         run(CHAT, "transformers-fifo", 16, 9600, CacheTier(name="host", bytes_per_s=1e9))
+
+
+def pool_of(**kv_cache: Any) -> Pool:
+    cache = {"num_blocks": 601, "block_size": 16, "prefix_caching": True, **kv_cache}
+    usual = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 8192, "parallelism": {"tp": 2}}
+    batching = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    return Pool.model_validate({**usual, "batching": batching, "kv_cache": cache}, strict=False)
+
+
+def test_sizes_and_rates_that_are_left_out_are_those_of_the_device_and_its_host_link() -> None:
+    hardware = load_hardware("h100-sxm")
+    for size, expected in (
+        ({"device_ratio": 2.0}, 2.0 * 600 * 16 * TOKEN_BYTES),
+        ({"bytes_per_device": 5e9}, 1e10),
+        ({"bytes": 7e9}, 7e9),
+        ({}, None),
+    ):
+        plan = Plan(name="p", model="llama-3.1-8b", pools=(pool_of(tiers=[{"name": "host", **size}]),))
+        (pool,) = deploy(plan, load_model("llama-3.1-8b"), hardware).pools
+        (tier,) = pool.tiers
+        assert tier.bytes == expected
+        assert tier.bytes_per_s == 2 * hardware.links["host"].bytes_per_s
+
+
+def test_a_published_cache_by_name_is_its_tiers() -> None:
+    for name, tiers in PUBLISHED_TIERS.items():
+        named, listed = pool_of(tiers=name), pool_of(tiers=[dict(tier) for tier in tiers])
+        assert named == listed
+        assert named.kv_cache.tiers
+    with pytest.raises(ValidationError, match="'lmcahe' is no published cache, did you mean lmcache"):
+        pool_of(tiers="lmcahe")
+
+
+@pytest.mark.parametrize(("tier", "message"), [
+    ({"bytes": 1e9, "device_ratio": 2.0}, "cannot be combined with bytes; keep one size"),
+    ({"device_ratio": 2.0, "shared": True, "bytes_per_s": 1e9}, "is of one instance; give bytes"),
+    ({"shared": True}, "is required of a tier that instances share"),
+])  # fmt: skip
+def test_sizes_that_mean_nothing_are_refused(tier: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CacheTier.model_validate({"name": "host", **tier})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.importing import drafts_read
+from simtune.emit.importing import drafts_read, tiers_read
 from simtune.emit.importing.launches import Given, Launch, plain, real_number, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.emit.importing.reader import (
@@ -114,6 +114,13 @@ def _vllm_graphs(reader: OptionReader, draft: PoolDraft, launch: Launch, option:
         draft.set("graph_sizes.per_seat", None)
 
 
+def _vllm_offloading(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    if str(option.value) == "native":
+        draft.ignore(option, "it is the default")
+    else:
+        draft.refuse(option, "the prefix cache below GPU memory, by a cache of its own; write its kv_cache.tiers")
+
+
 def _threshold(key: str) -> Special:
     """Return a reader of a number of tokens from which on a step is split, which has no effect unless steps are."""
 
@@ -169,6 +176,8 @@ class VllmReader(OptionReader):
         "speculative-config": _vllm_drafts,
         "max-cudagraph-capture-size": _vllm_graphs,
         "enable-dbo": _setting("overlap", "two_batches"),
+        "kv-offloading-size": _of_draft(tiers_read.read_vllm),
+        "kv-offloading-backend": _vllm_offloading,
         "dbo-decode-token-threshold": _threshold("decode_tokens"),
         "dbo-prefill-token-threshold": _threshold("prefill_tokens"),
         "all2all-backend": _words(
@@ -239,7 +248,7 @@ class SglangReader(OptionReader):
         "model": "model-path",
     }
     special: ClassVar[Mapping[str, Special]] = {
-        **dict.fromkeys(_SGLANG_LATER, _later),
+        **dict.fromkeys((*_SGLANG_LATER, *tiers_read.HICACHE), _later),
         "quantization": _quantization,
         "dtype": _of_draft(check_dtype),
         "kv-cache-dtype": _of_draft(lambda draft, option: set_kv_dtype(draft, option, {**_FP8, **_BF16})),
@@ -288,6 +297,7 @@ class SglangReader(OptionReader):
             tokens = whole_number(by_name["max-total-tokens"])
             draft.set("kv_cache.num_blocks", tokens // (draft.get("kv_cache.block_size") or 1))
         self._graphs(draft, launch, by_name)
+        tiers_read.read_sglang(draft, {x.name: x for x in launch.given if x.name in tiers_read.HICACHE})
 
     @staticmethod
     def _ranks(draft: PoolDraft, launch: Launch, by_name: Mapping[str, Given]) -> None:
@@ -335,6 +345,8 @@ def _nested(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Give
             draft.set(table[name].key, reader.setting(table[name], inner))
         elif name == "dtype":
             set_kv_dtype(draft, inner, {**_FP8, **_BF16})
+        elif name == "host-cache-size":
+            tiers_read.read_trtllm(draft, inner)
         elif name == "max-tokens":
             draft.set("kv_cache.num_blocks", whole_number(inner))
         else:

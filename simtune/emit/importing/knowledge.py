@@ -111,7 +111,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _LINKS: "disable-custom-all-reduce disable-nccl-for-dp-synchronization",
         _PLACEMENT: "enable-eplb eplb-config num-redundant-experts expert-placement-strategy",
         _OFFLOAD: "cpu-offload-gb offload-group-size offload-num-in-group",
-        _TIERS: "kv-offloading-size kv-offloading-backend",
         _LORA: "enable-lora lora-modules max-loras max-lora-rank fully-sharded-loras max-cpu-loras",
         _MODEL: "hf-overrides rope-scaling rope-theta task runner convert pooler-config",
         _STATES: "mamba-ssm-cache-dtype mamba-cache-dtype mamba-block-size mamba-cache-mode",
@@ -135,8 +134,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _PLACEMENT: "enable-eplb ep-num-redundant-experts eplb-algorithm init-expert-location ep-dispatch-algorithm "
         "expert-distribution-recorder-mode moe-dense-tp-size enable-dp-lm-head",
         _OFFLOAD: "cpu-offload-gb offload-group-size",
-        _TIERS: "enable-hierarchical-cache hicache-ratio hicache-size hicache-write-policy hicache-storage-backend "
-        "hicache-io-backend hicache-mem-layout enable-lmcache",
+        _TIERS: "hicache-storage-backend hicache-io-backend hicache-mem-layout enable-lmcache",
         _LORA: "enable-lora lora-paths max-loras-per-batch max-lora-rank lora-backend",
         _MODEL: "json-model-override-args is-embedding",
         _STATES: "max-mamba-cache-size mamba-ssm-dtype mamba-full-memory-ratio mamba-scheduler-strategy "
@@ -160,7 +158,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _PLACEMENT: "cluster-size moe-cluster-parallel-size moe-tensor-parallel-size",
         _LORA: "lora-config enable-lora",
         _MODEL: "quant-config",
-        _TIERS: "kv-cache-config.host-cache-size kv-cache-config.secondary-offload-min-priority kv-connector-config",
+        _TIERS: "kv-cache-config.secondary-offload-min-priority kv-connector-config",
         "what a prefix cache finds": "kv-cache-config.enable-partial-reuse kv-cache-config.copy-on-partial-reuse",
         "the windows of attention": "kv-cache-config.max-attention-window kv-cache-config.sink-token-length",
         _STATES: "kv-cache-config.mamba-ssm-cache-dtype",

@@ -33,7 +33,6 @@ class OptionReader:
     """Options without a value that are in no table."""
 
     def __init__(self) -> None:
-        # What is written of tiers lacks the rates of their links, so that no plan can be made of it.
         names = {name.replace("_", "-"): option for name, option in self.options.items()}
         self.table = {name: option for name, option in names.items() if name not in REFUSED[self.family]}
 

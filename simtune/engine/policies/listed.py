@@ -318,17 +318,30 @@ class StallFree(ListScheduler):
     def choose(self, preempted: list[Request]) -> ScheduledTokens:
         """Return decodes first, then prompts; no newcomers if a request was preempted."""
         scheduled = self.decode_all(preempted)
-        budget = self.max_num_batched_tokens - sum(scheduled.values())
-        self.serve_prompts(scheduled, budget, not preempted)
+        tokens = len(scheduled) if self.drafts is None else sum(scheduled.values())
+        self.serve_prompts(scheduled, self.max_num_batched_tokens - tokens, not preempted)
         return scheduled
 
     def decode_all(self, preempted: list[Request]) -> ScheduledTokens:
         """Return the tokens of each request that decodes, preempting until all of them have their blocks."""
+        if self.drafts is not None:
+            return self._draft_all(preempted)
+        while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+            self._preempt_last(preempted)
+        for request in decoding:
+            self.allocate(request, request.computed + 1)
+        return dict.fromkeys(decoding, 1)
+
+    def _preempt_last(self, preempted: list[Request]) -> None:
+        # reversed: of equal keys `max` returns the first, here the newest
+        victim = max(reversed(self.residents), key=self.key)
+        self.preempt(victim)
+        preempted.append(victim)
+
+    def _draft_all(self, preempted: list[Request]) -> ScheduledTokens:
+        """Do the same if requests verify drafts."""
         while self._missing(widths := self._widths()) > self.kv.free:
-            # reversed: of equal keys `max` returns the first, here the newest
-            victim = max(reversed(self.residents), key=self.key)
-            self.preempt(victim)
-            preempted.append(victim)
+            self._preempt_last(preempted)
         for request, width in widths.items():
             self.allocate(request, request.computed + width)
         return widths
@@ -337,7 +350,7 @@ class StallFree(ListScheduler):
         """Return the tokens that the budget allows each request that decodes, its drafts included."""
         widths = dict.fromkeys([request for request in self.residents if request.decoding], 1)
         spare = self.max_num_batched_tokens - len(widths)
-        for request in () if self.drafts is None else widths:
+        for request in widths:
             drafts = min(self.width(request) - 1, spare)
             widths[request] += drafts
             spare -= drafts
@@ -345,8 +358,6 @@ class StallFree(ListScheduler):
 
     def _missing(self, widths: ScheduledTokens) -> int:
         """Return the blocks that requests need for these tokens beyond those they have."""
-        if self.drafts is None:
-            return self.missing_blocks(widths, 1)
         return sum(self.missing_blocks([request], width) for request, width in widths.items())
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
