@@ -51,10 +51,10 @@ class SharedPrefixCosts(CompiledCosts):
     def _make_step(self, num_decodes: int) -> DecodeRow:
         starts, values, slopes, floor, after = super()._make_step(num_decodes)
         shared, once = num_decodes * self.shared_tokens, self.shared_ticks(num_decodes, mixed=False)
-        own: AttentionRow = (
+        attention: AttentionRow = (
             [*(start + shared for start in starts[:-1]), UNBOUNDED * num_decodes],
             [ticks + once for ticks in values],
             slopes,
         )
-        row = self._steps[num_decodes] = (*own, floor, after)
+        row = self._steps[num_decodes] = (*attention, floor, after)
         return row

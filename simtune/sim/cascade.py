@@ -62,9 +62,9 @@ class CascadeRule:
 
 def common_blocks(scheduler: VllmFcfs) -> int:
     """Return the leading KV blocks that all running requests hold."""
-    one: Request | None = next(iter(scheduler.decoding), None)
+    member: Request | None = next(iter(scheduler.decoding), None)
     blocks, num_running = 0, scheduler.num_running
-    for run in () if one is None else one.runs or ():
+    for run in () if member is None else member.runs or ():
         if run.holders != num_running:
             break
         blocks += run.size
