@@ -11,6 +11,7 @@ MUTANTS ?= 300
 FIRST ?= 0
 SOAK_S ?= 3600
 JOURNAL ?= runs/mutants
+WHAT ?= files
 REV ?= HEAD~1
 # What `make check COVERAGE=1` counts into, and the least percentage, of statements and of branches each: of all but what
 # needs torch, and of everything too where torch is installed.
@@ -105,9 +106,9 @@ kills: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	SIMTUNE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -m nightly -s tests/soak
 
-# Mutated files through every verb: make fuzz INPUTS=10000 FIRST=0
+# Mutated files through every verb, or mutated options: make fuzz INPUTS=10000 FIRST=0 WHAT=options
 fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.fuzz.campaign --inputs $(INPUTS) --first $(FIRST)
+	$(BIN)/python -m tests.fuzz.campaign --inputs $(INPUTS) --first $(FIRST) --what $(WHAT)
 
 # A second environment with vLLM for processors, for `--vllm-python $(VLLM)/bin/python` and the tests that need it. torch
 # is held to one release, of the index TORCH_INDEX where one is given (builds without CUDA); the image and audio packages that come along are for CUDA and are taken off again.

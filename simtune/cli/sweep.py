@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,6 +25,9 @@ from simtune.cli.options import (
 )
 from simtune.cli.output import print_json, print_table, progress
 from simtune.errors import SimtuneError, UsageError
+
+if TYPE_CHECKING:
+    from simtune.runs.grid_sweep import Point, Row
 
 
 @click.command()
@@ -72,34 +77,15 @@ def sweep(  # noqa: PLR0913 - one for each option
     plan.pools.0.batching.max_num_seqs or workload.arrivals.cv. A sweep that was stopped goes on in the same folder.
     """
     from simtune.report.sweep_page import table
-    from simtune.runs.files import hold
-    from simtune.runs.grid_sweep import Base, Point, Row, axis, points
-    from simtune.runs.grid_sweep import sweep as run
+    from simtune.runs.grid_sweep import Base, Point, axis, points
     from simtune.runs.sweep_files import write_sweep
-    from simtune.specs.row_journal import RowJournal
 
     if parquet and out is None:
         raise UsageError("--parquet needs a folder: --out runs/NAME")
     axes = [axis(text) for text in texts]
     base = Base(model, hardware, workload, plan, rate, requests, seed)
     todo = [Point(base, values, settings) for values in points(axes, zipped)]
-    journal = None if out is None else RowJournal(out / "points.jsonl")
-    is_new = out is not None and not out.exists()
-    if out is not None:
-        hold(out)
-    rows: list[Row] = []
-    try:
-        with progress("points", quiet) as update:
-            for number, row in run(todo, journal, jobs=jobs):
-                rows.append(row)
-                update(number + 1, len(todo), "")
-        # Every point failed: the first error is reported in place of an empty table.
-        if all(row["error"] for row in rows):
-            raise UsageError(rows[0]["error"])
-    except SimtuneError:
-        if out is not None and is_new and all(row["error"] for row in rows):
-            shutil.rmtree(out, ignore_errors=True)
-        raise
+    rows = _simulated(todo, out, jobs, quiet)
     keys = [a.key for a in axes]
     if out is not None:
         from simtune.report.sweep_page import render
@@ -111,3 +97,28 @@ def sweep(  # noqa: PLR0913 - one for each option
     else:
         header, cells = table(keys, rows)
         print_table(f"{len(rows)} points", header, cells)
+
+
+def _simulated(todo: Sequence[Point], out: Path | None, jobs: int | None, quiet: bool) -> list[Row]:
+    """Return the rows of all points, those of an earlier sweep in the folder without simulating them again. If no point
+    can be simulated, raise the first one's error, and leave no new folder."""
+    from simtune.runs.files import hold
+    from simtune.runs.grid_sweep import sweep as run
+    from simtune.specs.row_journal import RowJournal
+
+    is_new = out is not None and not out.exists()
+    if out is not None:
+        hold(out)
+    rows: list[Row] = []
+    try:
+        with progress("points", quiet) as update:
+            for number, row in run(todo, RowJournal(out / "points.jsonl") if out else None, jobs=jobs):
+                rows.append(row)
+                update(number + 1, len(todo), "")
+        if all(row["error"] for row in rows):
+            raise UsageError(rows[0]["error"])
+    except SimtuneError:
+        if out is not None and is_new and all(row["error"] for row in rows):
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    return rows

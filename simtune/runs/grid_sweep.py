@@ -107,8 +107,8 @@ def _files_of(reference: str) -> list[Path]:
         elif path.is_file() and path not in files:
             files.append(path)
             if path.suffix in (".yaml", ".yml"):
-                named = _NAMED.findall(read_bytes(path).decode("utf-8", "replace"))
-                queue += [path.parent / name for name in named]
+                names = _NAMED.findall(read_bytes(path).decode("utf-8", "replace"))
+                queue += [path.parent / name for name in names]
     return files
 
 

@@ -134,9 +134,7 @@ def _claimed(folder: Path, file: Path, new_folders: list[Path]) -> _Lock:
             before, age_s = _read(file), _age_s(file)
             if exclusive is False or (before and not _abandoned(before, age_s, exclusive)):
                 raise _refusal(folder, file, before, age_s, exclusive)
-            os.truncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, text)
+            _write(descriptor, file, text)
             if before or exclusive is None:
                 time.sleep(_SETTLE_S)
                 if _read(file) != text:
@@ -146,6 +144,20 @@ def _claimed(folder: Path, file: Path, new_folders: list[Path]) -> _Lock:
                 os.close(descriptor)
             raise
         return _Lock(file, descriptor, text, new_folders=new_folders)
+
+
+def _write(descriptor: int, file: Path, text: bytes) -> None:
+    """Write the text of a lock. On a full disk nothing of it is left, which would hold the folder."""
+    os.truncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.truncate(descriptor, 0)
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise
 
 
 def _abandoned(before: bytes, age_s: float, exclusive: bool | None) -> bool:

@@ -1,8 +1,9 @@
 """Runs verbs in forked children of one warm process, and kills them: `python -m tests.kills.forked` reads jobs.
 
 A job is a line of JSON: the verb, the folder to stand in, the signal to send, and after how many seconds (null: never):
-a kill to the verb alone, an interrupt to its workers too, as terminals do. So is its answer: exit code, or minus the
-signal; how long it ran; and how many processes were left over.
+a kill to the verb alone, an interrupt to its workers too, as terminals do. With `most_bytes` the disk is full for every
+file that would be larger. So is its answer: exit code, or minus the signal; how long it ran; and how many processes
+were left over.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.kills.verbs import VERBS
+from tests.kills import verbs
 
 WALL_S = 300
 PATIENCE, PATIENCE_S = 3, 20
@@ -45,9 +46,11 @@ def main() -> None:
 def _forked(job: dict[str, Any]) -> dict[str, Any]:
     begun = time.monotonic()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the verb begins
+    reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        _run(job)
+        _run(job, writes)
+    os.close(writes)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if job["after_s"] is not None and not _ended(child, begun + job["after_s"]):
         if job["signal"] == signal.SIGKILL:
@@ -55,6 +58,9 @@ def _forked(job: dict[str, Any]) -> dict[str, Any]:
         else:
             _interrupt(child)
     _, status = os.waitpid(child, 0)
+    os.set_blocking(reads, False)
+    with open(reads, "rb") as said:
+        (Path(job["folder"]) / "stderr").write_bytes(said.read() or b"")
     took = time.monotonic() - begun
     ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     return {"code": ended, "seconds": took, "orphans": _orphans(child)}
@@ -96,20 +102,23 @@ def _session(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[3])
 
 
-def _run(job: dict[str, Any]) -> None:
-    """In the child; never returns."""
+def _run(job: dict[str, Any], writes: int) -> None:
+    """In the child; never returns. What it prints goes to a pipe, which no full disk cuts."""
     code = 70
     try:
         os.setsid()
         os.chdir(job["folder"])
-        for stream, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        for stream in (1, 2):
+            os.dup2(writes, stream)
+        # Those of the parent take what they write to for a file.
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored in their background
         signal.alarm(WALL_S)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            VERBS[job["verb"]].run(Path("out"))
+            verbs.most_bytes = job["most_bytes"]
+            verbs.VERBS[job["verb"]].run(Path("out"))
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         code = 0

@@ -1,5 +1,5 @@
-"""Whatever moment a verb is killed or interrupted at, the same command goes on, comes to the
-same, and leaves nothing else.
+"""Whatever moment a verb is killed or interrupted at, or the disk is full, the same command goes on, comes to the same,
+and leaves nothing else.
 
 SIMTUNE_KILLS=50 python -m pytest -m slow tests/kills
 """
@@ -39,10 +39,16 @@ def ask() -> Iterator[Ask]:
         env={**environment, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
 
-    def ask(verb: str, folder: Path, after_s: float | None = None, how: int = signal.SIGKILL) -> dict[str, Any]:
+    def ask(
+        verb: str,
+        folder: Path,
+        after_s: float | None = None,
+        how: int = signal.SIGKILL,
+        most_bytes: int | None = None,
+    ) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
-        job = {"verb": verb, "folder": str(folder), "after_s": after_s, "signal": how}
+        job = {"verb": verb, "folder": str(folder), "after_s": after_s, "signal": how, "most_bytes": most_bytes}
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         answer: dict[str, Any] = json.loads(process.stdout.readline())
@@ -89,6 +95,42 @@ def kill_often(verb: str, kills: int, ask: Ask, tmp_path: Path, how: int = signa
         assert VERBS[verb].left(folder / "out") == wanted
         assert {path: path.read_bytes() for path in kept} == kept, "finished work was done again"
     return hit
+
+
+def fill_often(verb: str, times: int, ask: Ask, tmp_path: Path) -> int:
+    """Let the disk be full at so many random bytes of a verb's files, each time in a folder of its own; how often it
+    ended for that."""
+    whole = _desk(tmp_path, "whole")
+    assert ask(verb, whole)["code"] == 0, (whole / "stderr").read_text()
+    wanted = VERBS[verb].left(whole / "out")
+    sizes = sorted({file.stat().st_size for file in (whole / "out").rglob("*") if file.is_file()})
+    random, hit = Random(f"{SEED} {verb} disk"), 0
+    for number in range(times):
+        folder = _desk(tmp_path, str(number))
+        ended = ask(verb, folder, most_bytes=random.randrange(random.choice(sizes) or 1))
+        said = (folder / "stderr").read_text()
+        assert ended["code"] in (0, 1, 2), said
+        assert "Traceback" not in said, said
+        assert ended["orphans"] == 0
+        hit += ended["code"] != 0
+        assert not [path for path in folder.rglob(".*") if path.suffix != ".lock"], "left half-written"
+        again = ask(verb, folder)
+        assert again["code"] == 0, (folder / "stderr").read_text()
+        assert VERBS[verb].left(folder / "out") == wanted
+    return hit
+
+
+@pytest.mark.parametrize("verb", ["sweep", "reproduce"])
+def test_a_verb_goes_on_after_the_disk_was_full(verb: str, ask: Ask, tmp_path: Path) -> None:
+    assert fill_often(verb, 2, ask, tmp_path) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_goes_on_at_whatever_byte_the_disk_was_full(verb: str, ask: Ask, tmp_path: Path) -> None:
+    hit = fill_often(verb, KILLS, ask, tmp_path)
+    print(f"\n{verb}: the disk was full at {KILLS} bytes, {hit} ended it, all came to the same")
+    assert hit > 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])

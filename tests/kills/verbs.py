@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from simtune.errors import SimtuneError
 
 STUDY = """\
 schema: simtune/study@1
@@ -53,9 +56,20 @@ def _files(out: Path, besides: tuple[str, ...] = ()) -> Left:
     return {name: raw for name, raw in found.items() if name not in besides}
 
 
+most_bytes: int | None = None
+"""The disk is full for files that would be larger; None: it is not."""
+
+
+def _begin() -> None:
+    """Let the disk be full for what the verb writes, not for what this module does."""
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+
 def _simtune(*words: str) -> None:
     from simtune.cli import main
 
+    _begin()
     main(list(words))
 
 
@@ -109,10 +123,18 @@ def _profiled(out: Path) -> Left:
 
 
 def _loop(out: Path) -> None:
+    from simtune.specs import folder_lock
     from tests.validation.driven_engine import PretendedDriver
     from tests.validation.pretended_loop import loop
 
-    loop(out, lambda size, reference_s: PretendedDriver(size))
+    _begin()
+    try:
+        loop(out, lambda size, reference_s: PretendedDriver(size))
+    except SimtuneError as error:  # as the command does
+        print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    finally:
+        folder_lock.release()
 
 
 def _looped(out: Path) -> Left:

@@ -8,6 +8,9 @@ lines it reaches; a mutant meets those that reach its line, short ones and those
 until one fails. A mutant that they all pass has survived. A run of no end counts as caught. A campaign with a journal
 goes on where it was; the copy and what was counted are kept there, so that it goes on with the same code.
 
+To run every test file once takes as long as all tests. With --by-name that is left out: a mutant meets the quick tests
+(tests/tiers) of the files that name what its module defines, those that name most of it first, and the random worlds.
+
 Most of the time goes into mutants that no test catches. With --within S, a mutant meets tests that take S seconds
 together and is open where they do not catch it, which counts as not caught; the campaign goes on with more seconds.
 """
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,10 +44,12 @@ from tests.mutants.survivors import SURVIVORS
 ROOT = Path(__file__).resolve().parents[2]
 UNMUTATED = ("simtune/sim/parallel.py",)
 """Worker processes: a mistake there may hang, and its tests are in tests/package."""
-MUTATED = ("simtune/engine", "simtune/sim", "simtune/workload", "simtune/results")
+MUTATED = (
+    "simtune/engine", "simtune/sim", "simtune/workload", "simtune/results", "simtune/tuner", "simtune/costs",
+)  # fmt: skip
 TESTS = (
     "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
-    "tests/testing", "tests/costs", "tests/specs",
+    "tests/testing", "tests/costs", "tests/specs", "tests/tuner",
 )  # fmt: skip
 COPIED = ("simtune", "examples", "benchmarks", "tests", "pyproject.toml")
 CPU_S = 1200
@@ -53,6 +59,10 @@ BATCHES_S = (5.0, 30.0)
 """Tests meet a mutant in batches that take so long, and a last one: each begins an interpreter."""
 PASS = (0, 5)
 """Ends of pytest: all pass; there are none, as where all of a file's are slow ones."""
+LAST_S = 10.0
+"""Added to the seconds of files that name nothing, so that they come last."""
+QUICK_S, WORLDS = 0.3, "tests/worlds/test_worlds.py"
+QUICK = ("-m", "not full and not slow and not nightly and not benchmark_only")
 CAUGHT, SURVIVES, OPEN = "caught", "survives", "open"
 """By a test; all tests pass; those pass that it met so far."""
 
@@ -100,6 +110,25 @@ def ordered_for(root: Path, tests: Sequence[TestFile], path: Path, line: int) ->
     reaching = [test for test in tests if any(begin <= n <= end for n in test.lines.get(name, ()))]
     named = {t.name: len(names.intersection(re.findall(r"\w+", (root / t.name).read_text()))) for t in reaching}
     return sorted(reaching, key=lambda test: (test.seconds / (1 + named[test.name]), test.name))
+
+
+def naming(root: Path, path: Path) -> list[TestFile]:
+    """Test files that name what a module defines, those first that name much of it in little time, as the tiers have
+    it; then the others of its package, and the worlds, which run most of the engine and the simulator."""
+    stored = json.loads((root / "tests/tiers/durations.json").read_text())["durations"]
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for test, cpu_s in stored.items():
+        seconds[test.partition("::")[0]] += cpu_s if cpu_s < QUICK_S else 0.0
+    nodes = ast.parse(path.read_text()).body
+    names = {path.stem, *(node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))}
+    found = []
+    for name in test_files(root):
+        shared = len(names.intersection(re.findall(r"\w+", (root / name).read_text())))
+        if shared or name == WORLDS or name.startswith(f"tests/{path.relative_to(root).parts[1]}/"):
+            found.append(
+                (seconds[name] / (1 + shared) + LAST_S * (not shared), TestFile(name, 0.5 + seconds[name], {}))
+            )
+    return [test for _, test in sorted(found, key=lambda item: (item[0], item[1].name))]
 
 
 def first_of(tests: Sequence[TestFile], within: float) -> int:
@@ -156,9 +185,9 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def caught(root: Path, tests: Sequence[TestFile]) -> bool:
+def caught(root: Path, tests: Sequence[TestFile], options: Sequence[str] = ()) -> bool:
     """Whether one of the tests fails in a tree."""
-    return any(not passes(root, batch) for batch in batches(tests) if batch)
+    return any(not passes(root, [*options, *batch]) for batch in batches(tests) if batch)
 
 
 def copied(root: Path) -> None:
@@ -202,7 +231,7 @@ def _undone(undo: Path) -> None:
     undo.unlink(missing_ok=True)
 
 
-def run(folder: Path, numbers: range, seconds: float, within: float) -> list[dict[str, Any]]:
+def run(folder: Path, numbers: range, seconds: float, within: float, by_name: bool = False) -> list[dict[str, Any]]:
     """Try mutants whose fate the journal does not know, and say what became of each; all that it knows then."""
     begun, root, journal = time.monotonic(), folder / "tree", folder / "mutants.jsonl"
     if not root.exists():
@@ -210,7 +239,7 @@ def run(folder: Path, numbers: range, seconds: float, within: float) -> list[dic
         (folder / "half").rename(root)
     undo = folder / "undo.jsonl"
     _undone(undo)  # of a campaign that was killed
-    tests = counted(folder, root)
+    tests = [] if by_name else counted(folder, root)
     fates = {row["number"]: row for row in map(json.loads, _lines(journal))}
     for number in numbers:
         if time.monotonic() - begun > seconds:
@@ -225,11 +254,13 @@ def run(folder: Path, numbers: range, seconds: float, within: float) -> list[dic
         if made is None:
             continue
         source, line, before, after = made
-        begun_one, reaching = time.monotonic(), ordered_for(root, tests, path, line)
+        begun_one = time.monotonic()
+        reaching = naming(root, path) if by_name else ordered_for(root, tests, path, line)
         passed, most = first_of(reaching, known["within"]) if known["within"] else 0, first_of(reaching, within)
         _add(undo, {"path": str(path), "text": text})
         path.write_text(source)
-        fate = CAUGHT if caught(root, reaching[passed:most]) else OPEN if most < len(reaching) else SURVIVES
+        options = QUICK if by_name else ()
+        fate = CAUGHT if caught(root, reaching[passed:most], options) else OPEN if most < len(reaching) else SURVIVES
         _undone(undo)
         where = f"{path.relative_to(root)}:{line}"
         row = {"number": number, "where": where, "before": before, "after": after, "fate": fate, "within": within}
@@ -257,13 +288,14 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after these")
     options.add_argument("--within", type=float, default=float("inf"), help="seconds of tests that each mutant meets")
     options.add_argument("--journal", type=Path, help="folder to go on from")
+    options.add_argument("--by-name", action="store_true", help="quick tests of files that name what was mutated")
     given = options.parse_args()
     keeping: AbstractContextManager[str | Path]
     keeping = nullcontext(given.journal) if given.journal else tempfile.TemporaryDirectory()
     with keeping as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         numbers = range(given.first, given.first + given.mutants)
-        rows = run(Path(folder).resolve(), numbers, given.seconds, given.within)
+        rows = run(Path(folder).resolve(), numbers, given.seconds, given.within, given.by_name)
         survivors = [(row, reason(Path(folder) / "tree", row)) for row in rows if row["fate"] != CAUGHT]
     for row, why in survivors:
         print(f"{row['fate']}: {row['where']}: {row['before']} -> {row['after']}: {why or 'nobody knows why'}")

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.mutants.campaign import MUTATED, ROOT, TESTS, TestFile, batches, files, ordered_for, run
+from tests.mutants.campaign import MUTATED, ROOT, TESTS, WORLDS, TestFile, batches, files, naming, ordered_for, run
 from tests.mutants.mutations import mistakes, mutant
 from tests.mutants.survivors import SURVIVORS
 
@@ -70,6 +70,23 @@ def test_a_mutant_meets_the_tests_that_reach_it(tmp_path: Path) -> None:
     found = ordered_for(tmp_path, tests, module, 5)
     assert [test.name for test in found] == ["named.py", "short.py", "long.py"]
     assert [*batches(found)] == [["named.py", "short.py"], ["long.py"], []]
+
+
+def test_by_name_a_mutant_meets_the_files_that_name_its_module(tmp_path: Path) -> None:
+    module = tmp_path / "simtune/sim/link.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("class Link:\n    def f(self):\n        return 1\n")
+    texts = {"tests/sim/test_link.py": "Link link", "tests/sim/test_long.py": "Link", "tests/sim/test_else.py": "other"}
+    for name, text in (texts | {WORLDS: "worlds"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests/tiers").mkdir()
+    seconds = {"tests/sim/test_link.py::a": 0.2, "tests/sim/test_long.py::a": 0.25, "tests/sim/test_long.py::b": 9.0}
+    (tmp_path / "tests/tiers/durations.json").write_text(json.dumps({"durations": seconds}))
+    found = naming(tmp_path, module)
+    named = ["tests/sim/test_link.py", "tests/sim/test_long.py"]
+    assert [test.name for test in found] == [*named, "tests/sim/test_else.py", WORLDS]
+    assert [test.seconds for test in found] == [0.7, 0.75, 0.5, 0.5]
 
 
 def test_a_campaign_counts_what_is_caught_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

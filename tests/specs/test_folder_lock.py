@@ -148,3 +148,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"run: cannot be written .*; name a folder you may write to"):
         lock(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a lock's text held the folder for 15 minutes."""
+    write_all = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, text: write_all(descriptor, text[:9]))
+        with pytest.raises(UsageError, match=r"run: cannot be written \(No space left on device"):
+            lock(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    lock(tmp_path / "run")
+    release()

@@ -17,6 +17,7 @@ that `simtune simulate --costs` and `simtune calibrate` read (`simtune.costs.eng
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -309,7 +310,9 @@ class _SessionJournal:
             ) from None
 
     def close(self) -> None:
-        self._file.close()
+        # On a full disk the file keeps what could not be written, which `_write` has reported.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _step(row: Sequence[Any]) -> TimedStep:
