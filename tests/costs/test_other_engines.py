@@ -72,7 +72,7 @@ def test_an_engine_with_a_profile_of_its_own_gets_its_kernels() -> None:
 
 def test_operators_that_a_profile_borrowed_are_named_without_an_engine_too() -> None:
     profile = for_engine(load_hardware("h100-sxm"))
-    assert [key for key, o in profile.operators.items() if o.other_engine is not None] == ["gemm.fp8_block"]
+    assert [key for key, o in profile.operators.items() if o.other_engine is not None] == ["gemm.fp8_block", "moe.fp8"]
     assert profile.operators["gemm.fp8_block"].origin == "other-engine"
     assert for_engine(profile) is profile
 
@@ -86,7 +86,7 @@ def test_kernels_of_libraries_and_of_unknown_engines_are_nobodys_in_particular()
 
 def test_the_facts_of_a_profile_say_which_operators_are_of_another_engine() -> None:
     shown = dict(facts(for_engine(load_hardware("h100-sxm-sglang"))))["kernels of"]
-    assert "SGLang 0.5.14; kernels of another engine, in wider intervals: 10 operators of VLLM" in shown
+    assert "SGLang 0.5.14; kernels of another engine, in wider intervals: 1 operators of TRTLLM 1.3.0rc20, 9 operators of VLLM" in shown
     assert dict(facts(load_hardware("h100-sxm")))["kernels of"] == "vLLM 0.24.0", "as read, before it is marked"
 
 

@@ -24,21 +24,21 @@ COMMON = 30
 
 def disputes(operators: Mapping[str, Table]) -> dict[str, Dispute]:
     """Return, by key, the tables that take at least `UNLIKE` times as long as one in a format of equal bytes."""
-    found: dict[str, Dispute] = {}
+    refused: dict[str, Dispute] = {}
     pairs = permutations([key for key, table in operators.items() if table.kind in KINDS], 2)
     for key, other in pairs:
         slow, fast = operators[key], operators[other]
         same_bytes = DTYPE_BYTES.get(slow.dtype) == DTYPE_BYTES.get(fast.dtype) is not None
         if (slow.kind, slow.kv_dtype, slow.variant) != (fast.kind, fast.kv_dtype, fast.variant) or not same_bytes:
             continue
-        times, others = _by_shape(slow), _by_shape(fast)
-        common = times.keys() & others.keys()
+        times, faster = _by_shape(slow), _by_shape(fast)
+        common = times.keys() & faster.keys()
         if len(common) < COMMON:
             continue
-        ratio = float(np.median([times[shape] / others[shape] for shape in common]))
-        if ratio >= UNLIKE and (key not in found or ratio > found[key].ratio):
-            found[key] = Dispute(key, other, ratio, len(common))
-    return found
+        ratio = float(np.median([times[shape] / faster[shape] for shape in common]))
+        if ratio >= UNLIKE and (key not in refused or ratio > refused[key].ratio):
+            refused[key] = Dispute(key, other, ratio, len(common))
+    return refused
 
 
 def _by_shape(table: Table) -> dict[tuple[float, ...], float]:
