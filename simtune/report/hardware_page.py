@@ -15,6 +15,7 @@ from simtune.costs import calibration
 from simtune.costs.accuracy_record import accuracy_record, base_name
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
+from simtune.errors import plural
 from simtune.report import figures, info
 from simtune.report.figures import Figure
 from simtune.report.labels import briefs, escape
@@ -217,7 +218,7 @@ def _kernels(hardware: Hardware) -> str:
     foreign = [operator.other_engine for operator in hardware.operators.values() if operator.other_engine is not None]
     if not foreign:
         return hardware.engine
-    counted = ", ".join(f"{foreign.count(name)} operators of {name}" for name in sorted(set(foreign)))
+    counted = ", ".join(f"{plural(foreign.count(name), 'operator')} of {name}" for name in sorted(set(foreign)))
     return f"{hardware.engine}; kernels of another engine, in wider intervals: {counted}"
 
 
