@@ -149,12 +149,7 @@ def load_specs(
     requests, trace = _load_requests(workload, by_spec.get("workload", ()))
     launch = _launch(like)
     over = None if launch is None else partial(launch.over, load=LoadShape.of(requests, trace))
-    if isinstance(plan, str):
-        read = load_plan(plan, by_spec.get("plan", ()), plan_parts.problems, over)
-        _check_filled(read, launch)
-        plan = _tables_beside(read, Path(plan).parent)
-    elif plan is not None and launch is not None:
-        raise UsageError("launch facts are beside a plan that has all its settings; give the plan by its file")
+    plan = _plan_like(plan, launch, over, by_spec.get("plan", ()))
     if plan is not None:
         model = plan.model if model is None else model
     elif launch is not None:
@@ -170,6 +165,23 @@ def load_specs(
         by_spec.get("plan", ()),
         None if engine is None else load_engine(engine) if over is None else over(load_engine(engine)),
     )
+
+
+def _plan_like(
+    plan: str | Plan | None,
+    launch: LaunchFacts | None,
+    over: Callable[[EnginePreset], EnginePreset] | None,
+    settings: Sequence[str],
+) -> Plan | None:
+    """Return a plan, given by its file or as an object, filled in by its engines' presets or what `over`, of the
+    launch facts, makes of them. Raises UsageError for launch facts that no pool could have."""
+    if isinstance(plan, str):
+        read = load_plan(plan, settings, plan_parts.problems, over)
+        _check_filled(read, launch)
+        return _tables_beside(read, Path(plan).parent)
+    if plan is not None and launch is not None:
+        raise UsageError("launch facts are beside a plan that has all its settings; give the plan by its file")
+    return plan
 
 
 def _launch(like: str | Path | LaunchFacts | None) -> LaunchFacts | None:

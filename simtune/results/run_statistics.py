@@ -13,14 +13,7 @@ from simtune.errors import UsageError
 from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
-from simtune.results.summary import (
-    Distribution,
-    FirstTokenParts,
-    HeldBack,
-    Metric,
-    SimulationSummary,
-    SloLimit,
-)
+from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
 from simtune.results.summing import cache_tiers, instances, prefix_cache, rejections, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
@@ -76,14 +69,12 @@ class RunStatistics(ABC):
         """Return the number of requests that were answered to the end, of one class or of all."""
 
     def num_judged(self, request_class: int | None = None) -> int:
-        """Return the number of requests whose latencies count, of one class or of all: those that were answered to the
-        end, and are not of the warm-up."""
+        """Return the number of requests that were answered to the end after the warm-up, of one class or of all."""
         return self.num_completed(request_class)
 
     @abstractmethod
     def num_rejected(self, request_class: int | None = None) -> int:
-        """Return the number of requests that servers rejected because their queues were full, of one class or of
-        all."""
+        """Return the number of requests that full queues rejected, of one class or of all."""
 
     @property
     def num_rejected_judged(self) -> int:
@@ -157,8 +148,7 @@ class RunStatistics(ABC):
         """Requests left when no instance was up any more to serve them; 0 for a run that was stopped early."""
         if self.outcome.aborted:
             return 0
-        over = self.num_completed() + self.refused + self.num_rejected() + len(self.outcome.stopped)
-        return self.num_requests - over
+        return self.num_requests - self.num_completed() - self.refused - self.num_rejected() - len(self.outcome.stopped)
 
     @cached_property
     def steadiness(self) -> Steadiness | None:
@@ -205,8 +195,7 @@ class RunStatistics(ABC):
 
     @property
     def meets_slo(self) -> bool:
-        """True if all lines hold, nothing was refused or rejected, the system is not saturated, and the run was not
-        stopped for misses."""
+        """True if all lines hold, nothing was refused or rejected, and the run was neither saturated nor stopped."""
         if self.outcome.aborted or self.saturated or self.refused or self.num_rejected():
             return False
         return self.attains and all(limit.met for limit in self.limits)
@@ -218,8 +207,7 @@ class RunStatistics(ABC):
 
     @property
     def slo_attainment(self) -> float | None:
-        """Share of the finished and the rejected requests that were answered within every limit that applies to
-        them."""
+        """Share of the finished and the rejected requests answered within every limit that applies to them."""
         judged = self.num_judged() + self.num_rejected_judged
         return self.num_good / judged if judged else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,11 @@ def test_a_run_that_another_process_is_writing_is_refused(tmp_path: Path) -> Non
         other.communicate()
     claim(out, force=False)
     claim(out, force=False)
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "pipe"
+    os.mkfifo(target)
+    with pytest.raises(UsageError, match="is no regular file and would be lost; name another file"):
+        write_file(target, "x")
+    assert target.is_fifo()

@@ -48,8 +48,7 @@ ScheduledTokens = dict[Request, int]
 
 
 class ListScheduler(Scheduler):
-    """Keeps residents in order of admission; `computed` and `emitted` are current, `reserved_tokens` fill whole
-    blocks."""
+    """Keeps residents in order of admission; `computed` and `emitted` are current, `reserved_tokens` whole blocks."""
 
     waiting: deque[Request]
 
@@ -103,8 +102,7 @@ class ListScheduler(Scheduler):
         return super().tally if self.drafts is None else self.drafts.tally
 
     def key(self, request: Request) -> Any:
-        """Sort key: smallest first in the waiting queue, equals by arrival; the largest, of equals the newest, is
-        preempted."""
+        """Sort key: the smallest waits first, equals by arrival; the largest, of equals the newest, is preempted."""
         return 0
 
     @property
@@ -172,13 +170,11 @@ class ListScheduler(Scheduler):
 
     def _paused(self, decoding: list[Request]) -> list[Request]:
         """Return the residents that decode, but not with these."""
-        if not decoding or len(self._scheduled) == len(self.residents):
-            return []
-        return [request for request in self.residents if request.decoding and request not in self._scheduled]
+        all_run = not decoding or len(self._scheduled) == len(self.residents)
+        return [] if all_run else [r for r in self.residents if r.decoding and r not in self._scheduled]
 
     def steady_steps(self, decoding: list[Request]) -> int:
-        """Number of decode-only steps for which the choice stays the same, if no request finishes and blocks
-        suffice."""
+        """Number of decode-only steps for which the choice stays, if no request finishes and blocks suffice."""
         return self.max_model_len if len(decoding) == len(self.residents) else 1
 
     @staticmethod
@@ -187,8 +183,7 @@ class ListScheduler(Scheduler):
         return request.output_tokens - request.emitted
 
     def _steps_that_fit(self, decoding: list[Request], limit: int) -> int:
-        """Return the largest number of steps, at most `limit`, for which the free blocks suffice; the first has its
-        own."""
+        """Return the largest number of steps, at most `limit`, for which free blocks suffice; the first has blocks."""
         return self._steps_within(self.kv.free, decoding, limit)
 
     def _steps_within(self, blocks: int, decoding: list[Request], limit: int) -> int:
@@ -276,10 +271,9 @@ class ListScheduler(Scheduler):
     def preempt(self, victim: Request) -> None:
         """Take all blocks from a resident; it waits, before its equals, to be computed again or swapped in."""
         self._leave(victim)
-        computed = victim.computed if self._swaps else 0
-        self._moved_out += self.kv.blocks_for(computed)
         self.kv.release(victim, returns=True)
-        victim.computed = computed
+        victim.computed = victim.computed if self._swaps else 0
+        self._moved_out += self.kv.blocks_for(victim.computed)
         victim.preemptions += 1
         insort_left(self.waiting, victim, key=self.key)
 
