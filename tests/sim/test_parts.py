@@ -62,6 +62,7 @@ def test_a_policy_takes_the_settings_of_what_it_offers(name: str) -> None:
         "async_scheduling",
         "hash_block_tokens",
         "prefix_caching",
+        "preemption",
         "speculation",
     }  # a base's
 
