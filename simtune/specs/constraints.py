@@ -69,7 +69,7 @@ class Formula:
     """An expression over named values, checked when the object is made."""
 
     term: ClassVar[str] = "expression"
-    """What messages call it."""
+    """Word for it in messages."""
 
     def __init__(self, text: str, names: Sequence[str], roles: Sequence[str] = ()) -> None:
         """Parse an expression over `names`, each also of the pools of `roles`. Raises ValueError with the part of the

@@ -29,7 +29,7 @@ _SOME_LOAD = {"users": 64, "prompt": 1024, "output": 1024}
 
 @dataclass(frozen=True)
 class LoadShape:
-    """What launch files make settings depend on."""
+    """Facts of a load on which settings of launch files depend."""
 
     users: int | None
     """Requests that a closed loop has under way; None for loads with a rate."""

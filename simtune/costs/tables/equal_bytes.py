@@ -26,8 +26,8 @@ def disputes(operators: Mapping[str, Table]) -> dict[str, Dispute]:
     """Return, by key, the tables that take at least `UNLIKE` times as long as one in a format of equal bytes."""
     refused: dict[str, Dispute] = {}
     pairs = permutations([key for key, table in operators.items() if table.kind in KINDS], 2)
-    for key, other in pairs:
-        slow, fast = operators[key], operators[other]
+    for key, rival in pairs:
+        slow, fast = operators[key], operators[rival]
         same_bytes = DTYPE_BYTES.get(slow.dtype) == DTYPE_BYTES.get(fast.dtype) is not None
         if (slow.kind, slow.kv_dtype, slow.variant) != (fast.kind, fast.kv_dtype, fast.variant) or not same_bytes:
             continue
@@ -37,7 +37,7 @@ def disputes(operators: Mapping[str, Table]) -> dict[str, Dispute]:
             continue
         ratio = float(np.median([times[shape] / faster[shape] for shape in common]))
         if ratio >= UNLIKE and (key not in refused or ratio > refused[key].ratio):
-            refused[key] = Dispute(key, other, ratio, len(common))
+            refused[key] = Dispute(key, rival, ratio, len(common))
     return refused
 
 
