@@ -76,13 +76,6 @@ SURVIVORS = (
         "1e-9 is room for the rounding of sums; two credits that differ by exactly as much are as good as equal",
     ),
     Survivor(
-        "simtune/sim/stations.py",
-        "for number, (at, tokens) in enumerate(zip(arrival_s.tolist(), prompt_tokens.tolist(), strict=True)):",
-        "True",
-        "False",
-        "the columns of a stream are of one length; strict is a guard against a mistake elsewhere",
-    ),
-    Survivor(
         "simtune/sim/streamed.py",
         "self.live = _Live(-1), _Live(0), _Live(0), _Live(0), _Live(0)",
         "0",
