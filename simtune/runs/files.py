@@ -172,11 +172,11 @@ def whole(out: Path) -> Iterator[Path]:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write one file, replacing what is there. Raises UsageError, also in place of a device or a pipe."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UsageError(f"{path}: is no regular file and would be lost; name another file")
     parent = path.absolute().parent
     renew(path.absolute())
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path}: is no regular file and would be lost; name another file")
         parent.mkdir(parents=True, exist_ok=True)
         part = _part(path)
         try:
