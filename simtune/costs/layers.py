@@ -110,6 +110,12 @@ class AttentionLayer(ABC):
         """Values per token that go into the last product."""
 
     @property
+    def written_width(self) -> int:
+        """Values per token that writing its keys and values to the cache reads and writes; 0 if nothing is written
+        apart."""
+        return 0
+
+    @property
     def query_width(self) -> int:
         """Values per token of queries that are read in 8 bits beside a cache of 8 bits; 0 if none are."""
         return 0
@@ -169,6 +175,10 @@ class _Softmax(AttentionLayer):
         if self._gate:
             small.append(("activation", 3 * self.output_width))
         return small
+
+    @property
+    def written_width(self) -> int:
+        return 2 * (self._kv_heads * self._head_dim + self._values)
 
     @property
     def output_width(self) -> int:

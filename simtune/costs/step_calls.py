@@ -169,8 +169,7 @@ class StepCalls:
             parts += self._residual_parts(sublayers)
             if tp > 1:
                 parts.append(self._all_reduce(sublayers))
-        # the embedding reads one row and writes one
-        parts.append(self._elementwise("add", 1, 2 * model.hidden_size))
+        parts.append(self._embedding())
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:
             # the embedding is split over the vocabulary
@@ -187,6 +186,8 @@ class StepCalls:
         elsewhere = included | (set(self._pool.fused) & {"rope"})
         small = [(variant, width) for variant, width in layer.small if variant not in elsewhere]
         parts = [self._elementwise(variant, layers, width) for variant, width in small]
+        if layer.written_width and self._is_measured("kv_write"):
+            parts.append(self._elementwise("kv_write", layers, layer.written_width))
         if PRODUCTS in included or not layer.products:
             return parts
         *into, out = layer.products
@@ -333,6 +334,17 @@ class StepCalls:
     def _quantises(self, dtype: str) -> bool:
         """True if products of a format were timed including the quantising of their inputs."""
         return self._profile.predictor("gemm", dtype).operator.base.ahead_s > 0
+
+    def _is_measured(self, variant: str) -> bool:
+        """True if the profile has times of a small operation, which kernel tables of engines include elsewhere."""
+        return self._profile.measured("elementwise", self._model.dtype, self._model.dtype, variant)
+
+    def _embedding(self) -> StepCall:
+        """Return the lookup of embeddings (one row is read, two written) and angles; a row read and one written where
+        no profile has it."""
+        if self._is_measured("embedding"):
+            return self._elementwise("embedding", 1, 3 * self._model.hidden_size)
+        return self._elementwise("add", 1, 2 * self._model.hidden_size)
 
     def _elementwise(self, variant: str, times: int, width: int) -> StepCall:
         operator = self._profile.predictor("elementwise", self._model.dtype, variant=variant)

@@ -33,6 +33,14 @@ class Decoder:
         self.head = operands.fresh((model.vocab_size, model.hidden_size), model.dtype)
         self.embedding = self.head
 
+    def _caches(self, decode: Attend, shape: tuple[int, int, int, int, int]) -> list[Tensor]:
+        """Return caches (2, sequences, kv_heads, positions, head_dim), stored as the kernel of decodes reads them."""
+        if decode is not kernels.varlen_evenly:
+            return self.operands.rotating(shape, self.dtype)
+        parts, sequences, kv_heads, positions, head_dim = shape
+        by_token = (parts, sequences, positions, kv_heads, head_dim)
+        return [cache.transpose(2, 3) for cache in self.operands.rotating(by_token, self.dtype)]
+
     def step(self, shape: Mapping[str, float], decode: Attend, prefill: Attend) -> Call:
         """Return a call that runs one step: decodes of one context, and one chunk behind its past."""
         decodes, context, past, new, samples = (
@@ -43,7 +51,7 @@ class Decoder:
         ids = torch.randint(len(self.embedding), (rows,), device=operands.device)
         cos, sin = (operands.fresh((rows, 1, d // 2), self.dtype) for _ in range(2))
         mask = kernels.sees(new, past + new, past + new, operands.device) if new else None
-        caches = operands.rotating((2, max(decodes, 1), hk, max(context, 1), d), self.dtype)
+        caches = self._caches(decode, (2, max(decodes, 1), hk, max(context, 1), d))
         chunks = operands.rotating((2, 1, hk, past + max(new, 1), d), self.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -327,11 +327,42 @@ def _elementwise(task: MeasurementTask, operands: Operands, attend: Attend | Non
         heads = operands.fresh((rows, width // 2 // d, d), task.dtype)
         cos, sin = (operands.fresh((rows, 1, d // 2), task.dtype) for _ in range(2))
         return [partial(rope, heads, cos, sin)]
+    if task.variant in _IN_ENGINES:
+        return _IN_ENGINES[task.variant](rows, width, operands, task.dtype)
     if task.variant == "activation":
         gate_up = operands.fresh((rows, 2 * width // 3), task.dtype)
         return [partial(activation, gate_up)]
     a, b = (operands.fresh((rows, width // 3), task.dtype) for _ in range(2))
     return [partial(torch.add, a, b)]
+
+
+def _kv_writes(rows: int, width: int, operands: Operands, dtype: str) -> list[Call]:
+    """Return the writing of keys and values, `width` values read or written for each row, to caches by turns."""
+    d = 128 if width % 512 == 0 else 64
+    heads = width // 4 // d
+    seats, positions = torch.arange(rows, device=operands.device), torch.zeros(rows, dtype=torch.long)
+    k, v = (operands.fresh((rows, heads, d), dtype) for _ in range(2))
+    at = positions.to(operands.device)
+    # stored token by token, as engines on GPUs store them
+    caches = operands.rotating((2, rows, PAGE, heads, d), dtype)
+    return [partial(keep, cache.transpose(2, 3), seats, at, k, v) for cache in caches]
+
+
+def _embeddings(rows: int, width: int, operands: Operands, dtype: str) -> list[Call]:
+    """Return the lookup of embeddings and angles, with an empty residual; a row of width / 3 values is read."""
+    table, angles = operands.fresh((1 << 15, width // 3), dtype), operands.fresh((1 << 12, 1, 64), dtype)
+    ids = torch.randint(1 << 15, (rows,), device=operands.device)
+    positions = ids % (1 << 12)
+
+    def call() -> None:
+        torch.zeros_like(table[ids])
+        _ = angles[positions], angles[positions]
+
+    return [call]
+
+
+_IN_ENGINES = {"kv_write": _kv_writes, "embedding": _embeddings}
+"""Small operations of an engine's step that are kernels on a device apart; on a processor they count as host work."""
 
 
 def _sampling(task: MeasurementTask, operands: Operands, attend: Attend | None) -> list[Call]:

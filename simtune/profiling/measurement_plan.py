@@ -128,7 +128,7 @@ def plan(
 ) -> MeasurementPlan:
     """Return the plan for these models, in their dtypes, as one of `tps` ranks runs them; `copies` are the
     directions."""
-    planner = _Planner(limits, np.random.default_rng(seed))
+    planner = _Planner(limits, np.random.default_rng(seed), apart="to_device" in copies)
     for model in models:
         for tp in tps:
             planner.model(model, tp)
@@ -261,6 +261,8 @@ class _Planner:
 
     limits: Limits
     rng: np.random.Generator
+    apart: bool = False
+    """True for a device apart from the host, where writing keys and values and looking up embeddings are kernels."""
     lists: list[list[MeasurementTask]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     too_large: dict[str, int] = field(default_factory=dict)
@@ -278,7 +280,8 @@ class _Planner:
         rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
         for tasks in self.lists:
             for at, task in enumerate(tasks):
-                rounds[_round_of(at, len(tasks))].append(task)
+                # Host work takes no time to measure, and its line needs all of its few points.
+                rounds[0 if task.kind == "host" else _round_of(at, len(tasks))].append(task)
         for tasks in rounds:
             self.rng.shuffle(tasks)
             tasks.sort(key=lambda task: task.kind == "step")
@@ -347,8 +350,9 @@ class _Planner:
             if model.weight_dtype in ("fp8", "int8"):
                 width = attention_layer(model, group.attention, tp).output_width
                 self.add(MeasurementTask("quantise", model.weight_dtype, {"m": m, "k": width}) for m in _TOKENS[::2])
-            widths = attention_layer(model, group.attention, tp).small
-            for variant, width in [*widths, *self._small(model, group, tp)]:
+            layer = attention_layer(model, group.attention, tp)
+            self._written_apart(model, layer.written_width)
+            for variant, width in [*layer.small, *self._small(model, group, tp)]:
                 shapes = [{"rows": m, "width": width} for m in _TOKENS[::2]]
                 self.add(MeasurementTask("elementwise", model.dtype, shape, variant=variant) for shape in shapes)
         self._gemm(model.dtype, -(-model.vocab_size // tp), model.hidden_size, _SAMPLED)
@@ -357,6 +361,12 @@ class _Planner:
             self.add([MeasurementTask(kind, model.dtype, {"devices": tp, "bytes": size}) for size in _MESSAGES])
         if tp > 1:
             self.add([MeasurementTask("send_recv", model.dtype, {"bytes": size}) for size in _MESSAGES])
+
+    def _written_apart(self, model: Model, kv_width: int) -> None:
+        widths = (("kv_write", kv_width), ("embedding", 3 * model.hidden_size)) if self.apart else ()
+        for variant, width in widths:
+            shapes = [{"rows": m, "width": width} for m in _TOKENS if width]
+            self.add(MeasurementTask("elementwise", model.dtype, shape, variant=variant) for shape in shapes)
 
     def _small(self, model: Model, group: LayerGroup, tp: int) -> list[tuple[str, int]]:
         hidden, feed_forward = model.hidden_size, group.feed_forward

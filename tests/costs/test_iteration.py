@@ -752,3 +752,21 @@ def test_the_cache_is_in_the_format_that_the_checkpoint_asks_for() -> None:
     assert "decode_attention.bf16.kv-fp8" in StepModel(asked, hardware(), pool()).estimated
     told = StepModel(asked, hardware(), pool(kv_cache=KvCache(dtype="bf16")))
     assert "decode_attention.bf16.kv-fp8" not in told.estimated
+
+
+def test_keys_values_and_embeddings_take_time_apart_where_they_were_measured() -> None:
+    """Two layers write 2 heads of 16 keys and values for each token; an embedding is read, and written twice."""
+    without = hardware()
+    variants = {
+        f"elementwise.{variant}.bf16": operator("elementwise", variant=variant) for variant in ("kv_write", "embedding")
+    }
+    measured = without.model_copy(update={"operators": without.operators | variants})
+    work = StepWork(4, 400, ((0, 28),), 5)
+    plain, apart = (
+        StepModel(model(), device, pool(asynchronous=False)).breakdown(work) for device in (without, measured)
+    )
+    more = 2 * elementwise(32, 4 * 2 * 16) + elementwise(32, 3 * 64) - elementwise(32, 2 * 64)
+    assert apart["elementwise"] - plain["elementwise"] == pytest.approx(more)
+    assert {kind: s for kind, s in apart.items() if kind != "elementwise"} == {
+        kind: s for kind, s in plain.items() if kind != "elementwise"
+    }

@@ -29,7 +29,7 @@ FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
 CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
 NORMS_BY_SHEET = ("h100-sxm", "h200-sxm", "b200", "gb200", "b300", "gb300")
 """vLLM compiles its norms; what there is of tables is of older ones (benchmarks/costs/test_norms.py)."""
-MEASURED = ("cpu-x86-1thread", "h100-torch")  # by simtune itself: tests/profiling
+MEASURED = ("cpu-x86-1thread", "h100-torch", "h200-torch")  # by simtune itself: tests/profiling
 GEFORCE = ("rtx-3090", "rtx-4090", "rtx-5090")  # half the rate where 16-bit products are summed in 32 bits
 LICENCES = ("Apache-2.0", "MIT")
 

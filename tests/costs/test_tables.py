@@ -531,6 +531,18 @@ def test_own_measurements_are_measured(tmp_path: Path) -> None:
     assert found.notes == ["measurements.jsonl: 1 rows belong to no operator: a last line cut short"]
 
 
+def test_a_line_of_host_times_needs_two_numbers_of_sequences_noisy_or_not(tmp_path: Path) -> None:
+    def host(sequences: int, seconds: float, mad: float) -> dict[str, Any]:
+        shape = {"sequences": sequences}
+        return {"kind": "host", "dtype": "bf16", "shape": shape, "seconds": seconds, "mad": mad}
+
+    alone, noisy, quiet = host(64, 1e-3, 1e-6), host(1, 1e-4, 8e-6), host(4, 2e-4, 1e-6)
+    for points, sequences in (((alone, noisy), [1, 64]), ((alone, noisy, quiet), [4, 64])):
+        table = read_tables([measurements(tmp_path, HEADER, POINT, *points)]).host
+        assert table is not None
+        assert sorted(table.num_seqs.tolist()) == sequences
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

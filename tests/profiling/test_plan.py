@@ -61,6 +61,20 @@ def test_matrix_products_have_the_models_own_shapes() -> None:
         assert shapes == {*own, (2 * 8192 // tp, 2048), (2048, 8192 // tp), (128256 // tp, 2048)}
 
 
+def test_what_a_device_apart_does_beside_operators_is_planned_for_it_alone() -> None:
+    spec = load_model("llama-3.2-1b")
+    apart = plan([spec], (1, 2), LIMITS, ("in_memory", "to_device"))
+    for tp in (1, 2):
+        written = attention_layer(spec, spec.layers[0].attention, tp).written_width
+        assert written in {t.shape["width"] for t in of(apart, "elementwise", variant="kv_write")}
+    assert {t.shape["width"] for t in of(apart, "elementwise", variant="embedding")} == {3 * spec.hidden_size}
+    assert not {"kv_write", "embedding"} & {t.variant for t in made().tasks}
+
+
+def test_host_work_is_measured_first() -> None:
+    assert {t.shape["sequences"] for t in made().rounds[0] if t.kind == "host"} == {1, 4, 16, 64}
+
+
 def test_collectives_are_planned_for_several_devices_only() -> None:
     assert not of(made(), "all_reduce")
     assert {t.shape["devices"] for t in of(made(tps=(1, 2, 4)), "all_reduce")} == {2, 4}

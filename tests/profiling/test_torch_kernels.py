@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ torch: Any = pytest.importorskip("torch")
 
 from simtune.profiling import kernels  # noqa: E402
 from simtune.profiling.decoder import Decoder  # noqa: E402
-from simtune.profiling.measurement_plan import Limits, plan  # noqa: E402
+from simtune.profiling.measurement_plan import Limits, MeasurementTask, plan  # noqa: E402
 from simtune.profiling.operands import COLD, Operands  # noqa: E402
 from simtune.profiling.rig import TorchRig  # noqa: E402
 from tests.profiling.pretended import model  # noqa: E402
@@ -104,13 +105,34 @@ def test_rotating_operands_do_not_overlap_and_outgrow_the_cache(operands: Operan
 def test_every_planned_kind_of_call_can_be_made(operands: Operands) -> None:
     spec = model(hidden=128, layers=1)
     small = Limits(1e8, 1e-4, 2.0**36, 2.0**36, 2.0**36)
-    operators = {t.operator: t for t in plan([spec], (1,), small).tasks if t.kind != "step"}
+    copies = ("in_memory", "to_device")
+    operators = {t.operator: t for t in plan([spec], (1,), small, copies).tasks if t.kind != "step"}
+    operators = {name: t for name, t in operators.items() if t.variant != "to_device"}  # from pinned memory
     assert len(operators) > 8
     for task in operators.values():
         calls = kernels.calls(task, operands, kernels.ATTENTION["sdpa"])
         assert calls
         for call in calls[:2]:
             call()
+
+
+def test_writing_keys_and_values_writes_all_of_them(operands: Operands) -> None:
+    task = MeasurementTask("elementwise", "bf16", {"rows": 5, "width": 4 * 3 * 64}, variant="kv_write")
+    write = kernels.calls(task, operands, None)[0]
+    assert isinstance(write, partial)
+    cache, _, _, k, v = write.args
+    assert k.shape == v.shape == (5, 3, 64)
+    cache.zero_()
+    write()
+    assert torch.equal(cache[0, :, :, 0], k)
+    assert torch.equal(cache[1, :, :, 0], v)
+
+
+def test_a_kernel_that_reads_token_by_token_finds_caches_stored_so(operands: Operands) -> None:
+    decoder = Decoder(model(hidden=128, layers=2), 2, operands)
+    for cache in decoder._caches(kernels.ATTENTION["varlen"], (2, 3, 4, 20, 64)):
+        assert cache.shape == (2, 3, 4, 20, 64)
+        assert all(part.transpose(1, 2).flatten(0, 1).data_ptr() == part.data_ptr() for part in cache), "no copy"
 
 
 @pytest.mark.parametrize("decode", ["sdpa_grouped", "matmul"])

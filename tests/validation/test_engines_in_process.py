@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,13 @@ def plan(name: str = "one", blocks: int = 60, seats: int = 4, policy: str = "vll
 
 def deployed(its: Plan) -> Deployment:
     return deploy(its, model(), NO_HARDWARE, OwnCosts(COSTS))
+
+
+class Cyclic:
+    """An executor that refers to itself, as a decoder and its graphs do."""
+
+    def __init__(self, machine: PretendedMachine) -> None:
+        self.itself, self.run, self.release = self, machine.run, machine.release
 
 
 class PretendedMachine:
@@ -158,6 +166,23 @@ def test_another_plan_is_another_engine() -> None:
     assert (narrow.statistic("e2el", "mean") or 0) > (wide.statistic("e2el", "mean") or 0)
     with pytest.raises(UsageError, match="async_scheduling"):
         engine.run(plan("ahead", async_scheduling=True), stream, label="ahead")
+
+
+def test_an_engine_is_gone_before_the_next_one_is_made() -> None:
+    """Weights of two may not fit into a device."""
+    its, machine, stream = deployed(plan()), PretendedMachine(), load(0.0)
+    alive: list[Any] = []
+
+    def make(deployment: Deployment, device: str) -> Any:
+        assert [ref() for ref in alive] == [None] * len(alive)
+        executor = Cyclic(machine.executor(deployment, device))
+        alive.append(weakref.ref(executor))
+        return executor
+
+    engine = TorchEngine(its, clocks={"cpu": machine.clocks}, make=make)
+    for p in (its.plan, plan("narrow", seats=1)):
+        engine.run(p, stream, label=p.name)
+    assert len(alive) == 2
 
 
 def test_processor_time_is_of_processors() -> None:

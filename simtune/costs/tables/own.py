@@ -160,6 +160,9 @@ def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str
 
 def _host_table(group: Sequence[MeasuredPoint], origin: Origin, file: str) -> HostTable:
     chosen = _lower_medians(_quiet(group))
+    if len(chosen) < 2:
+        # A line needs two numbers of sequences, noisy or not.
+        chosen = _lower_medians(group)
     sequences = np.array([p.shape["sequences"] for p in chosen])
     return HostTable(sequences, np.array([p.seconds for p in chosen], dtype=np.float64), origin, (file,))
 

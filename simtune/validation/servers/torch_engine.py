@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,7 +35,10 @@ class MeasuredServing:
 
 
 def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Executor:
-    """Return the decoder of a plan, with random weights. Raise UsageError if torch or a layer is missing."""
+    """Return the decoder of a plan, with random weights.
+
+    Raise UsageError if torch or a layer is missing, and if weights, keys and values do not fit into the device.
+    """
     try:
         from simtune.validation.servers.cached_decoder import CachedDecoder
     except ModuleNotFoundError as error:
@@ -44,7 +48,15 @@ def executor(deployment: Deployment, device: str = "cpu", **options: Any) -> Exe
     pool = deployment.pools[0]
     seats = pool.spec.batching.max_num_seqs
     graphs = {"graphs": pool.spec.cuda_graphs and device.startswith("cuda"), **options}
-    return CachedDecoder(deployment.model, seats=seats, max_model_len=pool.max_model_len, device=device, **graphs)
+    try:
+        return CachedDecoder(deployment.model, seats=seats, max_model_len=pool.max_model_len, device=device, **graphs)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise UsageError(
+            f"plan {deployment.plan.name}: weights, and keys and values of {seats} seats of {pool.max_model_len} "
+            f"tokens, do not fit into {device}; lower max_num_seqs or max_model_len"
+        ) from None
 
 
 def check(deployment: Deployment) -> None:
@@ -115,6 +127,8 @@ class TorchEngine:
         deployment = redeployed(plan, self._deployment)
         if self._executor is None or plan != self._plan:
             check(deployment)
+            # Weights and keys and values of two plans may not fit.
+            self.close()
             self._executor, self._plan = self._make(deployment, self._device), plan
             serve(deployment, warm_up(stream), self._executor, clock=self._make_clock())
         clock, times = self._make_clock(), TokenTimes(len(stream))
@@ -138,6 +152,8 @@ class TorchEngine:
     def close(self) -> None:
         """Release weights, keys and values."""
         self._executor, self._plan = None, None
+        # A decoder and its graphs refer to each other.
+        gc.collect()
 
 
 class _Stamped:
