@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,21 @@ CHECKPOINTS = {"Qwen/Qwen3-235B-A22B-FP8": "fp8_block"}
 """Formats of checkpoints that a row names, by their config.json, where its own column is coarser."""
 SPARE_TOKENS = 200
 """Tokens by which a user sets the longest request above those of the load: that of the model would often not fit."""
+ORIGINS = {"public sweep": "inferencex-", "gap analysis": "aiconfigurator-"}
+"""How names of launch facts begin, by the origin of a run that they may be of."""
 HARDWARE = silicon.HARDWARE | {"b300_sxm": "b300", "gb200": "gb200"}
+
+
+@cache
+def every_launch() -> tuple[LaunchFacts, ...]:
+    """Return all launch facts."""
+    return tuple(map(load_launch, names("launch")))
+
+
+@cache
+def model_named(name: str) -> Model:
+    """Return a model of the catalogue."""
+    return load_model(name)
 
 
 class PlainRun(Run):
@@ -63,7 +78,7 @@ class PlainRun(Run):
     def served(self) -> Model:
         """The model in the formats of the row; in those of its checkpoint for gpt-oss, `CHECKPOINTS` and rows
         without formats."""
-        model = load_model(self.model)
+        model = model_named(self.model)
         if (stated := CHECKPOINTS.get(self.row["model"])) is not None:
             return model.model_copy(update={"weight_dtype": stated})
         if self.model == "gpt-oss-120b" or not self.row["gemm"]:
@@ -73,9 +88,14 @@ class PlainRun(Run):
         return model.model_copy(update={"weight_dtype": self.row["gemm"], "expert_dtype": self.row["moe"]})
 
     @property
+    def release(self) -> str:
+        """Name of the engine preset of its release."""
+        return preset_of(self)
+
+    @property
     def preset(self) -> EnginePreset:
         """Settings of its engine: those of the release."""
-        return load_engine(preset_of(self))
+        return load_engine(self.release)
 
     @property
     def plan(self) -> Plan:
@@ -90,7 +110,7 @@ class PlainRun(Run):
             "hardware": self.hardware,
             "instances": 1,
             "parallelism": {"tp": tp, "attention_dp": groups, "expert_parallel": experts},
-            "engine": preset_of(self),
+            "engine": self.release,
         }
         return Plan.model_validate({"name": "run", "model": model.name, "pools": [pool]})
 
@@ -99,11 +119,11 @@ class PlainRun(Run):
         """Model, kind, card, engine, release and format."""
         model = self.served
         engine = self.row["engine"]
-        return self.model, kind_of(model), self.hardware, engine, preset_of(self), number_format(model)
+        return self.model, kind_of(model), self.hardware, engine, self.release, number_format(model)
 
     def errors(self) -> dict[str, float]:
         """Predicted over measured means, less 1."""
-        hardware = load_hardware(kernels_of(self.hardware, preset_of(self)))
+        hardware = load_hardware(kernels_of(self.hardware, self.release))
         result = simtune.simulate(workload_of(self), plan=self.plan, model=self.served, hardware=hardware)
         predicted = {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
         return error(predicted, self.measured)
@@ -118,15 +138,25 @@ class LikeRun(PlainRun):
 
     @property
     def launch(self) -> LaunchFacts | None:
-        """The launch facts; None where nothing was published, and for runs of no public sweep."""
+        """The launch facts of the origin of the run; None where nothing was published."""
         family, weights = self.row["engine"], number_format(self.served)
         fitting = (
             launch
-            for launch in map(load_launch, names("launch"))
-            if launch.model == self.model and launch.engine.startswith(family) and launch.weights == weights
+            for launch in every_launch()
+            if launch.model == self.model
+            and launch.engine.startswith(family)
+            and launch.weights == weights
+            and launch.name.startswith(ORIGINS[self.row["origin"]])
         )
         of_card = [launch for launch in fitting if (launch.hardware == self.hardware) != self.other_card]
-        return of_card[0] if of_card and self.sweep else None
+        return of_card[0] if of_card else None
+
+    @property
+    def release(self) -> str:
+        """Name of the engine preset of its release, or of the launch file's if neither the row nor the day tells it."""
+        assert self.launch is not None
+        is_told = self.row["engine_version"][:1].isdigit() or self.row["engine"] == "vllm"
+        return super().release if is_told else self.launch.engine
 
     @property
     def preset(self) -> EnginePreset:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.record import PlainRun, judged, plain_runs
+from benchmarks.serving.record import LikeRun, OtherCardRun, PlainRun, judged, plain_runs
 from simtune.costs.accuracy_record import accuracy_record, base_name, kind_of, number_format, published_runs
 from simtune.report.hardware_page import facts
 from simtune.specs.catalog import load_hardware, load_model
@@ -49,6 +49,20 @@ def test_a_run_predicted_anew_is_off_as_recorded(number: int, data_dir: Path) ->
     assert isinstance(errors, dict)
     assert round(errors["tpot"], 4) in recorded.tpot
     assert round(errors["ttft"], 4) in recorded.ttft
+
+
+def test_launch_facts_are_of_the_origin_of_a_run_and_its_engine(data_dir: Path) -> None:
+    rows = [run.row for run in plain_runs(data_dir) if run.model in ("llama-3.1-70b", "llama-3.1-8b")]
+    for row in rows:
+        run = LikeRun(row)
+        launch = run.launch
+        assert launch is not None
+        assert launch.name.startswith("inferencex-") == run.sweep
+        assert (launch.model, launch.hardware) == (run.model, run.hardware)
+    llama = [LikeRun(row) for row in rows if row["engine"] == "trtllm" and row["engine_version"] == ""]
+    assert {run.release for run in llama} == {"trtllm-1.0"}
+    others = {(run.hardware, other.hardware) for run in llama if (other := OtherCardRun(run.row).launch) is not None}
+    assert others == {("b200", "h200-sxm"), ("h200-sxm", "b200")}
 
 
 def test_a_deployment_is_told_the_runs_nearest_to_it() -> None:

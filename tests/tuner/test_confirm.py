@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,11 +18,15 @@ from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
 from simtune.tuner.doubt.draw_spread import allowance, spread
 from simtune.tuner.objectives import Goodput, Miss, PlanFacts
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation
-from simtune.tuner.search.confirm import highest_rung, num_draws
+from simtune.tuner.search.confirm import FreshDraws, highest_rung, num_draws
 from simtune.tuner.search.draws import LoadDraws
+from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import build_stream
 from tests.tuner.test_search import HARDWARE, LOAD, question
@@ -110,6 +115,44 @@ def test_each_part_of_a_long_draw_must_keep_the_slo(tuned: Tuned) -> None:
     assert not parts.met
     assert parts.reason.startswith("in requests 401 to 600 of 1,200: p90 TTFT")
     assert Simulation(deployment, burst, q.study.slo, None, part=601).run().met
+
+
+@pytest.mark.parametrize("rate_rps", [2.0, 60.0])
+def test_a_fresh_draw_is_simulated_once_for_plans_that_must_do_the_same(rate_rps: float) -> None:
+    """Two numbers of seats, neither of which is reached."""
+    q = asked(max_num_seqs=(512, 1024))
+    candidates = space_for(q).candidates
+
+    def plans() -> list[BoundedCandidate]:
+        checked = map(CandidateFilter(q, PlanCache(q, candidates)).check, candidates)
+        return [plan for plan in checked if isinstance(plan, BoundedCandidate)]
+
+    first, second = plans()
+    fresh = FreshDraws(q, Evaluator(None, None))
+    verdict = fresh.on_draws(first, rate_rps, 400)
+    assert first.row.simulations == (2 if rate_rps == 2.0 else 1)
+    implied = fresh.on_draws(second, rate_rps, 400)
+    assert second.row.simulations == 0
+    assert (implied.confirmed, implied.missed) == (verdict.confirmed, verdict.missed)
+    assert (implied.confirmed is None) == (rate_rps == 60.0)
+    alone = plans()[1]
+    simulated = FreshDraws(q, Evaluator(None, None)).on_draws(alone, rate_rps, 400)
+    assert (simulated.confirmed, simulated.missed) == (implied.confirmed, implied.missed)
+    assert alone.row.tried == second.row.tried
+    assert alone.row.simulations == first.row.simulations
+
+
+def test_the_draw_that_was_missed_comes_first_at_the_next_rate() -> None:
+    q = asked()
+    (plan,) = map(CandidateFilter(q, PlanCache(q, space_for(q).candidates)).check, space_for(q).candidates)
+    assert isinstance(plan, BoundedCandidate)
+    fresh = FreshDraws(q, Evaluator(None, None))
+    rates = [rate for rate in np.geomspace(4.0, 60.0, 30) if fresh.on_draws(plan, float(rate), 200).missed]
+    by_rate = {rate: [tried.draw for tried in plan.row.tried if tried.rate_rps == rate] for rate in rates}
+    assert by_rate
+    missed = {rate: next(t.draw for t in plan.row.tried if t.rate_rps == rate and not t.met) for rate in rates}
+    for before, after in itertools.pairwise(rates):
+        assert by_rate[after][0] == missed[before]
 
 
 def test_draws_of_a_load_without_chance_are_one() -> None:

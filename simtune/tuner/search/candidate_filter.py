@@ -114,7 +114,7 @@ class BoundedCandidate:
         """Return why this plan misses the SLO if another one did, at a rate no lower; empty if it might meet the
         SLO."""
         name = other.candidate.name
-        if other.kind == self.kind and finding.used and not tell_apart(self.deployment, finding.used):
+        if self.does_the_same(other, finding):
             return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
         shared = {key[0] for key in self.shared_keys[1:] if key in other.shared_keys[1:]}
         if finding.first_tokens_miss and "prefill" in shared:
@@ -122,6 +122,10 @@ class BoundedCandidate:
         if finding.decodes_miss and "decode" in shared:
             return f"has the decode pool of {name}, which takes too long for a token whatever prefills"
         return ""
+
+    def does_the_same(self, other: BoundedCandidate, finding: SimulationFinding) -> bool:
+        """True if this plan differs from a simulated one in limits alone, none of which it reached."""
+        return other.kind == self.kind and bool(finding.used) and not tell_apart(self.deployment, finding.used or ())
 
     def order(self) -> tuple[float, ...]:
         """Return the sorting key of the search: best bound first, then the simplest cut, then small budgets and few

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +51,54 @@ class DrawsVerdict(NamedTuple):
     """Requests that were simulated in the draw that missed the SLO; 0 if no single draw missed it."""
 
 
+class DrawnLoad(NamedTuple):
+    """The beginning of a fresh draw at a rate; None for the workload's own rate."""
+
+    rate_rps: float | None
+    draw: int
+    requests: int
+
+    def attempt(self, *, met: bool) -> Attempt:
+        """Return the entry of a plan's row for a simulation under this load."""
+        return Attempt(self.rate_rps, met, draw=self.draw, requests=self.requests)
+
+
+class SeenDraws:
+    """Simulations on fresh draws, for plans that must do the same under the same load.
+
+    Their rows list the simulation as their own: `certify` makes it again with the plan itself, so nothing is taken for
+    granted that it does not check.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[DrawnLoad, list[tuple[BoundedCandidate, SimulationFinding]]] = {}
+
+    def remember(self, plan: BoundedCandidate, load: DrawnLoad, finding: SimulationFinding) -> None:
+        """Store a finding that may imply results of other plans."""
+        if finding.used is not None or finding.first_tokens_miss:
+            # That a decode pool is too slow behind any prefill pool is an assumption: not for draws that confirm.
+            self._of.setdefault(load, []).append((plan, replace(finding, decodes_miss=False)))
+
+    def same(self, plan: BoundedCandidate, load: DrawnLoad) -> SimulationFinding | None:
+        """Return the finding of a plan that differs in limits alone, none of which was reached; None if none was
+        simulated."""
+        return next((finding for rival, finding in self._of.get(load, ()) if plan.does_the_same(rival, finding)), None)
+
+    def miss(self, plan: BoundedCandidate, load: DrawnLoad) -> tuple[SimulationFinding, str] | None:
+        """Return a missed SLO that a plan must miss as well, with the reason; None if there is none."""
+        for rival, finding in self._of.get(load, ()):
+            if not finding.met and (reason := plan.ruled_out_by(rival, finding)):
+                return finding, reason
+        return None
+
+
 class FreshDraws:
-    """Simulates plans on fresh draws."""
+    """Simulates plans on fresh draws, unless a simulation of another plan on the same draw implies the result."""
 
     def __init__(self, question: Question, evaluator: Evaluator) -> None:
         self._question, self._evaluator = question, evaluator
-        self._draws = num_draws(question)
+        self._draws = [*range(1, 1 + num_draws(question))]
+        self._seen = SeenDraws()
 
     def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
         """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
@@ -67,22 +110,38 @@ class FreshDraws:
         return verdict
 
     def on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
-        """Simulate a plan on one draw of a number of requests after the other, until one misses the SLO."""
-        findings: list[SimulationFinding] = []
-        for draw in range(1, 1 + self._draws):
-            finding = self._simulated(plan, rate_rps, draw, requests)
-            if not finding.met:
-                return DrawsVerdict(
-                    None, f"on another draw of the requests: {finding.reason}", finding.summary.requests
-                )
-            findings.append(finding)
-        return judged_together(self._question, plan.facts, rate_rps, findings)
+        """Simulate a plan on one draw of a number of requests after the other, until one misses the SLO.
 
-    def _simulated(self, plan: BoundedCandidate, rate_rps: float | None, draw: int, requests: int) -> SimulationFinding:
-        task = draw_task(self._question, plan, rate_rps, draw, requests)
-        finding = self._evaluator.finding((plan.candidate.name, rate_rps, draw), task, ())
-        plan.row.simulations += 1
-        plan.row.tried.append(Attempt(rate_rps, finding.met, draw=draw, requests=requests))
+        Misses that other plans imply come first, and cost nothing; then the draws that were missed last, which are
+        likely to be missed again.
+        """
+        loads = [DrawnLoad(rate_rps, draw, requests) for draw in self._draws]
+        for load in loads:
+            if implied := self._seen.miss(plan, load):
+                finding, reason = implied
+                return self._missed(plan, load, finding, reason)
+        findings: dict[int, SimulationFinding] = {}
+        for load in loads:
+            finding = self._finding(plan, load)
+            if not finding.met:
+                self._draws.remove(load.draw)
+                self._draws.insert(0, load.draw)
+                return self._missed(plan, load, finding, finding.reason)
+            plan.row.tried.append(load.attempt(met=True))
+            findings[load.draw] = finding
+        return judged_together(self._question, plan.facts, rate_rps, [findings[draw] for draw in sorted(findings)])
+
+    def _missed(self, plan: BoundedCandidate, load: DrawnLoad, finding: SimulationFinding, reason: str) -> DrawsVerdict:
+        plan.row.tried.append(load.attempt(met=False))
+        return DrawsVerdict(None, f"on another draw of the requests: {reason}", finding.summary.requests)
+
+    def _finding(self, plan: BoundedCandidate, load: DrawnLoad) -> SimulationFinding:
+        finding = self._seen.same(plan, load)
+        if finding is None:
+            task = draw_task(self._question, plan, load.rate_rps, load.draw, load.requests)
+            finding = self._evaluator.finding((plan.candidate.name, load.rate_rps, load.draw), task, ())
+            plan.row.simulations += 1
+            self._seen.remember(plan, load, finding)
         return finding
 
     def _requests(self, plan: BoundedCandidate, rate_rps: float | None) -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from simtune.results.result import Result
+from simtune.results.steady import needed_for
 from simtune.results.summary import LatencyQuantiles, SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.sim.parallel import Jobs, executor, ordered_map
 from simtune.tuner.question import Question
-from simtune.tuner.trial import Trial, Tuned
+from simtune.tuner.search.confirm import ENOUGH_LIFETIMES
+from simtune.tuner.trial import Confirmed, Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
 OF_RIVALS = FRACTIONS[:6]
 """Rates of the rivals: up to where the chosen plan is past its own."""
 SHORTER = 4
-"""Factor by which a point is shorter than the longest run of the search: a curve needs less than a verdict."""
+"""Factor by which a point of the chosen plan is shorter than a fresh draw: a curve needs less than a verdict."""
 LEAST = 1000
 """Fewest requests of a point, if the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
@@ -53,23 +56,35 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     """
     question = tuned.question
     chosen_rps = tuned.chosen.rate_rps if question.searches_rate else None
-    confirmed = 0 if tuned.confirmed is None else question.arrivals(tuned.confirmed.requests)
+    confirmed = 0 if tuned.confirmed is None else question.arrivals(_enough(tuned.confirmed))
     most = max(question.requests, confirmed)
     longest = tuned.deployment.max_model_len
 
-    def loads(fractions: Iterable[float], most: int) -> tuple[tuple[float, int], ...]:
-        requests = min(most, max(LEAST, most // SHORTER))
+    def loads(fractions: Iterable[float], requests: int) -> tuple[tuple[float, int], ...]:
         return () if chosen_rps is None else tuple((fraction * chosen_rps, requests) for fraction in fractions)
 
-    around = loads((fraction for fraction in FRACTIONS if fraction != 1.0), most)
-    tasks = [_SweepTask(question, tuned.chosen, longest, around, judged=False)]
-    rival_loads = loads(OF_RIVALS, question.requests)
-    tasks += [_SweepTask(question, row, longest, rival_loads) for row in rivals(tuned)]
+    around = loads((fraction for fraction in FRACTIONS if fraction != 1.0), min(most, max(LEAST, most // SHORTER)))
+    tasks = [_SweepTask(question, tuned.chosen, longest, around)]
+    of_rivals = question.requests if chosen_rps is None else _of_rivals(question)
+    tasks += [_SweepTask(question, row, longest, loads(OF_RIVALS, of_rivals), of_rivals) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
-        chosen, *of_rivals = ordered_map(pool, _SweepTask.run, tasks)
+        chosen, *others = ordered_map(pool, _SweepTask.run, tasks)
     chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
     points = tuple(sorted((*chosen.points, *chosen_point), key=lambda point: point[0]))
-    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *of_rivals]
+    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *others]
+
+
+def _of_rivals(question: Question) -> int:
+    """Return the requests of a rival's point: as many as the percentiles of the SLO need."""
+    needed = (needed_for(statistic) for _, statistic, _ in question.study.slo.limits())
+    return min(question.requests, question.arrivals(max([LEAST, *needed])))
+
+
+def _enough(confirmed: Confirmed) -> int:
+    """Return the requests of a fresh draw that last ENOUGH_LIFETIMES, if it was made longer than that to show that the
+    plan keeps up."""
+    lasting = ENOUGH_LIFETIMES / confirmed.lifetimes if confirmed.lifetimes else 1.0
+    return math.ceil(confirmed.requests * min(1.0, lasting))
 
 
 @dataclass(frozen=True)
@@ -79,15 +94,15 @@ class _SweepTask:
     max_model_len: int
     loads: Sequence[tuple[float, int]]
     """Rates, each with its number of requests."""
-    judged: bool = True
-    """True if the latencies at the candidate's own rate are simulated."""
+    judged: int | None = None
+    """Requests by which the latencies at the candidate's own rate are simulated; None if they are not."""
 
     def run(self) -> RateSweep:
         deployment = self.question.deploy(self.row.candidate, self.max_model_len)
         rate_rps = self.row.rate_rps if self.question.searches_rate else None
         points = tuple((rate, self._watched(deployment, rate, n).summary()) for rate, n in self.loads)
         judged = (
-            self._watched(deployment, rate_rps, self.question.requests).latency_quantiles() if self.judged else NOTHING
+            NOTHING if self.judged is None else self._watched(deployment, rate_rps, self.judged).latency_quantiles()
         )
         return RateSweep(self.row.candidate.name, points, judged)
 
