@@ -115,6 +115,12 @@ class AttentionLayer(ABC):
         return 0
 
     @property
+    def norm_sums(self) -> int:
+        """Sums of squares per token that ranks add up, by an all-reduce of its own, before queries and keys are
+        normed; 0 if norms are within heads."""
+        return 0
+
+    @property
     def values_per_token(self) -> float:
         """Values each token leaves in the KV cache."""
         return 0
@@ -148,6 +154,7 @@ class _Softmax(AttentionLayer):
         self._gate = self._heads * (attention.output_gate * self._v_dim + attention.head_gate)
         self._values = 0 if attention.values_from_keys else self._kv_heads * self._v_dim
         self._norm, self._q_rank = attention.qk_norm, attention.q_lora_rank
+        self._over_ranks = attention.qk_norm and attention.wide_qk_norm and tp > 1
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
 
     @property
@@ -169,6 +176,12 @@ class _Softmax(AttentionLayer):
         if self._gate:
             small.append(("activation", 3 * self.output_width))
         return small
+
+    @property
+    def norm_sums(self) -> int:
+        # One for queries and one for keys, in one message: MiniMaxText01RMSNormTP.forward_qk in
+        # vllm/model_executor/layers/mamba/linear_attn.py.
+        return 2 if self._over_ranks else 0
 
     @property
     def output_width(self) -> int:
