@@ -121,6 +121,12 @@ class AttentionLayer(ABC):
         return 0
 
     @property
+    def norm_sums(self) -> int:
+        """Sums of squares per token that ranks add up, by an all-reduce of its own, before queries and keys are
+        normed; 0 if norms are within heads."""
+        return 0
+
+    @property
     def values_per_token(self) -> float:
         """Values each token leaves in the KV cache."""
         return 0
@@ -154,6 +160,7 @@ class _Softmax(AttentionLayer):
         self._gate = self._heads * (attention.output_gate * self._v_dim + attention.head_gate)
         self._values = 0 if attention.values_from_keys else self._kv_heads * self._v_dim
         self._norm, self._q_rank = attention.qk_norm, attention.q_lora_rank
+        self._over_ranks = attention.qk_norm and attention.wide_qk_norm and tp > 1
         self._window = attention.window if isinstance(attention, SlidingAttention) else None
 
     @property
@@ -179,6 +186,12 @@ class _Softmax(AttentionLayer):
     @property
     def written_width(self) -> int:
         return 2 * (self._kv_heads * self._head_dim + self._values)
+
+    @property
+    def norm_sums(self) -> int:
+        # One for queries and one for keys, in one message: MiniMaxText01RMSNormTP.forward_qk in
+        # vllm/model_executor/layers/mamba/linear_attn.py.
+        return 2 if self._over_ranks else 0
 
     @property
     def output_width(self) -> int:

@@ -169,6 +169,8 @@ class StepCalls:
             parts += self._residual_parts(sublayers)
             if tp > 1:
                 parts.append(self._all_reduce(sublayers))
+            if attention.norm_sums:
+                parts.append(self._all_reduce(count, attention.norm_sums * DTYPE_BYTES["fp32"]))
         parts.append(self._embedding())
         parts.append(self._elementwise("norm", 1, 4 * model.hidden_size))
         if tp > 1:
@@ -354,6 +356,8 @@ class StepCalls:
         """Return a norm after an all-reduce, with no time if the all-reduce is small enough to include it."""
         return StepCall(norm.kind, norm.times, lambda m: np.where(m <= self._fused_tokens, 0.0, norm.seconds(m)))
 
-    def _all_reduce(self, times: int) -> StepCall:
+    def _all_reduce(self, times: int, row_bytes: float | None = None) -> StepCall:
+        """Return all-reduces of rows with that many bytes, those of hidden states unless given."""
         all_reduce = self._profile.predictor("all_reduce", self._model.dtype)
-        return StepCall("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * self._row_bytes))
+        row = self._row_bytes if row_bytes is None else row_bytes
+        return StepCall("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * row))

@@ -130,6 +130,25 @@ def test_what_joins_sublayers_takes_time_and_parameters(residual: HyperConnectio
     assert of_joined["gemm"] > of_summed["gemm"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norms_over_all_heads_add_up_sums_of_all_ranks(ranks: int) -> None:
+    """Each layer sends two sums of 4 bytes a token, one of queries and one of keys, if heads are on several ranks."""
+    tokens, sharded = 8, pool(tp=ranks)
+
+    def all_reduce_s(**changes: bool) -> float:
+        attention = model().layers[0].attention.model_copy(update=changes)
+        layers = tuple(group.model_copy(update={"attention": attention}) for group in model().layers)
+        normed = model().model_copy(update={"layers": layers})
+        work = StepWork(tokens, 100 * tokens, (), tokens)
+        return StepModel(normed, hardware(), sharded).breakdown(work).get("all_reduce", 0.0)
+
+    by_head = all_reduce_s(qk_norm=True)
+    over_heads = all_reduce_s(qk_norm=True, wide_qk_norm=True)
+    one = Profile(hardware()).predictor("all_reduce", "bf16").seconds(devices=2, bytes=np.array([8.0 * tokens]))[0]
+    assert over_heads - by_head == pytest.approx(0.0 if ranks == 1 else model().num_layers * float(one))
+    assert all_reduce_s(wide_qk_norm=True) == by_head, "nothing is normed"
+
+
 def test_experts_behind_a_projection_are_narrower_and_two_products_more() -> None:
     experts = MoeFeedForward(experts=8, experts_per_token=2, intermediate_size=48)
     latent = experts.model_copy(update={"latent_size": 16})

@@ -122,6 +122,7 @@ _GLM4_EXPERTS = _like(
 _MINIMAX_M2 = _like(
     expert_size="intermediate_size",
     qk_norm="use_qk_norm",
+    wide_qk_norm=True,
     mtp="num_mtp_modules",
     defaults={"head_dim": 128, "num_key_value_heads": 8, "use_qk_norm": True},
 )
