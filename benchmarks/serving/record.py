@@ -27,8 +27,9 @@ import simtune
 from benchmarks.serving import silicon
 from benchmarks.serving.silicon import Run, error, longest, preset_of, workload_of
 from simtune.costs.accuracy_record import RECORD, AccuracyCell, AccuracyRecord, kind_of, number_format
+from simtune.costs.other_engines import load_kernels
 from simtune.errors import SimtuneError
-from simtune.specs.catalog import kernels_of, load_engine, load_hardware, load_launch, load_model, names
+from simtune.specs.catalog import load_engine, load_hardware, load_launch, load_model, names
 from simtune.specs.launch import LaunchFacts, LoadShape
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -123,7 +124,7 @@ class PlainRun(Run):
 
     def errors(self) -> dict[str, float]:
         """Predicted over measured means, less 1."""
-        hardware = load_hardware(kernels_of(self.hardware, self.release))
+        hardware = load_kernels(self.hardware, self.release)
         result = simtune.simulate(workload_of(self), plan=self.plan, model=self.served, hardware=hardware)
         predicted = {"ttft": float(result.ttft_s.mean()), "tpot": float(result.tpot_s.mean())}
         return error(predicted, self.measured)

@@ -154,7 +154,9 @@ class StepModel:
         self.attention = StepAttention.of(model, pool, layers, self._profile, *factors_of)
         self._apart = FeedForwardDevices.of(full_model, hardware, pool, self._profile)
         calls = StepCalls(model, hardware, pool, self._profile, layers, self.attention.layers)
-        self._linear, self._routed, self._head = calls.linear(), calls.routed(), calls.head()
+        self._beside = (pool.shared_experts_beside or 0) if self._apart is None else 0
+        self._linear, self._routed, self._head = calls.linear(shared=not self._beside), calls.routed(), calls.head()
+        self._shared = calls.shared() if self._beside else []
         self.sharing = calls.sharing(self._factor("moe"))
         """Layers in which tokens of a sequence share experts, which `linear` does not know; None if there are none."""
         windows = {equal.attention.window for equal in layers}
@@ -168,7 +170,8 @@ class StepModel:
         self._host_work = HostWork.of(model, hardware, pool)
         self.host = HostCosts.of(pool, hardware, self._factor(HOST))
         # one kernel of attention in each layer, and all other calls
-        kernels = model.num_layers + sum(part.times for part in (*self._linear, *self._routed, *self._head))
+        every = (*self._linear, *self._shared, *self._routed, *self._head)
+        kernels = model.num_layers + sum(part.times for part in every)
         self.launches = Launches.of(
             model, pool, kernels, self._factor(HOST), floor_s(self._host_work), self.attention.launch_s
         )
@@ -201,9 +204,9 @@ class StepModel:
     def padded(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
         """Seconds of the kinds in `linear` whose calls are as large as the CUDA graph of the step."""
         if self._apart is not None:
-            of_part = self._by_kind(self._linear, self._graph_tokens(self._of_part(num_tokens)))
+            of_part = self._linear_s(self._graph_tokens(self._of_part(num_tokens)))
             return {kind: self._apart.parts * seconds for kind, seconds in of_part.items()}
-        by_kind, tokens = partial(self._by_kind, self._linear), self._graph_tokens(num_tokens)
+        by_kind, tokens = self._linear_s, self._graph_tokens(num_tokens)
         if self._overlap is None:
             return by_kind(tokens)
         hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts, self._thresholds)
@@ -231,10 +234,23 @@ class StepModel:
         if not hides.any():
             return undivided
         hidden = hidden_kinds(self._overlap)
-        beside = in_halves(self._overlap, partial(self._by_kind, self._linear), self._graph_tokens(tokens))
+        beside = in_halves(self._overlap, self._linear_s, self._graph_tokens(tokens))
         _, room = exposed(beside, hidden=hidden)
         halves = in_halves(self._overlap, partial(self._by_kind, self._routed), tokens)
         return _chosen(hides, exposed(halves, room, hidden)[0], undivided)
+
+    def _linear_s(self, tokens: Array) -> dict[str, Array]:
+        """Seconds by kind of calls of `tokens` rows, without routed experts.
+
+        In steps in which shared experts run beside routed ones they take what exceeds the time of these.
+        """
+        by_kind = self._by_kind(self._linear, tokens)
+        if not self._shared:
+            return by_kind
+        shared, routed = self._by_kind(self._shared, tokens), self._by_kind(self._routed, tokens)["moe"]
+        total: Array = np.sum(list(shared.values()), axis=0)
+        exposed_share = np.where(tokens <= self._beside, np.maximum(0.0, total - routed) / total, 1.0)
+        return {kind: by_kind.get(kind, 0.0) + exposed_share * shared.get(kind, 0.0) for kind in by_kind | shared}
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""
@@ -267,7 +283,7 @@ class StepModel:
     def _part(self, apart: FeedForwardDevices, num_tokens: int | Array, attention_s: Array | float = 0.0) -> BatchPart:
         """Return one part of a step whose decodes attend for `attention_s` seconds."""
         tokens = self._of_part(num_tokens)
-        linear = self._by_kind(self._linear, self._graph_tokens(tokens))
+        linear = self._linear_s(self._graph_tokens(tokens))
         attention_device_s: Array = np.sum(list(linear.values()), axis=0) + attention_s
         return apart.part(attention_device_s, tokens)
 

@@ -150,14 +150,16 @@ class StepCalls:
         if "norm" in pool.fused and self._tp > 1:
             self._fused_tokens = fused_bytes(hardware.device.architecture, self._tp) / self._row_bytes
 
-    def linear(self) -> list[StepCall]:
-        """Return the calls by the tokens of a step, without routed experts."""
+    def linear(self, *, shared: bool = True) -> list[StepCall]:
+        """Return the calls by the tokens of a step, without routed experts, and without shared ones if asked to."""
         model, tp = self._model, self._tp
         parts: list[StepCall] = []
         for layers, (_, costs) in zip(self._layers, self._attention, strict=True):
             attention, feed_forward, count, dtype = layers
             parts += self._attention_parts(attention, count, costs.includes, dtype)
             parts += self._feed_forward_parts(feed_forward, count)
+            if shared:
+                parts += self._shared_parts(feed_forward, count)
             sublayers = count * (bool(attention.products) + (feed_forward.kind != "none"))
             norms = model.norms_per_sublayer * sublayers
             # with the fused kernel the norm after each sublayer's all-reduce is a call apart, see below
@@ -227,10 +229,17 @@ class StepCalls:
         if latent:
             # every rank has both products whole
             parts += [self._gemm(layers, latent, hidden), self._gemm(layers, hidden, latent)]
-        if feed_forward.shared_intermediate_size:
-            shared, dtype = feed_forward.shared_intermediate_size, self._model.dtype_of("shared")
-            parts += self._dense_parts(layers, shared, feed_forward.gated, dtype)
         return parts
+
+    def _shared_parts(self, feed_forward: FeedForward, layers: int) -> list[StepCall]:
+        if not isinstance(feed_forward, MoeFeedForward) or not feed_forward.shared_intermediate_size:
+            return []
+        shared, dtype = feed_forward.shared_intermediate_size, self._model.dtype_of("shared")
+        return self._dense_parts(layers, shared, feed_forward.gated, dtype)
+
+    def shared(self) -> list[StepCall]:
+        """Return the calls of shared experts, which are among the linear ones unless those are asked for without."""
+        return [part for layers in self._layers for part in self._shared_parts(layers.feed_forward, layers.number)]
 
     def routed(self) -> list[StepCall]:
         """Return routed experts, and the exchange of tokens with them."""

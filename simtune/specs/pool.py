@@ -371,6 +371,11 @@ class Pool(Part):
         description="how whole experts get tokens of other groups with data-parallel attention: each sent to the ranks "
         "it visits (DeepEP), or all gathered by all ranks, whose sums are scattered again; slices take the latter",
     )
+    shared_experts_beside: TokensPerStep | None = Field(
+        None,
+        description="largest step, in tokens, in which shared experts run on a stream of their own beside the routed "
+        "ones; in larger steps, and in all unless given, one after the other",
+    )
     expert_activations: Literal["mxfp8"] | None = Field(
         None,
         description="format to which an engine quantises the inputs of experts in mxfp4; the activations' own unless "

@@ -770,3 +770,21 @@ def test_keys_values_and_embeddings_take_time_apart_where_they_were_measured() -
     assert {kind: s for kind, s in apart.items() if kind != "elementwise"} == {
         kind: s for kind, s in plain.items() if kind != "elementwise"
     }
+
+
+@pytest.mark.parametrize("largest", [None, 8, 64])
+@pytest.mark.parametrize("shared", [0, 16, 1 << 20])
+def test_shared_experts_beside_routed_ones_take_what_exceeds_them(largest: int | None, shared: int) -> None:
+    """Steps of up to `largest` tokens wait for the slower of the two, larger ones for both."""
+    spec, device = model(feed_forward=moe(shared)), hardware()
+    settings = pool(asynchronous=False, cuda_graphs=False)
+    after = StepModel(spec, device, settings)
+    without = StepModel(model(feed_forward=moe(0)), device, settings)
+    beside = StepModel(spec, device, settings.model_copy(update={"shared_experts_beside": largest}))
+    for tokens in (1, 8, 9, 64, 200):
+        work = StepWork(0, 0, ((0, tokens),), 1)
+        plain_s, both_s = sum(without.breakdown(work).values()), sum(after.breakdown(work).values())
+        routed_s = without.breakdown(work)["moe"]
+        waits_s = max(0.0, both_s - plain_s - routed_s)
+        expected = plain_s + (waits_s if largest and tokens <= largest else both_s - plain_s)
+        assert sum(beside.breakdown(work).values()) == pytest.approx(expected)
