@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import simtune
 from benchmarks.serving import silicon
-from benchmarks.serving.silicon import Run, error, longest, preset_of, workload_of
+from benchmarks.serving.silicon import Run, error, longest, preset_of, spread_of, workload_of
 from simtune.costs.accuracy_record import RECORD, AccuracyCell, AccuracyRecord, kind_of, number_format
 from simtune.costs.other_engines import load_kernels
 from simtune.errors import SimtuneError
@@ -33,7 +33,7 @@ from simtune.specs.catalog import load_engine, load_hardware, load_launch, load_
 from simtune.specs.launch import LaunchFacts, LoadShape
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.preset import EnginePreset
+from simtune.specs.preset import Case, EnginePreset
 
 FILES = ("silicon_dev.csv.gz", "silicon_dev2.csv.gz")
 MODELS = silicon.MODELS | {
@@ -48,7 +48,7 @@ CHECKPOINTS = {"Qwen/Qwen3-235B-A22B-FP8": "fp8_block"}
 SPARE_TOKENS = 200
 """Tokens by which a user sets the longest request above those of the load: that of the model would often not fit."""
 ORIGINS = {"public sweep": "inferencex-", "gap analysis": "aiconfigurator-"}
-"""How names of launch facts begin, by the origin of a run that they may be of."""
+"""Prefix of the names of launch facts for runs of an origin."""
 HARDWARE = silicon.HARDWARE | {"b300_sxm": "b300", "gb200": "gb200"}
 
 
@@ -95,8 +95,19 @@ class PlainRun(Run):
 
     @property
     def preset(self) -> EnginePreset:
-        """Settings of its engine: those of the release."""
-        return load_engine(self.release)
+        """Settings of its engine: those of the release, with steps for the longest prompt if prompts are not cut.
+
+        Without chunked prefill TensorRT-LLM rejects prompts longer than max_num_tokens (tensorrt_llm/llmapi/llm.py,
+        _check_arguments), and a prompt of almost that length waits until nothing decodes. A user raises it to
+        `SPARE_TOKENS` above the longest prompt, like the longest request: chat templates add some tokens.
+        """
+        preset = load_engine(self.release)
+        batching = preset.pool["batching"]
+        least_tokens = round(spread_of(self)[1] * self.number("isl")) + SPARE_TOKENS
+        if batching.get("chunked_prefill", True) or least_tokens <= batching["max_num_batched_tokens"]:
+            return preset
+        case = Case(pool={"batching": {"max_num_batched_tokens": least_tokens}})
+        return preset.model_copy(update={"cases": (*preset.cases, case)})
 
     @property
     def plan(self) -> Plan:

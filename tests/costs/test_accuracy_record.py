@@ -51,6 +51,16 @@ def test_a_run_predicted_anew_is_off_as_recorded(number: int, data_dir: Path) ->
     assert round(errors["ttft"], 4) in recorded.ttft
 
 
+@pytest.mark.parametrize(
+    ("engine", "prompt", "tokens"), [("trtllm", 8192, 8392), ("trtllm", 4096, 8192), ("vllm", 8192, 8192)]
+)
+def test_steps_hold_the_longest_prompt_where_none_is_cut(engine: str, prompt: int, tokens: int, data_dir: Path) -> None:
+    """TensorRT-LLM takes no prompt beyond the tokens of a step; vLLM cuts prompts."""
+    row = next(run.row for run in plain_runs(data_dir) if run.row["engine"] == engine and run.sweep)
+    run = PlainRun({**row, "model": "meta-llama/Llama-3.1-70B", "gpu": "h200_sxm", "isl": str(prompt)})
+    assert run.plan.pools[0].batching.max_num_batched_tokens == tokens
+
+
 def test_launch_facts_are_of_the_origin_of_a_run_and_its_engine(data_dir: Path) -> None:
     rows = [run.row for run in plain_runs(data_dir) if run.model in ("llama-3.1-70b", "llama-3.1-8b")]
     for row in rows:
@@ -61,8 +71,8 @@ def test_launch_facts_are_of_the_origin_of_a_run_and_its_engine(data_dir: Path) 
         assert (launch.model, launch.hardware) == (run.model, run.hardware)
     llama = [LikeRun(row) for row in rows if row["engine"] == "trtllm" and row["engine_version"] == ""]
     assert {run.release for run in llama} == {"trtllm-1.0"}
-    others = {(run.hardware, other.hardware) for run in llama if (other := OtherCardRun(run.row).launch) is not None}
-    assert others == {("b200", "h200-sxm"), ("h200-sxm", "b200")}
+    pairs = {(run.hardware, card.hardware) for run in llama if (card := OtherCardRun(run.row).launch) is not None}
+    assert pairs == {("b200", "h200-sxm"), ("h200-sxm", "b200")}
 
 
 def test_a_deployment_is_told_the_runs_nearest_to_it() -> None:
