@@ -471,7 +471,7 @@ def _judged(
         for repeat, run in enumerate(runs[load.label]):
             for tool in asked.export:
                 folder.export(tool, load, repeat, run)
-    note_basis(cost_basis(d, results[0][2].result))
+    note_basis(cost_basis(d, results[0][2].result, errors=False))
     validation = validation_of(d, results, asked.tolerance)
     page = {"validation.html": render(validation, load_curves)}
     folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files, **page})

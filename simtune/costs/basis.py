@@ -96,6 +96,8 @@ class _Noting(Predictor):
     def __init__(self, predictor: Predictor, hardware: Hardware, notes: _Notes) -> None:
         super().__init__(predictor.operator, hardware.device.processors, hardware.arrays, predictor.chip)
         self._notes = notes
+        self._answers: dict[tuple[tuple[str, tuple[int, ...], bytes], ...], Array] = {}
+        """Seconds by shape. Steps of one graph ask for the same, and so does each step for every call made longer."""
 
     @property
     def estimates(self) -> bool:
@@ -105,7 +107,11 @@ class _Noting(Predictor):
 
     def seconds(self, **shape: ArrayLike) -> Array:
         """See `Predictor.seconds`."""
-        notes, seconds = self._notes, super().seconds(**shape)
+        notes, columns = self._notes, {name: np.asarray(x, dtype=np.float64) for name, x in shape.items()}
+        key = tuple((name, x.shape, x.tobytes()) for name, x in columns.items())
+        if key not in self._answers:
+            self._answers[key] = super().seconds(**shape)
+        seconds = self._answers[key].copy()
         if notes.longer == len(notes.calls):
             seconds = seconds * (1 + _LONGER)
         notes.calls.append(_OperatorCall(self, shape, seconds))
@@ -154,15 +160,18 @@ class StepBasis:
         drafts = pool.speculation
         self._passes = 0 if drafts is None else drafts.drafter.passes(drafts.scheme.shape.depth)
         self._slopes: dict[tuple[int, ...], list[dict[str, float]]] = {}
+        self._kernels: list[float] = []
+        """Seconds of the kernels and collectives of each step."""
 
-    def of(self, steps: Iterable[WeightedStep]) -> dict[str, KindBasis]:
+    def of(self, steps: Iterable[WeightedStep], *, errors: bool = True) -> dict[str, KindBasis]:
         """Return seconds and log errors by kind (`simtune.costs.iteration.REDRAWN_KINDS`); kinds without time are left
-        out."""
+        out. Without `errors` all of these are 0: they take longer than the rest."""
         by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
         steps, host = [*steps], self._model.host
-        for call in self.calls(steps):
+        for call in self.calls(steps, errors=errors):
             by_kind[call.kind].add(call.seconds, call.basis, call.log_sd)
-        beyond = sum(step.weight * self._share_beyond(step, sum(self._seconds(step).values())) for step in steps)
+        timed = zip(steps, self._kernels, strict=True)
+        beyond = sum(step.weight * self._share_beyond(step, kernels) for step, kernels in timed)
         if beyond > 0:
             by_kind[HOST].add(beyond, host.basis, host.log_sd)
         return dict(by_kind)
@@ -179,20 +188,23 @@ class StepBasis:
             step.work.num_decodes, passes
         )
 
-    def calls(self, steps: Iterable[WeightedStep]) -> Iterator[AskedCall]:
-        """Yield every shape that the steps ask an operator for, with the time that it stands for."""
+    def calls(self, steps: Iterable[WeightedStep], *, errors: bool = True) -> Iterator[AskedCall]:
+        """Yield every shape that the steps ask an operator for, with the time that it stands for. Without `errors` no
+        log error is computed; it is 0."""
+        self._kernels.clear()
         by_predictor: dict[_Noting, list[tuple[float, _TimeShare]]] = defaultdict(list)
         for step in steps:
             shares, total = self._shares(step)
             for share in shares:
                 by_predictor[share.call.predictor].append((step.weight / total, share))
         for predictor, of_it in by_predictor.items():
-            yield from _asked(predictor, of_it)
+            yield from _asked(predictor, of_it, errors=errors)
 
     def _shares(self, step: WeightedStep) -> tuple[list[_TimeShare], float]:
         """Return the share of each call of a step, and the seconds of the step, the host's among them."""
         self._notes.begin()
         by_kind = self._seconds(step)
+        self._kernels.append(sum(by_kind.values()))
         calls = self._notes.calls
         signature = (step.width, *(id(call.predictor) for call in calls))
         if signature not in self._slopes:
@@ -288,11 +300,12 @@ def _net(kind: str, calls: Sequence[tuple[float, _OperatorCall]]) -> list[_TimeS
     ]
 
 
-def _asked(predictor: _Noting, shares: Sequence[tuple[float, _TimeShare]]) -> Iterator[AskedCall]:
+def _asked(predictor: _Noting, shares: Sequence[tuple[float, _TimeShare]], *, errors: bool) -> Iterator[AskedCall]:
     """Yield the calls of one operator; all shapes are predicted in one call, since each call is slow."""
     flat = [{n: np.broadcast_to(x, s.call.seconds.shape).ravel() for n, x in s.call.shape.items()} for _, s in shares]
     shape = {name: np.concatenate([columns[name] for columns in flat]) for name in flat[0]}
-    basis, log_sd = predictor.basis(**shape), predictor.log_sd(**shape)
+    basis = predictor.basis(**shape)
+    log_sd = predictor.log_sd(**shape) if errors else np.zeros(basis.shape)
     operator = predictor.operator
     key = operator_key(operator.kind, operator.dtype, operator.kv_dtype, operator.variant)
     at = -1

@@ -283,8 +283,12 @@ class Predictor:
     def _columns(self, shape: dict[str, Any]) -> dict[str, Array]:
         names = self._form.shape
         assert set(shape) == set(names), f"{sorted(shape)} given, {names} wanted"
-        arrays = np.broadcast_arrays(*(np.asarray(shape[name], dtype=np.float64) for name in names))
-        return dict(zip(names, arrays, strict=True))
+        columns = [np.asarray(shape[name], dtype=np.float64) for name in names]
+        if all(x.size == 1 for x in columns):
+            # One call, as of a single step: broadcasting takes longer than predicting it.
+            widest = max((x.shape for x in columns), key=len)
+            return {name: x.reshape(widest) for name, x in zip(names, columns, strict=True)}
+        return dict(zip(names, np.broadcast_arrays(*columns), strict=True))
 
 
 def octaves(x: ArrayLike, limit: ArrayLike) -> Array:

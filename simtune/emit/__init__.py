@@ -85,12 +85,20 @@ def drafting_settings(
         return None, str(error)
 
 
-def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: Mapping[str, Model]) -> EngineFiles:
+def engine_files(
+    plan: Plan,
+    model: Model,
+    devices_per_node: int,
+    draft_models: Mapping[str, Model],
+    *,
+    servers_only: bool = False,
+) -> EngineFiles:
     """Return the settings of the first engine that schedules as the plan does; none if no engine has its policy, or
     swaps.
 
     If that engine has no setting for the drafts, return the drafting settings of the engines that have one. Raises
-    UsageError if the engine refuses the plan for another reason.
+    UsageError if the engine refuses the plan for another reason. `servers_only` leaves out files that the commands of
+    its servers are not made of.
     """
     emitter = _writer(plan)
     if emitter is None or plan.stages:
@@ -101,7 +109,8 @@ def engine_files(plan: Plan, model: Model, devices_per_node: int, draft_models: 
         if pool.speculation is not None
     ]
     if all(drafting_settings(*draft)[0] for draft in drafting):
-        return emitter.files(plan, model, devices_per_node, draft_models)
+        write = emitter.server_files if servers_only else emitter.files
+        return write(plan, model, devices_per_node, draft_models)
     files: EngineFiles = {}
     for candidate in engines().values():
         settings, _ = drafting_settings(candidate, *drafting[0][1:])

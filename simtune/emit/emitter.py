@@ -148,6 +148,13 @@ class Emitter(ABC):
         """
         raise UsageError(f"{self.title}: only speculative-decoding settings can be emitted")
 
+    def server_files(
+        self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+    ) -> EngineFiles:
+        """Return those of `files` that its commands are made of. A report has them for every plan that was simulated:
+        an engine may leave out files that are not asked for."""
+        return self.files(plan, model, devices_per_node, draft_models)
+
     def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
         """Yield, key by key, the settings of a pool with which the engine would not start, or that are not written
         here.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from functools import lru_cache
 
-from simtune.specs.catalog import load_engine
+from simtune.specs.catalog import is_path, load_engine
+from simtune.specs.preset import EnginePreset
 
 ReleaseNumber = tuple[int, ...]
 
@@ -17,9 +20,16 @@ def release_of(engine: str | None, family: str, newest: ReleaseNumber) -> Releas
     """
     if engine is None:
         return newest
-    preset = load_engine(engine)
+    preset = load_engine(engine) if is_path(engine) else _named(engine, os.environ.get("SIMTUNE_PATH", ""))
     numbers = re.search(r"\d+(\.\d+)+", preset.release)
     return tuple(map(int, numbers[0].split("."))) if preset.family == family and numbers else newest
+
+
+@lru_cache(maxsize=64)
+def _named(engine: str, path: str) -> EnginePreset:
+    """Return a preset by its name. `path` is where presets are looked for: a report asks for every plan that was
+    simulated."""
+    return load_engine(engine)
 
 
 def words(release: ReleaseNumber) -> str:

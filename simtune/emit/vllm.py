@@ -233,17 +233,8 @@ class Vllm(Emitter):
 
         See `Emitter.files`.
         """
+        files = self.server_files(plan, model, devices_per_node, draft_models)
         drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
-        problems = [
-            f"{plan.name}: pool {pool.name}: {why}"
-            for pool in plan.pools
-            for why in of[pool.name].refusals(pool, model, drafts)
-        ]
-        if problems:
-            raise UsageError("\n".join(problems))
-        files = {
-            f"engine/{SERVER.settings_file(p)}": of[p.name]._settings_text(plan, p, model, drafts) for p in plan.pools
-        }
         names = written_by(*of.values())
         files["engine/launch.sh"] = launch_script(plan, model, devices_per_node, names, SERVER)
         if plan.pools[0].role != "mixed" and all(p.model_devices <= devices_per_node for p in plan.pools):
@@ -257,6 +248,22 @@ class Vllm(Emitter):
             self.left_open,
         )
         return files
+
+    def server_files(
+        self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
+    ) -> EngineFiles:
+        """`engine/vllm-<pool>.yaml` for each pool. See `Emitter.server_files`."""
+        drafts, of = draft_models or {}, {pool.name: self.of(pool.engine) for pool in plan.pools}
+        problems = [
+            f"{plan.name}: pool {pool.name}: {why}"
+            for pool in plan.pools
+            for why in of[pool.name].refusals(pool, model, drafts)
+        ]
+        if problems:
+            raise UsageError("\n".join(problems))
+        return {
+            f"engine/{SERVER.settings_file(p)}": of[p.name]._settings_text(plan, p, model, drafts) for p in plan.pools
+        }
 
     def _speculative_config(self, pool: Pool, drafts: Mapping[str, Model]) -> str | None:
         """Return a pool's speculation as JSON; None if it has none. Raises UsageError if vLLM has no setting for it."""

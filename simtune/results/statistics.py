@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 
+HALVINGS = 4
+"""Halvings of an interval of times after which rows outside of it are left out."""
 BATCHES = 20
 T_QUANTILE = 2.093024054408
 """97.5 % quantile of Student's t with BATCHES - 1 degrees of freedom; importing scipy.special would take longer."""
@@ -98,16 +100,30 @@ class TokenIntervals:
         num_tokens = max(1, math.ceil(share * self.count))
         # Bisected over whole ticks: the tokens of rising rows are never written out.
         low, high = int(self._first.min()), int((self._first + (self._steps - 1) * self._slope).max())
+        rising, before, halvings = self._rising, 0, 0
         while low < high:
             middle = (low + high) // 2
-            if self._at_most(middle) >= num_tokens:
+            if before + self._at_most(middle, rising) >= num_tokens:
                 high = middle
             else:
                 low = middle + 1
+            halvings += 1
+            if not halvings % HALVINGS:
+                rising, below = _between(rising, low, high)
+                before += below
         return low / TICKS_PER_SECOND
 
-    def _at_most(self, ticks: int) -> int:
-        """Return the number of tokens whose time is at most `ticks`."""
-        first, slope, steps, decodes = self._rising
+    def _at_most(self, ticks: int, rising: NDArray[np.int64]) -> int:
+        """Return the number of tokens of even rows and of these rising ones whose time is at most `ticks`."""
+        first, slope, steps, decodes = rising
         within = np.clip((ticks - first) // slope + 1, 0, steps)
         return int(self._up_to[self._even.searchsorted(ticks, "right")] + (within * decodes).sum())
+
+
+def _between(rising: NDArray[np.int64], low: int, high: int) -> tuple[NDArray[np.int64], int]:
+    """Return the rising rows some of whose tokens take longer than `low` and less than `high` ticks, and the tokens of
+    the rows that are left out because all of theirs take no longer than `low`."""
+    first, slope, steps, decodes = rising
+    below = first + (steps - 1) * slope <= low
+    apart = below | (first >= high)
+    return rising[:, ~apart], int((steps * decodes)[below].sum())

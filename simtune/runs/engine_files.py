@@ -20,6 +20,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.tuner.drafting import Draft, Schedule, described
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_NODES = 64
 """Tokens of the largest draft tree that is tried for the report."""
 
@@ -116,14 +117,14 @@ def launch_like(deployment: Deployment, plan: Plan) -> str | None:
     Raises nothing for a setting that an engine cannot be given: such a plan has no command either.
     """
     try:
-        return launch_of(_emitted(deployment, plan), deployment.model.hf)
+        return launch_of(_emitted(deployment, plan, servers_only=True), deployment.model.hf)
     except SimtuneError:
         return None
 
 
-def _emitted(deployment: Deployment, plan: Plan) -> Files:
-    devices_per_node = deployment.hardware.device.devices_per_node
-    return {**emit.engine_files(plan, deployment.model, devices_per_node, draft_models(deployment))}
+def _emitted(deployment: Deployment, plan: Plan, *, servers_only: bool = False) -> Files:
+    devices_per_node, drafts = deployment.hardware.device.devices_per_node, draft_models(deployment)
+    return {**emit.engine_files(plan, deployment.model, devices_per_node, drafts, servers_only=servers_only)}
 
 
 def launch_of(files: Files, checkpoint: str | None) -> str | None:
@@ -131,7 +132,8 @@ def launch_of(files: Files, checkpoint: str | None) -> str | None:
     commands = []
     for name, text in files.items():
         if name.startswith("engine/vllm-") and isinstance(text, str):
-            flags = " ".join(_flag(key, value) for key, value in yaml.safe_load(text).items())
+            settings = yaml.load(text, Loader=_LOADER)
+            flags = " ".join(_flag(key, value) for key, value in settings.items())
             commands.append(f"vllm serve {shlex.quote(checkpoint or 'MODEL')} {flags}".rstrip())
     script = files.get("engine/launch.sh")
     return "\n".join(commands) if commands else script if isinstance(script, str) else None

@@ -27,8 +27,11 @@ WORTH_A_NOTE = 0.1
 """Share of the step time not backed by measurements of such shapes above which a note is shown."""
 
 
-def pool_bases(deployment: Deployment, result: RunStatistics) -> dict[str, dict[str, KindBasis]]:
-    """Return the basis by pool and kind, weighted by the time of the pool's steps.
+def pool_bases(
+    deployment: Deployment, result: RunStatistics, *, errors: bool = True
+) -> dict[str, dict[str, KindBasis]]:
+    """Return the basis by pool and kind, weighted by the time of the pool's steps. Without `errors` all log errors are
+    0 (`StepBasis.of`).
 
     Costs from outside the package have one kind, `step`, if they report their basis; pools whose costs do not, and
     those that ran no step, are left out.
@@ -41,7 +44,7 @@ def pool_bases(deployment: Deployment, result: RunStatistics) -> dict[str, dict[
                 bases[pool.spec.name] = {"step": _stated(pool.costs.own, steps)}
         elif steps:
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
-            bases[pool.spec.name] = model.of(_weighted(step) for step in evenly(steps, STEPS))
+            bases[pool.spec.name] = model.of((_weighted(step) for step in evenly(steps, STEPS)), errors=errors)
     return bases
 
 
@@ -139,10 +142,10 @@ def _weighted(step: SampledStep) -> WeightedStep:
     return WeightedStep(step.ticks, work, width)
 
 
-def cost_basis(deployment: Deployment, result: RunStatistics) -> CostBasis | None:
+def cost_basis(deployment: Deployment, result: RunStatistics, *, errors: bool = True) -> CostBasis | None:
     """Return the shares of the time of the run's kernels and collectives by basis; None if all costs come from
-    outside."""
-    return basis_of(deployment, pool_bases(deployment, result))
+    outside. Without `errors` all log errors are 0 (`StepBasis.of`)."""
+    return basis_of(deployment, pool_bases(deployment, result, errors=errors))
 
 
 def basis_of(deployment: Deployment, bases: Mapping[str, Mapping[str, KindBasis]]) -> CostBasis | None:

@@ -260,18 +260,30 @@ class DpGroup(SharedStepping):
         super().__init__()
         self._costs: list[GroupCosts | None] = []
         self._under_way = 0  # how many cores run a step
+        self._single = False
+        """True while cores plan steps that several of them are likely to run: each then lasts one repetition."""
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
         self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
         return super().join(core)
 
+    def may_jump(self, core: EngineCore) -> bool:
+        """True if no other core is likely to run a step."""
+        return not self._single and super().may_jump(core)
+
     def start(self, now: int, core: EngineCore) -> None:
         """Start all cores, unless a step of the group is running."""
         if self._under_way:
             return
+        # Jumps are cut to one repetition beside other cores. Most of the time of a group with drafts went into timing
+        # repetitions that no core ran.
+        self._single = sum(member.scheduler.num_running > 0 for member in self.cores) > 1
         # All plan before any is timed: a step with experts depends on the tokens of all groups.
         planned = [member for member in self.cores if member.plan(now)]
+        if self._single and len(planned) == 1:
+            self._single = False
+            planned[0].retime()
         tokens = [_tokens(member) for member in planned]
         everybodys = sum(tokens)
         for member, core_tokens in zip(planned, tokens, strict=True):

@@ -137,7 +137,9 @@ class Record(BaseModel):
     only if it was set. Unknown keys are ignored: a later release may add some.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )
     MAY_LACK: ClassVar[frozenset[str]] = frozenset()
     """Columns of a table that are written only if a row has a value for them."""
 

@@ -11,6 +11,7 @@ import yaml
 
 from simtune.emit import ENGINES, engine_files, engine_for
 from simtune.errors import UsageError
+from simtune.runs.engine_files import launch_of
 from simtune.specs.catalog import load_hardware, load_model, load_plan
 from simtune.specs.plan import Plan
 from simtune.specs.preset import merged
@@ -39,6 +40,15 @@ def written(plan: Plan, engine: str) -> dict[str, Any]:
     assert checked.returncode == 0, checked.stderr
     settings: dict[str, Any] = yaml.safe_load(files[f"engine/{engine}-mixed.yaml"])
     return settings
+
+
+@pytest.mark.parametrize("preset", ["sglang-0.5", "trtllm-1.2", "vllm-0.24"])
+def test_files_of_servers_alone_make_the_same_commands(tmp_path: Path, preset: str) -> None:
+    plan = plan_of(tmp_path, preset)
+    every, servers = (engine_files(plan, MODEL, 8, {}, servers_only=only) for only in (False, True))
+    assert servers.items() <= every.items()
+    assert ("engine/dynamo.yaml" in servers) == (preset == "sglang-0.5")
+    assert launch_of({**servers}, MODEL.hf) == launch_of({**every}, MODEL.hf)
 
 
 def test_sglang(tmp_path: Path) -> None:
