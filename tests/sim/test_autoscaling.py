@@ -417,6 +417,22 @@ def test_streamed_runs_scale_alike() -> None:
     assert streamed.outcome.scaled[0].starts > 1
 
 
+def test_an_audit_sees_counts_that_do_not_agree() -> None:
+    plan = plan_of({"rule": RATE, "startup_s": 1.0, "max_instances": 3, "every_s": 10.0})
+    result = run(plan, at_rate([(30, 7.0)]))
+    assert not list(violations(plan, [], result))
+    of = scaled(result)
+    ticks = (of.held_ticks[0], of.held_ticks[1] - 1, *of.held_ticks[2:])
+    for changed, words in (
+        ({"held_ticks": ticks}, "instances of pool mixed hold GPUs for"),
+        ({"held_ticks": (1, *of.held_ticks[1:])}, "instance 0 of pool mixed runs steps on GPUs that it does not hold"),
+        ({"counts": ((0, 1, 4),)}, "pool mixed has 1 instances on the GPUs of 4 at tick 0"),
+        ({"counts": ((0, 0, 1),)}, "pool mixed has 0 instances on the GPUs of 1 at tick 0"),
+    ):
+        result.outcome.scaled = (of._replace(**changed),)
+        assert any(violation.startswith(words) for violation in violations(plan, [], result)), words
+
+
 # --- what makes no sense ----------------------------------------------------------------------------------
 
 
