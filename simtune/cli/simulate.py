@@ -347,6 +347,7 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
     if price is not None:
         million = number(price.per_million_output_tokens_usd)
         click.echo(f"{'price':30} {number(price.per_hour_usd)} USD an hour, {million} USD per million output tokens")
+    _print_scaling(summary, price)
     if summary.power_w is not None:
         energy = f"{number(summary.joules_per_token)}{_between(drawn.of('joules_per_token') if drawn else None)}"
         click.echo(f"{'power':30} {number(summary.power_w)} W, {energy} J per output token")
@@ -366,6 +367,15 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
             f"TOO FEW REQUESTS for {', '.join(summary.too_few_for)}: {summary.completed:,} ended, and ten must lie "
             "beyond a percentile (p99 needs 1,000); ask for more with --requests"
         )
+
+
+def _print_scaling(summary: SimulationSummary, price: Price | None) -> None:
+    """Print the instances of autoscaled pools, and the price of the GPUs that they held."""
+    for pool in summary.autoscaling:
+        click.echo(f"{'autoscaling of pool ' + pool.pool:30} {pool.sentence}")
+    if price is not None and price.run_usd is not None:
+        most = f"{number(price.run_usd_of_most)} with all instances throughout"
+        click.echo(f"{'price of the run':30} {number(price.run_usd)} USD, of {most}")
 
 
 def _print_end(summary: SimulationSummary) -> None:

@@ -120,10 +120,21 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
         yield "events: what happens to instances is not a setting"
     if plan.control is not None:
         yield "control: instances keep their roles; Dynamo's planner scales pools by rules of its own"
+    yield from _scaling_unsaid(plan)
     if len({pool.hardware for pool in plan.pools}) > 1:
         yield "hardware: give the pods of each pool a node selector for its GPUs"
     if model.hf is None:
         yield f"model: its spec names no `hf`; put what the workers load in for {model.name}"
+
+
+def _scaling_unsaid(plan: Plan) -> Iterator[str]:
+    """Yield the pools whose autoscaling is not written."""
+    for pool in plan.pools:
+        if pool.autoscaling is not None:
+            yield (
+                f"autoscaling of pool {pool.name}: replicas stay as they are here; give the rule to Dynamo's planner "
+                "(rate: its throughput-based mode; thresholds: its load-based one), whose configuration is not written"
+            )
 
 
 def service_name(pool: Pool) -> str:

@@ -35,6 +35,11 @@ _OF_BATCHING = {
     "scheduler_reserve_full_isl": "the engine admits by a rule of its own",
 }
 """Settings of batching that not every engine has, and what engines and releases without them do."""
+SCALED_BY = (
+    "an engine serves one instance; set the rule where instances are started: Dynamo's planner, Kubernetes' "
+    "HorizontalPodAutoscaler, llm-d's workload variant autoscaler"
+)
+"""Programs that are given the autoscaling of a pool, since no engine is."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
@@ -207,6 +212,8 @@ class Emitter(ABC):
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
         yield from self._tiers_unsaid(pool)
+        if pool.autoscaling is not None:
+            yield f"autoscaling: {SCALED_BY}"
         for key in ("host", "exposed_host"):
             if getattr(pool, key) not in (None, _of_preset(pool, key)):
                 yield f"{key}: its times are the engine's own"

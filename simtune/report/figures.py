@@ -25,7 +25,7 @@ from simtune.report.info import (
     percent,
 )
 from simtune.report.labels import briefs, escape, plan_labels
-from simtune.results.summary import InstanceUse
+from simtune.results.summary import InstanceUse, PoolScaling
 from simtune.runs.schema import Summary, Timeline
 from simtune.specs.plan_words import MIXED, in_words, kind_of_server, sentence_in_words
 from simtune.workload.load import LengthFacts, LoadFacts
@@ -506,12 +506,42 @@ def instances_figure(instances: Sequence[InstanceUse]) -> Figure:
     }
 
 
+def scaling_figure(pools: Sequence[PoolScaling]) -> Figure:
+    """Instances of autoscaled pools over time: those that accept requests, and those that hold GPUs."""
+    end_s = max(pool.hours for pool in pools) * 3600.0
+    per, unit = time_unit(end_s)
+    data = []
+    for i, pool in enumerate(pools):
+        label = f"{escape(pool.pool)} " if len(pools) > 1 else ""
+        for name, numbers, dash in (("hold GPUs", pool.holding, "dot"), ("accept requests", pool.accepting, "solid")):
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": f"{label}{name}",
+                    "x": [*(t / per for t in pool.at_s), end_s / per],
+                    "y": [*numbers, numbers[-1]],
+                    "line": {"color": series_colour(i), "width": 2, "shape": "hv", "dash": dash},
+                    "hovertemplate": f"%{{y}} {label}{name}<extra></extra>",
+                }
+            )
+    return {
+        "data": data,
+        "layout": layout(
+            axis(f"time, {unit}"), axis("instances", rangemode="tozero"), showlegend=True, hovermode="closest"
+        ),
+    }
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the seconds of the unit in which an axis of this length is labelled, and the unit."""
+    return (3600.0, "h") if seconds > 7200 else (60.0, "min") if seconds > 300 else (1.0, "s")
+
+
 def rates_figure(load: LoadFacts) -> Figure:
     """Arrivals per second over the time of the load, with their mean."""
     width = load.bin_s or 1.0
-    per, unit = (
-        (3600.0, "h") if (load.span_s or 0) > 7200 else (60.0, "min") if (load.span_s or 0) > 300 else (1.0, "s")
-    )
+    per, unit = time_unit(load.span_s or 0)
     begin = [i * width / per for i in range(len(load.rates_rps) + 1)]
     rates = [*load.rates_rps, load.rates_rps[-1]]
     return {

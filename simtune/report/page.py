@@ -103,6 +103,8 @@ def _figures(run: Run, first: first_screen.FirstFigure | None) -> dict[str, str]
     pictures |= _timelines(s)
     if len(s.instances) > 1:
         pictures["instances"] = (figures.instances_figure(s.instances), 300)
+    if s.autoscaling:
+        pictures["scaling"] = (figures.scaling_figure(s.autoscaling), 320)
     fragments = {name: figures.fragment(figure, name, height) for name, (figure, height) in pictures.items()}
     return fragments | (load_page.load_figures(s.load) if s.load else {})
 

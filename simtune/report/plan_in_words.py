@@ -8,6 +8,7 @@ from simtune.errors import plural
 from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
+from simtune.specs.autoscaling import RateRule, SaturationRule, TargetRule, ThresholdRule
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan_words import of_plan
 from simtune.specs.pool import Pool
@@ -29,7 +30,7 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
         f"on {plural(plan.num_devices, 'GPU')} in {plural(len(plan.pools), 'pool')}",
         of_plan(plan).words(),
     ]
-    if sum(pool.instances for pool in plan.pools) > 1:
+    if sum(pool.most_instances for pool in plan.pools) > 1:
         sentences.append(f"requests are routed by {plan.router.kind}")
     for link in plan.links or ():
         sentences.append(f"links: KV caches go from {link.source} to {link.to} over a link of their own")
@@ -47,6 +48,7 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
         yield f"engine none: no engine can run it; {_kernels(deployed.hardware)}"
     elif pool.engine is not None:
         yield f"engine {pool.engine}{chosen}: {_kernels(deployed.hardware)}"
+    yield from _autoscaling(pool)
     yield from _beside_engine(pool)
     yield from _parallelism(deployed)
     yield from _memory(deployed)
@@ -72,6 +74,30 @@ def _kernels(hardware: Hardware) -> str:
     borrowed = [operator for operator in hardware.operators.values() if operator.other_engine is not None]
     another = f", but {plural(len(borrowed), 'operator')} of another engine" if borrowed else ""
     return f"kernels of profile {hardware.name}{another}"
+
+
+def _autoscaling(pool: Pool) -> Iterator[str]:
+    """Yield a sentence on the rule by which instances come and go, if they do."""
+    scaling = pool.autoscaling
+    if scaling is None:
+        return
+    rule = scaling.rule
+    match rule:
+        case RateRule():
+            words = f"one for each {rule.requests_per_s:g} requests/s of the last interval"
+        case ThresholdRule():
+            words = f"one more if {rule.watch} of any reaches {rule.up:g}, one less if all are at {rule.down:g} or less"
+        case TargetRule():
+            words = f"as many as bring {rule.watch} to {rule.load:g} each, within {percent(rule.tolerance)}"
+        case SaturationRule():
+            words = (
+                f"one more if less than {percent(rule.kv_cache_spare)} of KV cache or {rule.waiting_spare:g} waiting "
+                "requests are to spare, one less if the others can take over"
+            )
+    yield (
+        f"autoscaling: every {scaling.interval_s:g} s {words}; {scaling.min_instances} to {scaling.max_instances} "
+        f"instances, up {scaling.startup_s:g} s after their start; they are drained before their GPUs are free"
+    )
 
 
 def _beside_engine(pool: Pool) -> Iterator[str]:

@@ -20,7 +20,8 @@ class InstancePower(NamedTuple):
     idle_w: float
     tdp_w: float
     instances: int
-    """Instances that the pool begins with; while idle, GPUs that come from other pools are counted there."""
+    """Instances that the pool begins with; while idle, GPUs that come from other pools are counted there. Those of an
+    autoscaled pool count while its instances hold them."""
     stage_busy_s: float | None = None
     """Busy seconds of all servers of a stage together; None for a pool."""
 
@@ -49,7 +50,8 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
     watts = 0.0
     for instance in instances:
         of = power[instance.pool]
-        idle_w = of.idle_w if instance.instance < of.instances else 0.0
+        held_share = float(instance.instance < of.instances) if instance.held is None else instance.held
+        idle_w = of.idle_w * held_share
         watts += idle_w + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
     joules = watts * duration_s
     for of in power.values():

@@ -53,6 +53,29 @@ class EngineCoreUse(NamedTuple):
     """Most tokens of a step with prefill chunks."""
 
 
+class PoolInstances(NamedTuple):
+    """Instances of an autoscaled pool in a run."""
+
+    pool: str
+    devices: int
+    """GPUs of one instance."""
+    end: int
+    """Tick at which the last step of the run ended."""
+    held_ticks: tuple[int, ...]
+    """Ticks until then for which each place held its GPUs: from the start of an instance until it was drained."""
+    starts: int
+    """Instances that were started, those given up before they accepted requests among them."""
+    drains: int
+    """Instances that were drained."""
+    counts: tuple[tuple[int, int, int], ...]
+    """(tick, instances that accept requests, instances that hold GPUs) from the beginning and after each change."""
+
+    @property
+    def mean(self) -> float:
+        """Mean number of instances that hold GPUs."""
+        return sum(self.held_ticks) / self.end if self.end > 0 else float(self.counts[0][2])
+
+
 @dataclass(slots=True)
 class Outcome:
     """Events of every request, as columns in order of request number; times in ticks, -1 if the event never came."""
@@ -100,11 +123,18 @@ class Outcome:
     """Numbers of the requests that servers rejected because their queues were full; None without such a limit."""
     role_switches: int | None = None
     """Instances that took the other role; None without a controller."""
+    scaled: tuple[PoolInstances, ...] = ()
+    """Instances of each autoscaled pool."""
 
     @property
     def prompt_done(self) -> Ticks:
         """Ticks at which the prompts were done: with the first token, unless a decode instance delivers that."""
         return np.where(self.prefilled >= 0, self.prefilled, self.first_token)
+
+    @property
+    def mean_free_gpus(self) -> float:
+        """Mean number of GPUs that autoscaled pools do not hold, of those that they may."""
+        return sum(of.devices * (len(of.held_ticks) - of.mean) for of in self.scaled)
 
     @property
     def controlled(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
 from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import cache_tiers, instances, prefix_cache, rejections, verifications
+from simtune.results.summing import cache_tiers, instances, prefix_cache, rejections, scaling, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -241,19 +241,18 @@ class RunStatistics(ABC):
     def summary(self, *, noise: bool = True) -> SimulationSummary:
         """Return the statistics of the run; None stands for a number that does not exist or is unbounded. Without
         `noise` intervals are left out, which take longer than all the rest."""
-        sums, duration, completed = self.sums, self.duration_s, self.num_completed()
-        output_rate = self.output_tokens_per_s
+        sums, output_rate, gpus = self.sums, self.output_tokens_per_s, self.num_gpus - self.outcome.mean_free_gpus
         metrics = self.distributions(noise and not self.saturated)
         tpot_s = metrics["tpot"].mean
-        core_use = instances(self.outcome.cores, sums.answered, self.span_s)
+        core_use = instances(self.outcome.cores, sums.answered, self.span_s, self.outcome.scaled)
         energy = energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(
             requests=self.num_requests,
-            completed=completed,
+            completed=self.num_completed(),
             refused=self.refused,
             unserved=self.unserved,
             preemptions=sums.preemptions,
-            duration_s=duration,
+            duration_s=self.duration_s,
             saturated=self.saturated,
             steadiness=self.steadiness,
             lifetimes=self.lifetimes,
@@ -264,7 +263,7 @@ class RunStatistics(ABC):
             slo_attainment=self.slo_attainment,
             output_tokens_per_s=output_rate,
             total_tokens_per_s=self._per_second(sums.output_tokens + sums.prompt_tokens),
-            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / self.num_gpus,
+            output_tokens_per_s_per_gpu=None if output_rate is None else output_rate / gpus,
             output_tokens_per_s_per_user=1 / tpot_s if tpot_s else None,
             num_gpus=self.num_gpus,
             metrics=metrics,
@@ -279,10 +278,11 @@ class RunStatistics(ABC):
 
     def _where_it_applies(self) -> dict[str, Any]:
         """Return the fields that not all runs have; the others are left out of the file."""
-        limited = self.outcome.rejected is not None
+        outcome, limited = self.outcome, self.outcome.rejected is not None
         fields: dict[str, Any] = {
-            "prefix_cache": prefix_cache(self.outcome.cores),
-            "cache_tiers": cache_tiers(self.outcome.cores),
+            "autoscaling": tuple(map(scaling, outcome.scaled)),
+            "prefix_cache": prefix_cache(outcome.cores),
+            "cache_tiers": cache_tiers(outcome.cores),
             "speculation": verifications(self.drafted) if self.drafted.rounds else None,
             "held_back": self.held_back,
             "rejections": rejections(self.num_rejected, self.head.class_names, self.num_requests) if limited else None,

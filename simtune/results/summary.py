@@ -95,6 +95,34 @@ class InstanceUse(Record):
     instance: Whole = Field(description="its number within the pool, from 0")
     busy: Uncertain[NonNegative] = Field(description="share of the time in which it ran steps")
     requests: Whole = Field(description="requests that it finished")
+    held: Uncertain[Share | None] = Field(
+        None, description="share of the time in which it held its GPUs; left out unless its pool is autoscaled"
+    )
+
+
+class PoolScaling(Record):
+    """Instances of an autoscaled pool over a run, from 0 s to the end of its last step."""
+
+    pool: str
+    hours: Uncertain[NonNegative] = Field(description="length of the run")
+    mean_instances: Uncertain[NonNegative] = Field(description="that hold GPUs: started, accepting or draining")
+    fewest: Uncertain[Whole] = Field(description="instances that hold GPUs")
+    most: Uncertain[Whole]
+    starts: Uncertain[Whole] = Field(description="instances that were started")
+    drains: Uncertain[Whole] = Field(description="instances that were drained")
+    gpu_hours: Uncertain[NonNegative] = Field(description="of GPUs that instances held")
+    gpu_hours_of_most: Uncertain[NonNegative] = Field(description="of the GPUs of max_instances, all the time")
+    at_s: Seq[NonNegative] = Field(description="when the numbers below changed, from 0 on")
+    accepting: Seq[Whole] = Field(description="instances that accept requests, from then on")
+    holding: Seq[Whole] = Field(description="instances that hold GPUs, from then on")
+
+    @property
+    def sentence(self) -> str:
+        """Numbers of instances and their GPU-hours in words."""
+        return (
+            f"{self.fewest} to {self.most} instances, {self.mean_instances:.3g} on average, {self.starts} started, "
+            f"{self.drains} drained; {self.gpu_hours:.4g} GPU-hours, of {self.gpu_hours_of_most:.4g} with all of them"
+        )
 
 
 class PrefixCacheUse(Record):
@@ -226,13 +254,15 @@ class SimulationSummary(Record):
     )
     output_tokens_per_s: Uncertain[NonNegative | None]
     total_tokens_per_s: Uncertain[NonNegative | None] = Field(description="of prompts and outputs")
-    output_tokens_per_s_per_gpu: Uncertain[NonNegative | None]
+    output_tokens_per_s_per_gpu: Uncertain[NonNegative | None] = Field(
+        description="of autoscaled pools over the mean number of GPUs that they hold"
+    )
     output_tokens_per_s_per_user: Uncertain[NonNegative | None] = Field(description="1 / mean TPOT")
     energy_j: Uncertain[NonNegative | None] = Field(
         None, description="of all GPUs over duration_s; left out if a hardware profile states no power"
     )
     joules_per_token: Uncertain[NonNegative | None] = Field(None, description="that, over the output tokens")
-    num_gpus: Count
+    num_gpus: Count = Field(description="of all pools, of autoscaled ones those of the most instances")
     metrics: dict[Metric, Distribution]
     first_token_parts: Seq[FirstTokenParts] = Field(
         (), description="mean parts of the TTFT; left out if requests are not kept"
@@ -246,6 +276,7 @@ class SimulationSummary(Record):
         None, description="instances that took the other role; left out without a controller"
     )
     instances: Seq[InstanceUse]
+    autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances come and go with the load")
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")

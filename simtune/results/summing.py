@@ -10,7 +10,7 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
-from simtune.results.outcome import EngineCoreUse
+from simtune.results.outcome import EngineCoreUse, PoolInstances
 from simtune.results.statistics import TokenIntervals, batch_means
 from simtune.results.summary import (
     CacheTierUse,
@@ -19,6 +19,7 @@ from simtune.results.summary import (
     FirstTokenParts,
     HeldBack,
     InstanceUse,
+    PoolScaling,
     PrefixCacheUse,
     Rejections,
     Verifications,
@@ -153,9 +154,39 @@ def cache_tiers(cores: Sequence[EngineCoreUse]) -> tuple[CacheTierUse, ...]:
     )
 
 
-def instances(cores: Sequence[EngineCoreUse], answered: Sequence[int], duration_s: float) -> tuple[InstanceUse, ...]:
+def scaling(of: PoolInstances) -> PoolScaling:
+    """Return the instances of an autoscaled pool over a run."""
+    hours = max(0, of.end) / TICKS_PER_SECOND / 3600.0
+    at, accepting, holding = zip(*of.counts, strict=True)
+    return PoolScaling(
+        pool=of.pool,
+        hours=hours,
+        mean_instances=of.mean,
+        fewest=min(holding),
+        most=max(holding),
+        starts=of.starts,
+        drains=of.drains,
+        gpu_hours=of.devices * of.mean * hours,
+        gpu_hours_of_most=of.devices * len(of.held_ticks) * hours,
+        at_s=tuple(tick / TICKS_PER_SECOND for tick in at),
+        accepting=accepting,
+        holding=holding,
+    )
+
+
+def instances(
+    cores: Sequence[EngineCoreUse],
+    answered: Sequence[int],
+    duration_s: float,
+    scaled: Sequence[PoolInstances] = (),
+) -> tuple[InstanceUse, ...]:
     """Return the use of every simulated instance; it is as busy as its busiest core. `answered` are the requests that
-    each core answered."""
+    each core answered, `scaled` the autoscaled pools."""
+    held_by_place = {
+        (of.pool, place): {"held": ticks / of.end if of.end > 0 else 0.0}
+        for of in scaled
+        for place, ticks in enumerate(of.held_ticks)
+    }
     busy: dict[tuple[str, int], float] = {}
     requests: Counter[tuple[str, int]] = Counter()
     for core, finished in zip(cores, answered, strict=True):
@@ -163,6 +194,12 @@ def instances(cores: Sequence[EngineCoreUse], answered: Sequence[int], duration_
         busy[key] = max(busy.get(key, 0.0), busy_s / duration_s if duration_s else 0.0)
         requests[key] += finished
     return tuple(
-        InstanceUse(pool=pool, instance=number, busy=share, requests=requests[pool, number])
+        InstanceUse(
+            pool=pool,
+            instance=number,
+            busy=share,
+            requests=requests[pool, number],
+            **held_by_place.get((pool, number), {}),
+        )
         for (pool, number), share in busy.items()
     )

@@ -59,6 +59,7 @@ def violations(plan: Plan, cores: Sequence[EngineCore], result: Result) -> Itera
         *_of_transfers(outcome),
         *(() if outcome.aborted or result.unserved else _of_blocks(cores)),
         *_of_gpus(plan, result),
+        *_of_instances(plan, outcome),
     ]
     # Energy follows from all the others.
     yield from broken or _of_energy(plan, result)
@@ -150,17 +151,37 @@ def _of_gpus(plan: Plan, result: Result) -> Iterator[str]:
     """All GPUs of the plan are simulated, and paid for."""
     if result.num_gpus != plan.num_devices:
         yield f"{result.num_gpus} GPUs are paid, and the plan has {plan.num_devices}"
-    instances = {(core.pool, core.instance) for core in result.outcome.cores}
+    places = {(core.pool, core.instance) for core in result.outcome.cores}
     for pool in plan.pools:
-        simulated = sum(name == pool.name for name, _ in instances) * result.scale
-        if not plan.events and plan.control is None and abs(simulated - pool.instances) > 1e-9 * pool.instances:
-            yield f"pool {pool.name} has {pool.instances} instances, and {simulated:g} were simulated"
+        simulated = sum(name == pool.name for name, _ in places) * result.scale
+        instances = pool.most_instances
+        if not plan.events and plan.control is None and abs(simulated - instances) > 1e-9 * instances:
+            yield f"pool {pool.name} has {instances} instances, and {simulated:g} were simulated"
+
+
+def _of_instances(plan: Plan, outcome: Outcome) -> Iterator[str]:
+    """Autoscaled pools stay within their limits, and run steps only on GPUs that they hold."""
+    for of in outcome.scaled:
+        scaling = plan.pool(of.pool).autoscaling
+        assert scaling is not None
+        for tick, accepting, holding in of.counts:
+            if not scaling.min_instances <= accepting <= holding <= scaling.max_instances:
+                yield f"pool {of.pool} has {accepting} instances on the GPUs of {holding} at tick {tick:,}"
+        ticks = [*(tick for tick, _, _ in of.counts[1:]), of.end]
+        under_counts = sum(
+            holding * (until - since) for (since, _, holding), until in zip(of.counts, ticks, strict=True)
+        )
+        if of.end > 0 and under_counts != sum(of.held_ticks):
+            yield f"instances of pool {of.pool} hold GPUs for {sum(of.held_ticks):,} ticks, counted {under_counts:,}"
+        for core in outcome.cores:
+            if core.pool == of.pool and core.busy > of.held_ticks[core.instance]:
+                yield f"instance {core.instance} of pool {of.pool} runs steps on GPUs that it does not hold"
 
 
 def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
     """GPUs are powered for the whole run: each takes its idle power at least, and its rated one at most."""
     energy_j = None if result.power is None else result.summary(noise=False).energy_j
-    if result.power is None or energy_j is None or plan.events or plan.control is not None:
+    if result.power is None or energy_j is None or plan.events or plan.control is not None or plan.autoscales:
         return
     least, most = (
         sum(watts * of.instances for of, watts in zip(result.power.values(), rated, strict=True)) * result.span_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from simtune.engine import Request
@@ -17,7 +17,7 @@ class Change(NamedTuple):
     """Change of some cores at a tick: `up` is True if they come, `lost` if they go with all their requests.
 
     Cores that go without being lost finish what they have; `then` are cores that replace them, `delay` ticks
-    after that.
+    after that. `done` is called with the tick at which cores that come are up, or cores that go are drained.
     """
 
     tick: int
@@ -26,6 +26,7 @@ class Change(NamedTuple):
     lost: bool = False
     then: Sequence[EngineCore] = ()
     delay: int = 0
+    done: Callable[[int], None] | None = None
 
 
 class Availability:
@@ -56,6 +57,8 @@ class Availability:
         if change.up:
             self._dispatcher.route_parked(now)
             self._handover.offer_unroutable(now)
+            if change.done is not None:
+                change.done(now)
         elif change.lost:
             self._fail(now, change.cores)
         else:
@@ -72,13 +75,23 @@ class Availability:
             return
         del self._draining[number]
         core.draining = False
-        if change.then and not any(member.draining for member in change.cores):
+        if any(member.draining for member in change.cores):
+            return
+        if change.then:
             self.announce(Change(now + change.delay, change.then, up=True))
+        if change.done is not None:
+            change.done(now)
 
-    def announce(self, change: Change) -> None:
-        """Schedule a change at its tick, which is not in the past."""
-        self._agenda.post((change.tick, CHANGE, len(self._changes), 0))
+    def announce(self, change: Change) -> int:
+        """Schedule a change at its tick, which is not in the past. Return its number."""
+        number = len(self._changes)
+        self._agenda.post((change.tick, CHANGE, number, 0))
         self._changes.append(change)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Let a change that has not come yet change nothing."""
+        self._changes[number] = Change(self._changes[number].tick, (), up=True)
 
     def _drain(self, now: int, change: Change) -> None:
         """Let cores finish what they run and send the requests that wait there elsewhere."""

@@ -104,7 +104,7 @@ class Deployment:
     def cores_apart(self) -> bool:
         """True if instances do not disturb each other, so that some of them can stand for all."""
         router = plan_parts.ROUTER.find(self.plan.router.kind)
-        return len(self.pools) == 1 and router.deals_in_turn and not self.plan.events
+        return len(self.pools) == 1 and router.deals_in_turn and not (self.plan.events or self.plan.autoscales)
 
     def simulate(
         self,

@@ -187,5 +187,9 @@ def check_graph_runs(plan: Plan) -> None:
     """Raise UsageError for a plan under which requests of a request graph could not be found to be aborted."""
     if plan.events:
         raise UsageError(f"plan {plan.name}: events and a request graph are mutually exclusive; remove the events")
+    if plan.autoscales:
+        raise UsageError(
+            f"plan {plan.name}: autoscaling and a request graph are mutually exclusive; remove the autoscaling"
+        )
     if any(pool.role != "mixed" for pool in plan.pools):
         raise UsageError(f"plan {plan.name}: a request graph needs pools of role mixed; set role: mixed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heapify, heapreplace
+from heapq import heapify, heappush, heapreplace
 
 from simtune.costs.ticks import to_ticks
 from simtune.specs.pool import Pool
@@ -27,13 +27,18 @@ class FrontEnd:
     def of(cls, instances: Iterable[tuple[Pool, int]]) -> FrontEnd | None:
         """Return the front ends of a number of instances of each pool that accepts new requests; None if there are
         none."""
-        servers = [
-            (0, to_ticks(pool.front_end.request_s), to_ticks(pool.front_end.token_s))
-            for pool, number in instances
-            if pool.front_end is not None and pool.role != "decode"
-            for _ in range(number)
-        ]
+        servers = [(0, *_ticks(pool)) for pool, number in instances if has_front_end(pool) for _ in range(number)]
         return cls(servers) if servers else None
+
+    def join(self, now: int, pool: Pool) -> None:
+        """Add the front end of an instance of a pool, which is free from tick `now` on."""
+        heappush(self._servers, (now, *_ticks(pool)))
+
+    def leave(self, pool: Pool) -> None:
+        """Remove the front end of an instance of a pool: the one that is free first. Requests that are in it pass."""
+        times = _ticks(pool)
+        self._servers.remove(min(server for server in self._servers if server[1:] == times))
+        heapify(self._servers)
 
     def passed(self, now: int, prompt_tokens: int) -> int:
         """Return the tick at which a request that arrives now has passed the front end."""
@@ -42,3 +47,14 @@ class FrontEnd:
         heapreplace(self._servers, (end, request_ticks, token))
         self._latest = max(self._latest, end)
         return self._latest
+
+
+def has_front_end(pool: Pool) -> bool:
+    """True if requests pass a front end of the pool; decode pools get theirs from prefill pools, without passing it."""
+    return pool.front_end is not None and pool.role != "decode"
+
+
+def _ticks(pool: Pool) -> tuple[int, int]:
+    """Return the ticks of the front end of a pool per request, and per prompt token."""
+    assert pool.front_end is not None
+    return to_ticks(pool.front_end.request_s), to_ticks(pool.front_end.token_s)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from simtune.engine import Request
+from simtune.results.outcome import Outcome
 from simtune.sim.agenda import LOOK, NEVER, Agenda
 from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
@@ -20,6 +22,22 @@ from simtune.specs.role_control import Pressure, WatchedQueue
 
 Cores = Sequence[EngineCore]
 """Cores of one instance."""
+
+
+class Controller(Protocol):
+    """Decides at intervals which instances accept requests. Serves one run."""
+
+    def counted(self, routers: Routers) -> Routers:
+        """Return the routers of the world, wrapped so that the controller can count requests."""
+
+    def begin(self, agenda: Agenda, availability: Availability) -> None:
+        """Schedule the first look."""
+
+    def look(self, now: int, number: int, version: int) -> None:
+        """Read the loads, change which instances accept requests, and schedule the next look."""
+
+    def close(self, outcome: Outcome, end: int) -> None:
+        """Write the counts of a run that ended at tick `end` into its outcome."""
 
 
 class CountingRouter(Router):
@@ -109,6 +127,10 @@ class RoleController:
                 self._move(now, giving, taking)
         if self._agenda.heap[0] is not NEVER or self._agenda.held is not None:
             self._agenda.post((now + self._every, LOOK, 0, 0))
+
+    def close(self, outcome: Outcome, end: int) -> None:
+        """Write the number of switches into the outcome of the run."""
+        outcome.role_switches = self.switches
 
     def _may_move(self, giving: RoleCores) -> bool:
         on_its_way = any(not core.up for core in self._coming)

@@ -17,6 +17,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
 from simtune.sim.admission import check_clients_wait
+from simtune.sim.autoscaler import Autoscaler, PoolScaler, reads_tokens
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
@@ -24,9 +25,10 @@ from simtune.sim.front_end import FrontEnd
 from simtune.sim.kv_links import ForkedConnector, Links, first_token_of, merges
 from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.role_controller import RoleController, RoleCores
+from simtune.sim.role_controller import Controller, RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
+from simtune.specs.autoscaling import OF_TOKENS
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
 from simtune.specs.pool import Role
@@ -47,7 +49,7 @@ class Wiring:
     decode_router: Router | None
     front_end: FrontEnd | None
     changes: Sequence[Change]
-    control: RoleController | None
+    control: Controller | None
     first_token: FirstToken
     local_prefill: LocalPrefill | None
     predicted_tokens: Sequence[int] | None
@@ -94,7 +96,7 @@ def wire(
     joining = _joining(plan)
     by_pool = {
         p.spec.name: p.cores(
-            (instances or p.spec.instances) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
+            (instances or p.spec.most_instances) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
         )
         for p in pools
     }
@@ -105,13 +107,14 @@ def wire(
     if receiving := _of_roles(by_pool, pools, "decode"):
         _connect(plan, model, pools, by_pool)
         decode_router = make_router(plan.decode_router or LeastTokensRouting(), receiving, stream, seed)
+    front_end = FrontEnd.of((pool.spec, instances or pool.spec.instances) for pool in pools)
     return Wiring(
         cores=_of_roles(by_pool, pools, "mixed", "prefill", "decode"),
         router=make_router(plan.router, _of_roles(by_pool, pools, "mixed", "prefill"), stream, seed),
         decode_router=decode_router,
-        front_end=FrontEnd.of((pool.spec, instances or pool.spec.instances) for pool in pools),
+        front_end=front_end,
         changes=changes,
-        control=_controller(plan, by_pool),
+        control=_autoscaler(plan, by_pool, front_end) if plan.autoscales else _controller(plan, by_pool),
         first_token=first_token_of(plan) if receiving else "prefill",
         local_prefill=plan.local_prefill,
         predicted_tokens=_predicted_tokens(pools, stream, seed),
@@ -280,6 +283,24 @@ def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
         patience=control.patience,
         delay=round(control.switch_s * TICKS_PER_SECOND),
     )
+
+
+def _autoscaler(plan: Plan, by_pool: ByPool, front_end: FrontEnd | None) -> Autoscaler:
+    """Return the controllers of the plan's autoscaled pools."""
+    scalers = []
+    for pool in plan.pools:
+        if pool.autoscaling is None:
+            continue
+        cores = by_pool[pool.name]
+        tokens = sorted(set(pool.autoscaling.rule.watched) & set(OF_TOKENS))
+        if tokens and not reads_tokens(cores):
+            raise UsageError(
+                f"plan {plan.name}: pool {pool.name}: autoscaling reads {tokens[0]}, which policy "
+                f"{pool.batching.policy} does not state; watch waiting, under_way or prompt_tokens, or use rule rate"
+            )
+        places = [_of_instance(cores, place) for place in range(pool.most_instances)]
+        scalers.append(PoolScaler(pool, places, front_end))
+    return Autoscaler(scalers)
 
 
 def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:

@@ -33,7 +33,7 @@ from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.local_prefill import LocalPrefills
 from simtune.sim.recorder import MOST_ROWS, Recorder
-from simtune.sim.role_controller import RoleController
+from simtune.sim.role_controller import Controller
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.run_ahead import run_ahead
 from simtune.sim.source import Hints, RequestSource
@@ -53,7 +53,7 @@ class World:
         decode_router: Router | None = None,
         front_end: FrontEnd | None = None,
         changes: Sequence[Change] = (),
-        control: RoleController | None = None,
+        control: Controller | None = None,
         first_token: FirstToken = "prefill",
         local_prefill: LocalPrefill | None = None,
         predicted_tokens: Sequence[int] | None = None,
@@ -65,7 +65,7 @@ class World:
         """Wire a world of `cores`, all of the deployment. `router` chooses among those that accept new requests (all,
         in turn, unless given), `decode_router` among those that take over from cores with a `connector`.
         `first_token` is its source in that case, and `local_prefill` the rule for prompts that the latter compute
-        themselves. `control` moves instances between the two roles; requests pass
+        themselves. `control` decides which instances are up; requests pass
         `front_end` before they are routed.
 
         `single_steps` makes every step an event of its own: slow, and the oracle for jumps. `record` keeps every
@@ -142,7 +142,7 @@ class World:
             cores=[_use(core) for core in self._cores],
         )
         if self._control is not None:
-            outcome.role_switches = self._control.switches
+            self._control.close(outcome, max(core.ended for core in self._cores))
         return outcome
 
     def _handlers(self) -> Mapping[int, Handler]:

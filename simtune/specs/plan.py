@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.errors import suggest
+from simtune.specs.autoscaling import check_plan_scales
 from simtune.specs.base import ErrorAt, NonNegative, Part, Positive, Seconds, Seq, Spec
 from simtune.specs.pool import Pool
 from simtune.specs.role_control import RoleControl, check_control
@@ -178,9 +179,16 @@ class Plan(Spec):
 
     @property
     def num_devices(self) -> int:
-        """GPUs of all pools and stages."""
+        """GPUs of all pools and stages, of autoscaled pools those of the most instances."""
         of_stages = sum(stage.instances * stage.devices for stage in self.stages or ())
-        return of_stages + sum(p.instances * p.devices for p in self.pools if p.share is None or p.share.beside is None)
+        return of_stages + sum(
+            p.most_instances * p.devices for p in self.pools if p.share is None or p.share.beside is None
+        )
+
+    @property
+    def autoscales(self) -> bool:
+        """True if instances of a pool come and go with its load."""
+        return any(pool.autoscaling is not None for pool in self.pools)
 
     @property
     def prefills_locally(self) -> bool:
@@ -235,9 +243,14 @@ class Plan(Spec):
         return self
 
     @model_validator(mode="after")
+    def _scales_alone(self) -> Self:
+        check_plan_scales(self.pools, [key for key in ("events", "control", "local_prefill") if getattr(self, key)])
+        return self
+
+    @model_validator(mode="after")
     def _of_some_size(self) -> Self:
         if self.num_devices > MOST_GPUS:
-            largest = max(range(len(self.pools)), key=lambda i: self.pools[i].instances * self.pools[i].devices)
+            largest = max(range(len(self.pools)), key=lambda i: self.pools[i].most_instances * self.pools[i].devices)
             raise ErrorAt(f"{self.num_devices:,} GPUs in all, at most {MOST_GPUS:,}", "pools", largest, "instances")
         return self
 

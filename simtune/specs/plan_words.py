@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from simtune.errors import plural
@@ -201,7 +201,7 @@ def of_plan(plan: Plan) -> PlanWords:
     A code name does not count GPUs that drafters have for themselves; the pools do.
     """
     words, several = of_name(plan.name), len({pool.hardware for pool in plan.pools}) > 1
-    if words is not None and words.gpus == plan.num_devices:
+    if words is not None and words.gpus == plan.num_devices and not plan.autoscales:
         return words
     return PlanWords(tuple(_of_pool(pool, several) for pool in plan.pools))
 
@@ -213,10 +213,10 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         "kv": f"{pool.kv_cache.dtype} KV cache" if pool.kv_cache.dtype else "",
         "drafter": "" if drafts is None else f"drafts of {drafts.drafter.label}",
     }
-    return _pool_words(
+    words = _pool_words(
         role=pool.role,
         gpu=pool.hardware if several_kinds else "",
-        instances=pool.instances,
+        instances=pool.most_instances,
         devices=pool.devices,
         parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1},
         expert_parallel=p.expert_parallel,
@@ -225,6 +225,8 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         budget=batching.max_num_batched_tokens,
         more_settings={key: words for key, words in more_settings.items() if words},
     )
+    least = pool.most_instances if pool.autoscaling is None else pool.autoscaling.min_instances
+    return words if least == pool.most_instances else replace(words, servers=f"{least} to {words.servers}")
 
 
 # --- one name, many names, names inside sentences ---------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from simtune.specs.autoscaling import Autoscaling, check_autoscaling
 from simtune.specs.base import (
     BlockSize,
     Context,
@@ -416,6 +417,9 @@ class Pool(Part):
         None, description="how the pool drafts; every token is decoded singly unless given"
     )
     share: DeviceShare | None = Field(None, description="share of its GPUs; the pool has them to itself unless given")
+    autoscaling: Autoscaling | None = Field(
+        None, description="starts and drains instances as the load asks for them; the pool keeps its own unless given"
+    )
     costs: str | None = Field(
         None,
         description="measured whole steps in place of operators: a table (CSV, Parquet) or a log (.jsonl)",
@@ -467,6 +471,11 @@ class Pool(Part):
         all of it is exposed.
         """
         return self.schedules_async and self.exposed_host != "all"
+
+    @property
+    def most_instances(self) -> int:
+        """Most instances that the pool has at a time."""
+        return self.instances if self.autoscaling is None else self.autoscaling.max_instances
 
     @property
     def devices(self) -> int:
@@ -613,4 +622,5 @@ _RULES = (
     _has_a_ring,
     _exchanges_what_is_spared,
     _one_target_for_each_drafter,
+    check_autoscaling,
 )

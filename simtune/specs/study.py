@@ -396,6 +396,11 @@ class Study(Spec):
                     f"{pool.hardware} is no hardware of the study; list it there, with all its devices",
                     "fixed", i, "hardware",
                 )  # fmt: skip
+            if pool.autoscaling is not None:
+                raise ErrorAt(
+                    "no bound covers instances that come and go; remove it, and add it to the chosen plan",
+                    "fixed", i, "autoscaling",
+                )  # fmt: skip
         if len(self.fixed) == 2:
             raise ErrorAt("with both pools fixed nothing is left to search; use simulate", "fixed")
         if self.fixed and "prefill-decode" not in self.search.layouts:

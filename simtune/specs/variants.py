@@ -55,6 +55,7 @@ UNSEARCHED: Mapping[str, str] = {
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
     "stages": "GPUs of stages are not among the devices of a study; add stages to the chosen plan and simulate it",
+    "autoscaling": "no bound covers instances that come and go; add it to the chosen plan and simulate it",
     "control": "no bound covers instances that change roles; add it to the chosen plan and simulate it",
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""

@@ -10,6 +10,7 @@ from simtune.emit import ENGINES, Emitter, engine_files, why_none
 from simtune.emit.dynamo import _unsaid
 from simtune.errors import UsageError
 from simtune.runs.engine_files import launch_of
+from simtune.specs.autoscaling import Autoscaling
 from simtune.specs.catalog import load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import HostTimes
@@ -153,6 +154,14 @@ def test_dynamo_names_what_it_leaves_out() -> None:
     moving = "\n".join(_unsaid(alike.model_copy(update={"control": CONTROL}), MODEL))
     assert "control: instances keep their roles; Dynamo's planner scales pools by rules of its own" in moving
     assert "control" not in said
+    scaling = Autoscaling.model_validate(
+        {"rule": {"kind": "rate", "requests_per_s": 2.0}, "startup_s": 60.0, "max_instances": 4}
+    )
+    pools = tuple(pool.model_copy(update={"autoscaling": scaling}) for pool in alike.pools)
+    scaled = "\n".join(_unsaid(alike.model_copy(update={"pools": pools}), MODEL))
+    assert "autoscaling of pool a: replicas stay as they are here; give the rule to Dynamo's planner" in scaled
+    assert "autoscaling" not in said
+    assert any(one.startswith("autoscaling: an engine serves one instance") for one in ENGINES["vllm"].unsaid(pools[0]))
     assert "hardware" not in "\n".join(_unsaid(alike, MODEL))
     assert "events" not in "\n".join(_unsaid(alike, MODEL))
 

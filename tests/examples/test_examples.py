@@ -154,6 +154,31 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
     assert 0.5 * found["hit_tokens"] < host["hit_tokens"] + store["hit_tokens"] < found["hit_tokens"]
 
 
+def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
+    """The first requests are those of the night: one instance of four is enough for them, and is all that is paid."""
+    run, folder = tmp_path / "run", "examples/autoscaling"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
+         "--workload", f"{folder}/workload.yaml", "--requests", "2800", "--audit", "--out", str(run),
+         "--set", "workload.arrivals.segments=[{for_s: 400, rate_rps: 1}, {for_s: 600, rate_rps: 6}]"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "autoscaling of pool mixed      1 to 2 instances" in done.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    (scaling,) = summary["autoscaling"]
+    assert (scaling["accepting"], scaling["holding"]) == ([1, 1, 2], [1, 2, 2])
+    assert scaling["at_s"] == [0.0, 540.0, 720.0], "the look at 540 s is the first after the night, at which 6/s came"
+    assert summary["price"]["run_usd"] < 0.5 * summary["price"]["run_usd_of_most"]
+    page = (run / "report.html").read_text()
+    assert re.search("<h2[^>]*>Autoscaling</h2>", page)
+    assert "The GPUs held cost" in page
+
+
 def test_agents_find_their_text_again(tmp_path: Path) -> None:
     """Nine of ten prompt tokens are found, and sessions take longer than requests of them are under way."""
     run, folder = tmp_path / "run", "examples/agents"

@@ -125,6 +125,36 @@ def test_explanation_names_role_control() -> None:
     assert "control: every 2 s one instance may take the other role" in whole
 
 
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        ({"kind": "rate", "requests_per_s": 2.5}, "every 180 s one for each 2.5 requests/s of the last interval"),
+        (
+            {"kind": "thresholds", "watch": "waiting", "up": 4, "down": 0},
+            "every 5 s one more if waiting of any reaches 4, one less if all are at 0 or less",
+        ),
+        (
+            {"kind": "target", "watch": "kv_cache", "load": 0.5},
+            "every 15 s as many as bring kv_cache to 0.5 each, within 10.0 %",
+        ),
+        (
+            {"kind": "saturation"},
+            "every 60 s one more if less than 10.0 % of KV cache or 3 waiting requests are to spare",
+        ),
+    ],
+)
+def test_explanation_names_the_rule_of_autoscaling(rule: dict[str, Any], sentence: str) -> None:
+    scaling = {"rule": rule, "startup_s": 90.0, "max_instances": 4}
+    batching = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    pool = {"hardware": "h100-sxm", "instances": 2, "max_model_len": 2048, "batching": batching, "autoscaling": scaling}
+    plan = Plan.model_validate({"name": "p", "model": "llama-3.1-8b", "pools": [pool]}, strict=False)
+    (_, whole), (_, sentences) = explain(deploy_plan(plan))
+    assert "on 4 GPUs in 1 pool" in whole[0]
+    (words,) = (words for words in sentences if words.startswith("autoscaling"))
+    assert sentence in words
+    assert "1 to 4 instances, up 90 s after their start" in words
+
+
 def test_neighbours_are_candidates_one_setting_away(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = run.candidates[0]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from simtune.report import info
+from simtune.report import figures, info
 from simtune.report.page import render
+from simtune.results.summary import PoolScaling
 from simtune.runs.run_reader import read_run
 
 RunMaker = Callable[..., Path]
@@ -64,6 +65,28 @@ def test_headline_has_servers_and_gpus_of_each_pool(apart: Path) -> None:
         ("back", "decode", "h200-sxm", "1", "4", "vllm-fcfs", "256", "8,192"),
     ]
     assert ("prefix cache of front", "25.0 %", "of prompt tokens found") in info.key_figures(run.summary)
+
+
+def test_instances_of_autoscaled_pools_are_drawn_over_time() -> None:
+    pools = [
+        PoolScaling(
+            pool=name, hours=3.0, mean_instances=1.5, fewest=1, most=2, starts=1, drains=1, gpu_hours=4.5,
+            gpu_hours_of_most=12.0, at_s=(0.0, 3600.0, 5400.0), accepting=(1, 1, 2), holding=(1, 2, 2),
+        )
+        for name in ("front", "back")
+    ]  # fmt: skip
+    figure = figures.scaling_figure(pools)
+    names = ["front hold GPUs", "front accept requests", "back hold GPUs", "back accept requests"]
+    assert [trace["name"] for trace in figure["data"]] == names
+    assert {trace["line"]["shape"] for trace in figure["data"]} == {"hv"}
+    assert figure["data"][0]["x"] == [0.0, 1.0, 1.5, 3.0], "hours, to the end of the run"
+    assert [trace["y"] for trace in figure["data"][:2]] == [[1, 2, 2, 2], [1, 1, 2, 2]]
+    assert "time, h" in str(figure["layout"])
+    alone = figures.scaling_figure([pools[0].model_copy(update={"hours": 0.05})])
+    assert [trace["name"] for trace in alone["data"]] == ["hold GPUs", "accept requests"]
+    assert pools[0].sentence == (
+        "1 to 2 instances, 1.5 on average, 1 started, 1 drained; 4.5 GPU-hours, of 12 with all of them"
+    )
 
 
 def test_a_drafter_beside_the_target_counts_among_the_gpus(make_run: RunMaker) -> None:

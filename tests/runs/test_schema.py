@@ -134,12 +134,13 @@ def numbers(record: type[Record], path: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def test_all_that_worlds_could_change_has_an_interval() -> None:
-    """Only what is given, counted before anything ran, or speaks of this run's own noise has none."""
+    """Only what is given, counted before anything ran, drawn over time, or speaks of this run's own noise has none."""
     certain = {name for name, uncertain in numbers(SimulationSummary) if not uncertain}
     assert certain == {
         "requests", "users", "num_gpus", "offered_rate_rps", "held_back.max_in_flight", "warm_up_requests",
         "metrics.count", "metrics.ci95", "first_token_parts.slowest",
         "slo.limit_s", "instances.instance", "instances.requests",
+        "autoscaling.at_s", "autoscaling.accepting", "autoscaling.holding",
     }  # fmt: skip
     assert sum(uncertain for _, uncertain in numbers(SimulationSummary)) > 30
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from simtune.specs.autoscaling import Autoscaling, RateRule
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.plan_words import differing, in_words, of_plan, sentence_in_words, shared
 from simtune.specs.pool import Batching, Parallelism, Pool
@@ -113,6 +114,11 @@ def test_a_plan_file_has_the_words_of_its_pools() -> None:
     assert of_plan(plan).gpus == plan.num_devices == 8
     assert of_plan(plan.model_copy(update={"name": PREFILL_DECODE})).words() == in_words(PREFILL_DECODE)
     assert of_plan(plan.model_copy(update={"name": "tp1-pp1-x2-s64-t8192"})).words() == words, "GPUs that it leaves out"
+    scaling = Autoscaling(rule=RateRule(requests_per_s=2.0), startup_s=60.0, max_instances=2)
+    scaled = plan.model_copy(update={"pools": (pools[0].model_copy(update={"autoscaling": scaling}), pools[1])})
+    assert of_plan(scaled).words() == f"1 to {words}"
+    assert of_plan(scaled).gpus == 8
+    assert of_plan(scaled.model_copy(update={"name": PREFILL_DECODE})).words() == f"1 to {words}", "no code name has it"
 
 
 def test_a_list_says_only_what_differs() -> None:

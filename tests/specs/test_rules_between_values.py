@@ -91,6 +91,13 @@ rates: {kind: per_position, conditional: [0.5]}
         ),
         (
             Study,
+            f"{STUDY}search: {{layouts: [prefill-decode]}}\n"
+            f"fixed: [{POOL}, role: decode, autoscaling: "
+            "{rule: {kind: saturation}, startup_s: 1, max_instances: 4}}]",
+            "fixed.0.autoscaling: no bound covers instances that come and go; remove it, and add it to the chosen plan",
+        ),
+        (
+            Study,
             f"{STUDY}constraints: ['router.tp == 1']",
             "'router.tp == 1': there is no pool 'router'; pools: mixed, prefill, decode",
         ),

@@ -83,6 +83,7 @@ def drawn(number: int) -> World:
 def _world(random: Random) -> World:
     apart = random.random() < 0.4
     plan_block, schemes = _plan(random, apart)
+    _scale(plan_block)
     plan = Plan.model_validate(plan_block, strict=False)
     load = Workload.model_validate(_load(random), strict=False)
     stream = build_stream(load, None, requests=random.randint(1, 14), seed=random.randint(0, 10**6))
@@ -294,6 +295,31 @@ def _control(random: Random) -> Block:
     }
 
 
+def _scale(plan: Block) -> None:
+    """Let pools of a few plans scale. It is drawn by the plan itself, so that other plans keep their numbers."""
+    random = Random(f"grows {plan}")
+    if random.random() > 0.2 or not plan.keys().isdisjoint(("events", "control", "local_prefill")):
+        return
+    for pool in plan["pools"]:
+        if random.random() < 0.7:
+            tokens = () if "speculation" in pool else ("kv_cache", "kv_demand")
+            watch = random.choice(("waiting", "under_way", "prompt_tokens", *tokens))
+            size = 40.0 if watch == "prompt_tokens" else 0.2 if watch in tokens else 1.5
+            rules: list[Block] = [
+                {"kind": "rate", "requests_per_s": random.choice((20.0, 100.0))},
+                {"kind": "thresholds", "watch": watch, "up": size, "down": random.choice((0.0, size / 2))},
+                {"kind": "target", "watch": watch, "load": size, "tolerance": random.choice((0.0, 0.1))},
+                *([{"kind": "saturation", "kv_cache": 0.3, "waiting": 1.5, "waiting_spare": 1.0}] if tokens else ()),
+            ]
+            pool["autoscaling"] = {
+                "rule": random.choice(rules),
+                "every_s": random.choice((1e-3, 0.017, 0.1)),
+                "startup_s": random.choice((0.0, 4e-3, 0.06)),
+                "max_instances": pool["instances"] + random.randint(0, 2),
+                "stabilise_s": random.choice((0.0, 0.05)),
+            }
+
+
 def _stages(random: Random, pool: str) -> list[Block]:
     parts = random.choice((1, 1, 3))
     return [
@@ -409,6 +435,7 @@ SAME: dict[str, Any] = {
     "ticks in which cores were busy": lambda outcome: [core.busy for core in outcome.cores],
     "drafts": lambda outcome: [core.drafting for core in outcome.cores],
     "switches of roles": lambda outcome: outcome.role_switches,
+    "instances of autoscaled pools": lambda outcome: outcome.scaled,
     "ticks between messages": lambda outcome: _between(outcome),
 }
 """Numbers of an outcome that jumps and single steps must agree on, beside its columns."""
@@ -429,6 +456,9 @@ def features(world: World) -> set[str]:
         "apart": len(pools) > 1 and pools[0].role == "prefill",
         "local prefill": plan.prefills_locally,
         "control": plan.control is not None,
+        "autoscaling": plan.autoscales,
+        "started": outcome is not None and any(of.starts for of in outcome.scaled),
+        "drained": outcome is not None and any(of.drains for of in outcome.scaled),
         "events": bool(plan.events),
         "stages": bool(plan.stages),
         "pipelines": any(of_pool.pp > 1 for of_pool in parallel),

@@ -1,0 +1,336 @@
+"""Autoscaler: starts and drains instances of pools as their load asks for it (`simtune.specs.autoscaling`).
+
+Each pool has a controller of its own. It looks at fixed intervals, after the steps and transfers that end at an instant
+and before the requests that arrive. The loads that it reads change only with events that end a jump, or grow by one
+token a step, so that a look within a jump reads what it would read between the jump's single steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.engine import Request
+from simtune.engine.gauges import queued, running_tokens
+from simtune.results.outcome import Outcome, PoolInstances
+from simtune.sim.agenda import LOOK, NEVER, Agenda
+from simtune.sim.availability import Availability, Change
+from simtune.sim.core import EngineCore
+from simtune.sim.front_end import FrontEnd, has_front_end
+from simtune.sim.handover import Routers
+from simtune.sim.role_controller import Cores, CountingRouter
+from simtune.sim.router import Router
+from simtune.specs.autoscaling import (
+    RateRule,
+    SaturationRule,
+    ScalingRule,
+    TargetRule,
+    ThresholdRule,
+    WatchedLoad,
+)
+from simtune.specs.pool import Pool
+
+_ROUNDING = 1e-9
+"""Relative error of a rate over a rate, which must not start one instance more."""
+
+
+class ArrivalRouter(CountingRouter):
+    """Router that delegates to another one, and counts requests in flight on each core and arrivals at each pool."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self.arrived: Counter[str] = Counter()
+        """Requests that were sent to each pool so far; those that a drained instance sends on count once."""
+        self._sent_on: set[int] = set()
+
+    def choose(self, request: Request, now: int) -> EngineCore | None:
+        """Return the core that the other router chooses."""
+        core = super().choose(request, now)
+        if core is not None:
+            if request.id in self._sent_on:
+                self._sent_on.remove(request.id)
+            else:
+                self.arrived[core.pool] += 1
+        return core
+
+    def over(self, request: Request, core: EngineCore, now: int) -> None:
+        """Count the request as over, and inform the other router."""
+        super().over(request, core, now)
+        if core.draining:
+            self._sent_on.add(request.id)
+
+
+# --- rules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """Load of a pool at a look."""
+
+    instances: int
+    """Instances that accept requests or are being started."""
+    settled: bool
+    """True if no instance is being started or drained."""
+    arrived: int
+    """Requests that were sent to the pool since the last look."""
+    interval: int
+    """Ticks since the last look."""
+    loads: Mapping[WatchedLoad, Sequence[float]]
+    """Loads of the instances that accept requests, by their name."""
+
+
+def _by_rate(rule: RateRule, reading: PoolReading) -> int:
+    rate_rps = reading.arrived / (reading.interval / TICKS_PER_SECOND)
+    return math.ceil(rate_rps / rule.requests_per_s * (1 - _ROUNDING))
+
+
+def _by_thresholds(rule: ThresholdRule, reading: PoolReading) -> int:
+    loads = reading.loads[rule.watch]
+    if not reading.settled:
+        return reading.instances
+    if any(load >= rule.up for load in loads):
+        return reading.instances + 1
+    return reading.instances - all(load <= rule.down for load in loads)
+
+
+def _by_target(rule: TargetRule, reading: PoolReading) -> int:
+    total = sum(reading.loads[rule.watch])
+    # Instances that are being started count as idle ones, so that they are not started once more.
+    if abs(total / (rule.load * reading.instances) - 1) <= rule.tolerance + _ROUNDING:
+        return reading.instances
+    return math.ceil(total / rule.load * (1 - _ROUNDING))
+
+
+def _by_saturation(rule: SaturationRule, reading: PoolReading) -> int:
+    pairs = zip(reading.loads["kv_cache"], reading.loads["waiting"], strict=True)
+    unsaturated = [(kv, waiting) for kv, waiting in pairs if kv < rule.kv_cache and waiting < rule.waiting]
+    if not reading.settled:
+        return reading.instances
+    if not unsaturated:
+        return reading.instances + 1
+    kv_total, waiting_total = (sum(column) for column in zip(*unsaturated, strict=True))
+
+    def spares(instances: int) -> bool:
+        """True if this load leaves enough to spare on average among a number of instances."""
+        kv_spare, waiting_spare = rule.kv_cache - kv_total / instances, rule.waiting - waiting_total / instances
+        return bool(kv_spare >= rule.kv_cache_spare and waiting_spare >= rule.waiting_spare)
+
+    if not spares(len(unsaturated)):
+        return reading.instances + 1
+    return reading.instances - (len(unsaturated) > 1 and spares(len(unsaturated) - 1))
+
+
+_RULES: Mapping[type[ScalingRule], Callable[..., int]] = {
+    RateRule: _by_rate,
+    ThresholdRule: _by_thresholds,
+    TargetRule: _by_target,
+    SaturationRule: _by_saturation,
+}
+
+
+def wanted(rule: ScalingRule, reading: PoolReading) -> int:
+    """Return the number of instances that a rule asks for, whatever the limits of the pool."""
+    return _RULES[type(rule)](rule, reading)
+
+
+# --- loads ------------------------------------------------------------------------------------------------
+
+
+def reads_tokens(cores: Sequence[EngineCore]) -> bool:
+    """True if the tokens of running requests can be read from the schedulers of cores."""
+    return all(running_tokens(core.scheduler) >= 0 for core in cores)
+
+
+def _load_of(cores: Cores, load: WatchedLoad, router: CountingRouter, now: int) -> float:
+    """Return a load of one instance at tick `now`."""
+    match load:
+        case "waiting":
+            return sum(core.waiting + len(core.inbox.waiting) for core in cores)
+        case "under_way":
+            return sum(router.under_way[core.number] for core in cores)
+        case "prompt_tokens":
+            return sum(_waiting_tokens(core) for core in cores)
+    tokens = sum(_running_tokens(core, now) + (_waiting_tokens(core) if load == "kv_demand" else 0) for core in cores)
+    return tokens / sum(core.scheduler.kv.total * core.scheduler.kv.block_size for core in cores)
+
+
+def _waiting_tokens(core: EngineCore) -> int:
+    """Return the tokens of the prompts that wait at a core, of a decode core those whose KV caches wait for room."""
+    waiting = sum(request.prompt_tokens for request in queued(core.scheduler))
+    return waiting + sum(transfer.request.prompt_tokens for transfer in core.inbox.waiting)
+
+
+def _running_tokens(core: EngineCore, now: int) -> int:
+    """Return the tokens in the KV cache of running requests, each step that is over by `now` counted."""
+    tokens = running_tokens(core.scheduler)
+    # The scheduler learns of the steps of a jump when the jump ends; in each of them all that decode gain a token.
+    if core.step is not None and core.time.repetitions > 1:
+        tokens += core.time.over_after(now - core.started) * core.step.num_decodes
+    return tokens
+
+
+# --- controllers ------------------------------------------------------------------------------------------
+
+
+class InstanceCounts:
+    """Numbers of instances of a pool over time."""
+
+    def __init__(self, accepting: int) -> None:
+        self.accepting = self.held = accepting
+        """Instances that accept requests, and those that hold GPUs."""
+        self.starts: list[int] = []  # ticks
+        self.drains: list[int] = []
+        self._since: dict[int, int] = dict.fromkeys(range(accepting), 0)
+        self._intervals: list[tuple[int, int, int]] = []  # (place, start, tick at which its GPUs were free)
+        self._rows = [(0, accepting, accepting)]
+
+    def change(self, now: int, accepting: int = 0, held: int = 0, place: int = 0) -> None:
+        """Note a change of both numbers; with `held` the instance at `place` takes its GPUs (1) or frees them (-1)."""
+        self.accepting, self.held = self.accepting + accepting, self.held + held
+        if held > 0:
+            self._since[place] = now
+        elif held < 0:
+            self._intervals.append((place, self._since.pop(place), now))
+        if self._rows[-1][0] == now:
+            self._rows.pop()
+        if self._rows[-1:] == [] or self._rows[-1][1:] != (self.accepting, self.held):
+            self._rows.append((now, self.accepting, self.held))
+
+    def until(self, end: int, pool: Pool) -> PoolInstances:
+        """Return the counts from the beginning to tick `end`, the last one of the run."""
+        # The last look may come after the last request, and drain instances then.
+        ticks = [0] * pool.most_instances
+        for place, since, until in [*self._intervals, *((place, since, end) for place, since in self._since.items())]:
+            ticks[place] += max(0, min(until, end) - since)
+        rows = tuple(row for row in self._rows if row[0] <= end)
+        starts, drains = (bisect_right(ticks_of, end) for ticks_of in (self.starts, self.drains))
+        return PoolInstances(pool.name, pool.devices, end, tuple(ticks), starts, drains, rows)
+
+
+class PoolScaler:
+    """Starts and drains the instances of one pool. Serves one run."""
+
+    def __init__(self, pool: Pool, places: Sequence[Cores], front_end: FrontEnd | None) -> None:
+        """Create the controller of a pool, whose instances are at the first of these places at the beginning."""
+        assert pool.autoscaling is not None
+        self.pool, self._places = pool, places
+        self._scaling = pool.autoscaling
+        self.every = to_ticks(self._scaling.interval_s)
+        self._startup = to_ticks(self._scaling.startup_s)
+        self._window = to_ticks(self._scaling.window_s)
+        self._front_end = front_end if has_front_end(pool) else None
+        # The newest is the last, so that the first ones, which are always there, never go.
+        self._present = list(range(pool.instances))
+        self._free = list(range(pool.instances, len(places)))
+        heapify(self._free)
+        self._starting: dict[int, int] = {}  # number of the change that lets it accept requests, by place
+        self._recent: deque[tuple[int, int]] = deque()  # (tick, instances) of the looks of the window
+        self._arrived = 0
+        self.counts = InstanceCounts(pool.instances)
+
+    def attach(self, router: ArrivalRouter, availability: Availability) -> None:
+        """Attach the controller to the router that sends requests to its pool, and to what brings instances up."""
+        self._router, self._availability = router, availability
+
+    def look(self, now: int) -> None:
+        """Read the load of the pool, and start or drain instances as the rule asks for."""
+        scaling, present = self._scaling, len(self._present)
+        target = wanted(scaling.rule, self._read(now))
+        target = min(max(target, scaling.min_instances), scaling.max_instances)
+        self._recent.append((now, target))
+        while self._recent[0][0] < now - self._window:
+            self._recent.popleft()
+        if target > present:
+            # Places of instances that are not drained yet are no places for new ones.
+            for _ in range(min(target - present, len(self._free))):
+                self._start(now)
+        elif target < present:
+            for _ in range(present - min(present, max(number for _, number in self._recent))):
+                self._stop(now)
+
+    def _read(self, now: int) -> PoolReading:
+        arrived, self._arrived = (
+            self._router.arrived[self.pool.name] - self._arrived,
+            self._router.arrived[self.pool.name],
+        )
+        accepting = [place for place in self._present if place not in self._starting]
+        loads: dict[WatchedLoad, list[float]] = {
+            load: [_load_of(self._places[place], load, self._router, now) for place in accepting]
+            for load in self._scaling.rule.watched
+        }
+        settled = not self._starting and self.counts.held == len(self._present)
+        return PoolReading(len(self._present), settled, arrived, self.every, loads)
+
+    def _start(self, now: int) -> None:
+        """Start an instance at the first free place. What was cached there is gone."""
+        place = heappop(self._free)
+        cores = self._places[place]
+        for core in cores:
+            core.scheduler.abandon()
+        self._present.append(place)
+        self.counts.starts.append(now)
+        self.counts.change(now, held=1, place=place)
+        ready = Change(now + self._startup, cores, up=True, done=partial(self._ready, place))
+        self._starting[place] = self._availability.announce(ready)
+
+    def _ready(self, place: int, now: int) -> None:
+        del self._starting[place]
+        self.counts.change(now, accepting=1)
+        if self._front_end is not None:
+            self._front_end.join(now, self.pool)
+
+    def _stop(self, now: int) -> None:
+        """Drain the newest instance, or give up its start."""
+        place = self._present.pop()
+        if place in self._starting:
+            self._availability.cancel(self._starting.pop(place))
+            self._freed(place, now)
+            return
+        # All that go at this look are down before requests that wait at any of them are sent elsewhere.
+        for core in self._places[place]:
+            core.up = False
+        self.counts.drains.append(now)
+        self.counts.change(now, accepting=-1)
+        if self._front_end is not None:
+            self._front_end.leave(self.pool)
+        self._availability.announce(Change(now, self._places[place], up=False, done=partial(self._freed, place)))
+
+    def _freed(self, place: int, now: int) -> None:
+        self.counts.change(now, held=-1, place=place)
+        heappush(self._free, place)
+
+
+class Autoscaler:
+    """Controllers of all autoscaled pools of a deployment. Serves one run."""
+
+    def __init__(self, scalers: Sequence[PoolScaler]) -> None:
+        self._scalers = scalers
+
+    def counted(self, routers: Routers) -> Routers:
+        """Return the routers of the world, wrapped so that the controllers can count requests."""
+        self._routers = ArrivalRouter(routers.front), ArrivalRouter(routers.back)
+        return Routers(*self._routers)
+
+    def begin(self, agenda: Agenda, availability: Availability) -> None:
+        """Schedule the first look of each controller."""
+        self._agenda = agenda
+        for number, scaler in enumerate(self._scalers):
+            scaler.attach(self._routers[scaler.pool.role == "decode"], availability)
+            agenda.post((scaler.every, LOOK, number, 0))
+
+    def look(self, now: int, number: int, version: int) -> None:
+        """Let a controller look, and schedule its next look unless nothing but looks is to happen."""
+        scaler, agenda = self._scalers[number], self._agenda
+        scaler.look(now)
+        if agenda.held is not None or any(event[1] != LOOK for event in agenda.heap if event is not NEVER):
+            agenda.post((now + scaler.every, LOOK, number, 0))
+
+    def close(self, outcome: Outcome, end: int) -> None:
+        """Write the numbers of instances until the end of the run into its outcome."""
+        outcome.scaled = tuple(scaler.counts.until(end, scaler.pool) for scaler in self._scalers)

@@ -1,0 +1,227 @@
+"""Autoscaling of a pool: the rule by which its instances are started and drained, and its limits.
+
+Rules and defaults are those of Dynamo's planner (ai-dynamo/dynamo, components/src/dynamo/planner: config/defaults.py,
+core/throughput_scaling.py, core/load_scaling.py), of Kubernetes' HorizontalPodAutoscaler, and of the saturation
+analyser of llm-d (llm-d/llm-d-workload-variant-autoscaler, docs/saturation-analyzer.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from simtune.specs.base import LONGEST_S, ErrorAt, GpuCount, NonNegative, Part, Positive, Rate, Seconds, Share
+
+WatchedLoad = Literal["waiting", "under_way", "prompt_tokens", "kv_cache", "kv_demand"]
+"""Load of an instance that a rule reads:
+
+* `waiting`: requests that wait for a seat;
+* `under_way`: requests that wait or run;
+* `prompt_tokens`: tokens of prompts that wait;
+* `kv_cache`: tokens of running requests over those that the KV cache has room for;
+* `kv_demand`: the same, with the prompts that wait.
+"""
+OF_TOKENS = ("kv_cache", "kv_demand")
+"""Loads that are read from the tokens of running requests."""
+
+_WATCH = Field(
+    description="load of an instance: requests that wait (waiting), or wait or run (under_way); tokens of prompts that "
+    "wait (prompt_tokens); tokens of running requests over the size of the KV cache (kv_cache), or those and the "
+    "prompts that wait (kv_demand)"
+)
+
+
+class _ScalingRule(Part):
+    EVERY_S: ClassVar[float]
+    """Interval of the rule in its source, in seconds."""
+    STABILISE_S: ClassVar[float] = 0.0
+    """Time for which the source of the rule remembers larger numbers before it scales down."""
+
+    @property
+    def watched(self) -> tuple[WatchedLoad, ...]:
+        """Loads that the rule reads."""
+        return ()
+
+
+class RateRule(_ScalingRule):
+    """Instances for the request rate of the last interval: the throughput-based mode of Dynamo's planner, with
+    its constant predictor.
+    """
+
+    EVERY_S: ClassVar[float] = 180.0
+    kind: Literal["rate"] = "rate"
+    requests_per_s: Rate = Field(
+        description="rate that one instance serves within the SLO, such as the goodput of a search with one instance"
+    )
+
+
+class ThresholdRule(_ScalingRule):
+    """Start an instance if any is at `up` or above, drain one if all are at `down` or below, and change nothing before
+    the last change is complete: the load-based mode of Dynamo's planner.
+    """
+
+    EVERY_S: ClassVar[float] = 5.0
+    kind: Literal["thresholds"] = "thresholds"
+    watch: WatchedLoad = _WATCH
+    up: Positive = Field(description="an instance is started if any has this load or more; above down")
+    down: NonNegative = Field(description="an instance is drained if all have this load or less")
+
+    @property
+    def watched(self) -> tuple[WatchedLoad, ...]:
+        """Loads that the rule reads."""
+        return (self.watch,)
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.up <= self.down:
+            raise ErrorAt(f"up ({self.up:g}) must be above down ({self.down:g}); raise it", "up")
+        return self
+
+
+class TargetRule(_ScalingRule):
+    """Instances by which the mean load comes to a target: Kubernetes' HorizontalPodAutoscaler."""
+
+    EVERY_S: ClassVar[float] = 15.0
+    STABILISE_S: ClassVar[float] = 300.0
+    kind: Literal["target"] = "target"
+    watch: WatchedLoad = _WATCH
+    load: Positive = Field(description="mean load of an instance that is aimed at")
+    tolerance: Share = Field(0.1, description="relative distance from it at which nothing changes")
+
+    @property
+    def watched(self) -> tuple[WatchedLoad, ...]:
+        """Loads that the rule reads."""
+        return (self.watch,)
+
+
+class SaturationRule(_ScalingRule):
+    """Start an instance if those that are not saturated have little to spare on average, drain one if the others could
+    take over with enough to spare, and change nothing before the last change is complete: llm-d's saturation analyser.
+    """
+
+    EVERY_S: ClassVar[float] = 60.0
+    kind: Literal["saturation"] = "saturation"
+    kv_cache: Annotated[Positive, Field(le=1)] = Field(
+        0.8, description="share of the KV cache from which on an instance is saturated"
+    )
+    waiting: Positive = Field(5.0, description="waiting requests from which on an instance is saturated")
+    kv_cache_spare: Positive = Field(0.1, description="an instance is started if less of the KV cache is to spare")
+    waiting_spare: Positive = Field(3.0, description="an instance is started if fewer waiting requests are to spare")
+
+    @property
+    def watched(self) -> tuple[WatchedLoad, ...]:
+        """Loads that the rule reads."""
+        return ("kv_cache", "waiting")
+
+    @model_validator(mode="after")
+    def _can_be_spared(self) -> Self:
+        for key in ("kv_cache", "waiting"):
+            most, spare = getattr(self, key), getattr(self, f"{key}_spare")
+            if spare >= most:
+                raise ErrorAt(
+                    f"{key}_spare ({spare:g}) must be below {key} ({most:g}), or every instance would be short of it",
+                    f"{key}_spare",
+                )
+        return self
+
+
+ScalingRule = Annotated[RateRule | ThresholdRule | TargetRule | SaturationRule, Field(discriminator="kind")]
+
+
+class Autoscaling(Part):
+    """Instances of the pool come and go with its load.
+
+    Every `every_s` the rule states how many instances there should be. A new instance accepts requests `startup_s`
+    later; those that are too many are drained, the newest first: they take no new requests, those that wait there go
+    elsewhere, those that run end. An instance holds its GPUs from its start until it is drained.
+    """
+
+    rule: ScalingRule
+    startup_s: Seconds = Field(
+        description="from the decision to start an instance until it accepts requests: its GPUs, image, weights, graphs"
+    )
+    min_instances: GpuCount = Field(1, description="instances that there are always")
+    max_instances: GpuCount = Field(
+        description="most instances that hold GPUs at a time, draining ones among them: those that there are GPUs for"
+    )
+    every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] | None = Field(
+        None,
+        description="interval of the rule; unless given that of its source: rate 180, thresholds 5, target 15, "
+        "saturation 60 s",
+    )
+    stabilise_s: Seconds | None = Field(
+        None,
+        description="an instance is drained only if the rule asked for fewer all this time; unless given 300 s with "
+        "target, otherwise 0",
+    )
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two decisions."""
+        return self.rule.EVERY_S if self.every_s is None else self.every_s
+
+    @property
+    def window_s(self) -> float:
+        """Seconds for which larger numbers that the rule asked for are remembered."""
+        return self.rule.STABILISE_S if self.stabilise_s is None else self.stabilise_s
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_instances > self.max_instances:
+            raise ErrorAt(
+                f"{self.max_instances} instances at most are fewer than min_instances ({self.min_instances}); raise it",
+                "max_instances",
+            )
+        return self
+
+
+class _ScaledPool(Protocol):
+    @property
+    def instances(self) -> int: ...
+    @property
+    def share(self) -> object: ...
+    @property
+    def speculation(self) -> object: ...
+    @property
+    def autoscaling(self) -> Autoscaling | None: ...
+
+
+def check_autoscaling(pool: _ScaledPool) -> None:
+    """Raise ErrorAt if a pool does not go with its autoscaling."""
+    scaling = pool.autoscaling
+    if scaling is None:
+        return
+    if not scaling.min_instances <= pool.instances <= scaling.max_instances:
+        raise ErrorAt(
+            f"the pool begins with {pool.instances}, and autoscaling keeps {scaling.min_instances} to "
+            f"{scaling.max_instances}; change either",
+            "instances",
+        )
+    if pool.share is not None:
+        raise ErrorAt("instances on shares of the same GPUs cannot come and go alone; remove one", "autoscaling")
+    if pool.speculation is not None and any(load in OF_TOKENS for load in scaling.rule.watched):
+        raise ErrorAt(
+            "the tokens of requests that draft cannot be watched; watch waiting, under_way or prompt_tokens, or use "
+            "the rule rate",
+            "autoscaling",
+            "rule",
+        )
+
+
+class _PlanPool(Protocol):
+    @property
+    def autoscaling(self) -> Autoscaling | None: ...
+
+
+def check_plan_scales(pools: Sequence[_PlanPool], excluding: Sequence[str]) -> None:
+    """Raise ErrorAt if pools are autoscaled in a plan that has keys (`excluding`) which do not go with it."""
+    for number, pool in enumerate(pools):
+        if pool.autoscaling is not None and excluding:
+            raise ErrorAt(
+                f"cannot be combined with {excluding[0]} of the plan; remove one of the two",
+                "pools",
+                number,
+                "autoscaling",
+            )
