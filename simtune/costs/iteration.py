@@ -45,7 +45,16 @@ from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
 from simtune.costs.sharding import check_parallelism
 from simtune.costs.step_attention import StepAttention
-from simtune.costs.step_calls import StepCall, StepCalls, equal_layers, exposed, hidden_kinds, in_halves, overlapped
+from simtune.costs.step_calls import (
+    StepCall,
+    StepCalls,
+    equal_layers,
+    exposed,
+    hidden_kinds,
+    in_halves,
+    overlapped,
+    with_shared,
+)
 from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware, Operator
 from simtune.specs.model import Model
@@ -240,17 +249,12 @@ class StepModel:
         return _chosen(hides, exposed(halves, room, hidden)[0], undivided)
 
     def _linear_s(self, tokens: Array) -> dict[str, Array]:
-        """Seconds by kind of calls of `tokens` rows, without routed experts.
-
-        In steps in which shared experts run beside routed ones they take what exceeds the time of these.
-        """
+        """Seconds by kind of calls of `tokens` rows, without routed experts."""
         by_kind = self._by_kind(self._linear, tokens)
         if not self._shared:
             return by_kind
         shared, routed = self._by_kind(self._shared, tokens), self._by_kind(self._routed, tokens)["moe"]
-        total: Array = np.sum(list(shared.values()), axis=0)
-        exposed_share = np.where(tokens <= self._beside, np.maximum(0.0, total - routed) / total, 1.0)
-        return {kind: by_kind.get(kind, 0.0) + exposed_share * shared.get(kind, 0.0) for kind in by_kind | shared}
+        return with_shared(by_kind, shared, np.where(tokens <= self._beside, routed, 0.0))
 
     def head(self, num_samples: Array) -> dict[str, Array]:
         """Seconds of the language-model head and of sampling, for at least one row each."""

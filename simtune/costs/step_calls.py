@@ -111,6 +111,14 @@ def exposed(
     return {kind: seconds * exposed_share if kind in hidden else seconds for kind, seconds in by_kind.items()}, spare_s
 
 
+def with_shared(by_kind: Mapping[str, Array], shared: Mapping[str, Array], hides_s: Array) -> dict[str, Array]:
+    """Return seconds by kind with those of shared experts added, as far as they exceed the seconds of routed experts
+    beside which they run."""
+    total: Array = np.sum(list(shared.values()), axis=0)
+    exposed_share = np.maximum(0.0, total - hides_s) / total
+    return {kind: by_kind.get(kind, 0.0) + exposed_share * shared.get(kind, 0.0) for kind in {**by_kind, **shared}}
+
+
 def in_halves(overlap: Overlap, seconds: Callable[[Array], dict[str, Array]], tokens: Array) -> dict[str, Array]:
     """Seconds by kind of a step whose tokens are processed in two halves, unless nothing is split (ladder)."""
     if overlap == "ladder":
