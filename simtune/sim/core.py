@@ -425,7 +425,7 @@ class EngineCore:
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat
-            self.timer.decode(step, most if most == 1 or self._may_jump(step) else 1, time)
+            self.timer.decode(step, most if most == 1 or self.may_jump(step) else 1, time)
         if self.inbox.unheard:
             # It ends with the first tokens of requests that have joined.
             time.repetitions = 1
@@ -436,16 +436,7 @@ class EngineCore:
             # Repetitions would not wait for the swapped blocks.
             time.repetitions = 1
 
-    def retime(self) -> None:
-        """Let the planned step repeat as often as it may, if it was limited to one repetition only because other cores
-        seemed to run steps beside it."""
-        step, time = self.step, self.time
-        assert step is not None
-        limited = self.inbox.unheard or step.part != (0, 1) or step.swapped_out_blocks or step.swapped_in_blocks
-        if not step.chunks and not limited and step.repeat > 1 and self._may_jump(step):
-            self.timer.decode(step, step.repeat, time)
-
-    def _may_jump(self, step: Step) -> bool:
+    def may_jump(self, step: Step) -> bool:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False

@@ -283,7 +283,7 @@ class DpGroup(SharedStepping):
         planned = [member for member in self.cores if member.plan(now)]
         if self._single and len(planned) == 1:
             self._single = False
-            planned[0].retime()
+            _retime(planned[0])
         tokens = [_tokens(member) for member in planned]
         everybodys = sum(tokens)
         for member, core_tokens in zip(planned, tokens, strict=True):
@@ -330,6 +330,16 @@ class DpGroup(SharedStepping):
         if second - first != time.slope:
             time.repetitions = 1
         time.first = first
+
+
+def _retime(core: EngineCore) -> None:
+    """Let a planned step repeat as often as it may, if it was limited to one repetition only because other cores seemed
+    to run steps beside it."""
+    step = core.step
+    assert step is not None
+    limited = core.inbox.unheard or step.part != (0, 1) or step.swapped_out_blocks or step.swapped_in_blocks
+    if not step.chunks and not limited and step.repeat > 1 and core.may_jump(step):
+        core.timer.decode(step, step.repeat, core.time)
 
 
 def _tokens(core: EngineCore) -> int:
