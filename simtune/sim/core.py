@@ -425,7 +425,7 @@ class EngineCore:
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat
-            self.timer.decode(step, most if most == 1 or self.may_repeat(step) else 1, time)
+            self.timer.decode(step, most if most == 1 or self.may_jump(step) else 1, time)
         if self.inbox.unheard:
             # It ends with the first tokens of requests that have joined.
             time.repetitions = 1
@@ -436,7 +436,7 @@ class EngineCore:
             # Repetitions would not wait for the swapped blocks.
             time.repetitions = 1
 
-    def may_repeat(self, step: Step) -> bool:
+    def may_jump(self, step: Step) -> bool:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False

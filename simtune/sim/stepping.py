@@ -333,13 +333,13 @@ class DpGroup(SharedStepping):
 
 
 def _retime(core: EngineCore) -> None:
-    """Let the planned step of a core repeat as often as it may, if it was limited to one repetition only because other
-    cores seemed to run steps beside it."""
-    step, time = core.step, core.time
+    """Let a planned step repeat as often as it may, if it was limited to one repetition only because other cores seemed
+    to run steps beside it."""
+    step = core.step
     assert step is not None
     limited = core.inbox.unheard or step.part != (0, 1) or step.swapped_out_blocks or step.swapped_in_blocks
-    if not step.chunks and not limited and step.repeat > 1 and core.may_repeat(step):
-        core.timer.decode(step, step.repeat, time)
+    if not step.chunks and not limited and step.repeat > 1 and core.may_jump(step):
+        core.timer.decode(step, step.repeat, core.time)
 
 
 def _tokens(core: EngineCore) -> int:

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from simtune.specs.workload import ClosedLoop, SharedPrefix
+from simtune.specs.workload import ClosedLoop, SharedPrefix, Slo
 from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.objectives import Miss
 from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
-from simtune.tuner.search.climb import Climb, Rung
+from simtune.tuner.search.climb import Climb, Rung, Simulation
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.search_journal import key_of
-from simtune.tuner.search.short_runs import lower_rate, short_lengths
+from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short_lengths
 from simtune.tuner.space.candidates import Candidate, space_of
 from tests.tuner.test_exhaustive import random_question
+from tests.tuner.test_search import question
 from tests.tuner.truths import plan
 
 
@@ -84,3 +85,20 @@ def test_plans_are_ruled_out_by_short_runs(monkeypatch: pytest.MonkeyPatch) -> N
     short = [tried for row in tuned.rows for tried in row.tried if tried.requests is not None and not tried.all_cores]
     assert short, "no plan was ruled out by a short run"
     assert not any(tried.met for tried in short), "those that meet the SLO decide nothing"
+
+
+@pytest.mark.parametrize(("lifetimes", "requests", "met"), [(None, 0, True), (1.0, 0, True), (0.25, 2400, False)])
+def test_a_run_that_ends_before_its_first_requests_shows_no_rate(
+    lifetimes: float | None, requests: int, met: bool
+) -> None:
+    """Requests that all arrive before one is answered leave no prompt to stall their decodes."""
+    q = question(max_num_seqs=(64,), max_num_batched_tokens=(2048,))
+    candidate = space_of(q.study).candidates[0]
+    finding = Simulation(q.deploy(candidate, 8192), q.stream(candidate, 0.1, 20), Slo(), None).run()
+    assert finding.met
+    finding = replace(finding, summary=finding.summary.model_copy(update={"lifetimes": lifetimes, "requests": 500}))
+    assert lasting(finding) == requests
+    assert as_shown(finding).met == met
+    missed = replace(finding, met=False)
+    assert lasting(missed) == 0
+    assert as_shown(missed) == missed

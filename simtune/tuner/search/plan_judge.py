@@ -11,7 +11,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.short_runs import lower_rate, short_lengths
+from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
 
@@ -93,11 +93,20 @@ class PlanJudge:
         if met is not None:
             climb = replace(climb, met=Rung(met, None))
         while (rate := climb.rate_rps) is not None:
-            climb = climb.after(rate, self.simulated_shorter(plan, rate, lengths[0]))
+            climb = climb.after(rate, self._shown(plan, rate, lengths[0]))
         if climb.met is None:
             return ()
         highest = climb.met.rate_rps
         return highest, highest * self._step, highest / self._step, highest / self._step**3
+
+    def _shown(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
+        """Return what a short run shows of a rate; one that lasts less than a lifetime is repeated with more requests,
+        up to those of a full run."""
+        finding = self.simulated_shorter(plan, rate, requests)
+        longer = min(self.question.requests, lasting(finding))
+        if longer > requests:
+            finding = self.simulated_shorter(plan, rate, longer)
+        return as_shown(finding)
 
     def simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
         """Simulate the beginning of a plan's load."""

@@ -68,16 +68,16 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     of_rivals = question.requests if chosen_rps is None else _of_rivals(question)
     tasks += [_SweepTask(question, row, longest, loads(OF_RIVALS, of_rivals), of_rivals) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
-        chosen, *rival_sweeps = ordered_map(pool, _SweepTask.run, tasks)
+        chosen, *sweeps_of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
     points = tuple(sorted((*chosen.points, *chosen_point), key=lambda point: point[0]))
-    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *rival_sweeps]
+    return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *sweeps_of_rivals]
 
 
 def _of_rivals(question: Question) -> int:
     """Return the requests of a rival's point: as many as the percentiles of the SLO need."""
-    per_limit = (needed_for(statistic) for _, statistic, _ in question.study.slo.limits())
-    return min(question.requests, question.arrivals(max([LEAST, *per_limit])))
+    enough = (needed_for(statistic) for _, statistic, _ in question.study.slo.limits())
+    return min(question.requests, question.arrivals(max([LEAST, *enough])))
 
 
 def _enough(confirmed: Confirmed) -> int:

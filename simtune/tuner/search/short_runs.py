@@ -5,15 +5,24 @@ A run of n requests that misses the SLO at a rate r proves that no draw keeps it
 allowance(n / 4) proves as much as a full one at r: the error that the certificate states is the same. Plans that are
 far from the best one are ruled out so, at a quarter of the cost. A short run that meets the SLO proves nothing; the
 full one follows. Both runs see the same first requests.
+
+Short runs also show which rate to try next. One whose requests all arrive before the first of them would be answered
+shows nothing: on many GPUs no prompt is left to stall their decodes. It counts as missing the SLO there.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from simtune.specs.workload import FixedInterval, Gamma, Poisson
 from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.question import Question
+from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.space.candidates import Candidate
 
+LIFETIME = 1.0
+"""Mean end-to-end latencies that the arrivals of a run last at least, if it shows where the highest rate lies."""
 SHORTER = 4
 """Factor between the lengths of runs."""
 LEAST = 400
@@ -41,3 +50,18 @@ def short_lengths(question: Question, candidate: Candidate) -> tuple[int, ...]:
 def lower_rate(rate_rps: float, requests: int, shorter: int) -> float:
     """Return the rate at which a miss of a run of `shorter` requests proves as much as one of `requests` requests."""
     return rate_rps * allowance(requests) / allowance(shorter)
+
+
+def lasting(finding: SimulationFinding) -> int:
+    """Return the requests with which a short run that meets the SLO would last a LIFETIME, and a fifth more; 0 if it
+    does, or misses the SLO."""
+    lifetimes = finding.summary.lifetimes
+    if not finding.met or lifetimes is None or lifetimes >= LIFETIME:
+        return 0
+    return math.ceil(1.2 * LIFETIME / max(lifetimes, 1e-9) * finding.summary.requests)
+
+
+def as_shown(finding: SimulationFinding) -> SimulationFinding:
+    """Return the finding of a short run as it counts for the rate to try next: missed if it lasts less than a
+    LIFETIME."""
+    return replace(finding, met=False, strain=None) if lasting(finding) else finding
