@@ -135,19 +135,21 @@ def _by_saturation(rule: SaturationRule, reading: PoolReading) -> int:
 def _by_sla(rule: SlaRule, reading: PoolReading) -> int:
     if not reading.settled:
         return reading.instances
-    ttft = rule.ttft_s is not None and all(estimate.ttft_s > rule.ttft_s for estimate in reading.estimates)
-    tpot = rule.tpot_s is not None and all(estimate.tpot_s > rule.tpot_s for estimate in reading.estimates)
-    if ttft or tpot:
+    ttft_limit_s, tpot_limit_s = rule.ttft_s or math.inf, rule.tpot_s or math.inf
+    # One instance that keeps a limit can take new requests, so all must miss it.
+    if all(of.ttft_s > ttft_limit_s for of in reading.estimates) or all(
+        of.tpot_s > tpot_limit_s for of in reading.estimates
+    ):
         return reading.instances + 1
+    after = [of.after for of in reading.estimates if of.after is not None]
     # The own prompt of a request takes as long on any number of instances, so the margin is that of the queue alone.
-    spared = reading.instances > 1 and all(
-        (rule.ttft_s is None or after.ttft_s - after.alone_s < rule.sensitivity * (rule.ttft_s - after.alone_s))
-        and (rule.tpot_s is None or after.tpot_s < rule.sensitivity * rule.tpot_s)
-        and after.fits
-        for after in (estimate.after for estimate in reading.estimates)
-        if after is not None
+    spared = all(
+        of.fits
+        and of.ttft_s - of.alone_s < rule.sensitivity * (ttft_limit_s - of.alone_s)
+        and of.tpot_s < rule.sensitivity * tpot_limit_s
+        for of in after
     )
-    return reading.instances - spared
+    return reading.instances - (bool(after) and spared)
 
 
 _RULES: Mapping[type[ScalingRule], Callable[..., int]] = {
