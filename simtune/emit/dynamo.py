@@ -133,7 +133,7 @@ def _scaling_unsaid(plan: Plan) -> Iterator[str]:
         if pool.autoscaling is not None:
             yield (
                 f"autoscaling of pool {pool.name}: replicas stay as they are here; give the rule to Dynamo's planner "
-                "(rate: its throughput-based mode; thresholds: its load-based one), whose configuration is not written"
+                "(rate: its throughput-based mode; thresholds, sla: its load-based one), which has a file of its own"
             )
 
 

@@ -17,6 +17,14 @@ def queued(scheduler: Scheduler) -> Iterator[Request]:
         yield request
 
 
+def num_decoding(scheduler: Scheduler) -> int:
+    """Return the requests that decode, if `running_tokens` is known."""
+    if isinstance(scheduler, ListScheduler):
+        return sum(request.decoding for request in scheduler.residents)
+    assert isinstance(scheduler, BatchScheduler)
+    return scheduler.decoding.count
+
+
 def running_tokens(scheduler: Scheduler) -> int:
     """Return the computed tokens of running requests after the last complete step; -1 if the scheduler does not keep
     them current: a policy of other base classes, or one with drafts."""

@@ -107,7 +107,7 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "goodput per GPU",
         "requests/s",
-        lambda s: None if s.goodput_rps is None or not s.slo else s.goodput_rps / s.num_gpus,
+        lambda s: None if s.goodput_rps is None or not s.slo else s.goodput_rps / s.mean_gpus,
         lambda s: None,
         info.number,
     ),

@@ -8,7 +8,7 @@ from simtune.errors import plural
 from simtune.report.info import gib, number, percent
 from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
-from simtune.specs.autoscaling import RateRule, SaturationRule, TargetRule, ThresholdRule
+from simtune.specs.autoscaling import RateRule, SaturationRule, SlaRule, TargetRule, ThresholdRule
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan_words import of_plan
 from simtune.specs.pool import Pool
@@ -89,6 +89,12 @@ def _autoscaling(pool: Pool) -> Iterator[str]:
             words = f"one more if {rule.watch} of any reaches {rule.up:g}, one less if all are at {rule.down:g} or less"
         case TargetRule():
             words = f"as many as bring {rule.watch} to {rule.load:g} each, within {percent(rule.tolerance)}"
+        case SlaRule():
+            limits = [f"{name} of {x:g} s" for name, x in (("TTFT", rule.ttft_s), ("TPOT", rule.tpot_s)) if x]
+            words = (
+                f"one more if all are estimated to miss a {' or '.join(limits)}, one less if the others would stay "
+                f"within {percent(rule.sensitivity)} of it"
+            )
         case SaturationRule():
             words = (
                 f"one more if less than {percent(rule.kv_cache_spare)} of KV cache or {rule.waiting_spare:g} waiting "

@@ -283,6 +283,11 @@ class SimulationSummary(Record):
     slo: Seq[SloLimit]
 
     @property
+    def mean_gpus(self) -> float:
+        """Mean number of GPUs that the deployment holds: all, unless pools are autoscaled."""
+        return self.num_gpus - sum((of.gpu_hours_of_most - of.gpu_hours) / (of.hours or 1) for of in self.autoscaling)
+
+    @property
     def power_w(self) -> float | None:
         """Mean power over the duration, of all GPUs; None if the energy is not known."""
         return None if self.energy_j is None or not self.duration_s else self.energy_j / self.duration_s

@@ -11,13 +11,13 @@ import math
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
 from simtune.engine import Request
-from simtune.engine.gauges import queued, running_tokens
+from simtune.engine.gauges import num_decoding, queued, running_tokens
 from simtune.results.outcome import Outcome, PoolInstances
 from simtune.sim.agenda import LOOK, NEVER, Agenda
 from simtune.sim.availability import Availability, Change
@@ -30,6 +30,7 @@ from simtune.specs.autoscaling import (
     RateRule,
     SaturationRule,
     ScalingRule,
+    SlaRule,
     TargetRule,
     ThresholdRule,
     WatchedLoad,
@@ -47,6 +48,8 @@ class ArrivalRouter(CountingRouter):
         super().__init__(router)
         self.arrived: Counter[str] = Counter()
         """Requests that were sent to each pool so far; those that a drained instance sends on count once."""
+        self.prompt_tokens: Counter[str] = Counter()
+        """Prompt tokens of these requests."""
         self._sent_on: set[int] = set()
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
@@ -57,6 +60,7 @@ class ArrivalRouter(CountingRouter):
                 self._sent_on.remove(request.id)
             else:
                 self.arrived[core.pool] += 1
+                self.prompt_tokens[core.pool] += request.prompt_tokens
         return core
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
@@ -83,6 +87,8 @@ class PoolReading:
     """Ticks since the last look."""
     loads: Mapping[WatchedLoad, Sequence[float]]
     """Loads of the instances that accept requests, by their name."""
+    estimates: Sequence[Estimate] = ()
+    """Estimated latencies of these instances, for the rule that reads them."""
 
 
 def _by_rate(rule: RateRule, reading: PoolReading) -> int:
@@ -126,11 +132,32 @@ def _by_saturation(rule: SaturationRule, reading: PoolReading) -> int:
     return reading.instances - (len(unsaturated) > 1 and spares(len(unsaturated) - 1))
 
 
+def _by_sla(rule: SlaRule, reading: PoolReading) -> int:
+    if not reading.settled:
+        return reading.instances
+    ttft_limit_s, tpot_limit_s = rule.ttft_s or math.inf, rule.tpot_s or math.inf
+    # One instance that keeps a limit can take new requests, so all must miss it.
+    if all(of.ttft_s > ttft_limit_s for of in reading.estimates) or all(
+        of.tpot_s > tpot_limit_s for of in reading.estimates
+    ):
+        return reading.instances + 1
+    after = [of.after for of in reading.estimates if of.after is not None]
+    # The own prompt of a request takes as long on any number of instances, so the margin is that of the queue alone.
+    spared = all(
+        of.fits
+        and of.ttft_s - of.alone_s < rule.sensitivity * (ttft_limit_s - of.alone_s)
+        and of.tpot_s < rule.sensitivity * tpot_limit_s
+        for of in after
+    )
+    return reading.instances - (bool(after) and spared)
+
+
 _RULES: Mapping[type[ScalingRule], Callable[..., int]] = {
     RateRule: _by_rate,
     ThresholdRule: _by_thresholds,
     TargetRule: _by_target,
     SaturationRule: _by_saturation,
+    SlaRule: _by_sla,
 }
 
 
@@ -139,10 +166,96 @@ def wanted(rule: ScalingRule, reading: PoolReading) -> int:
     return _RULES[type(rule)](rule, reading)
 
 
+# --- estimates --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Latencies of an instance by its step costs, as Dynamo's planner estimates them from measured steps."""
+
+    ttft_s: float
+    """Seconds of the prompts that wait and a mean one behind them, cut by the token budget."""
+    alone_s: float
+    """Seconds of the mean prompt alone."""
+    tpot_s: float
+    """Seconds of the next step of the requests that decode, or whose KV caches wait for room."""
+    fits: bool
+    """True if the KV cache has room for all tokens, those of prompts that wait among them."""
+    after: Estimate | None = None
+    """Estimate with the work of one instance less, divided among the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Work of a core: requests that decode, tokens in the KV cache, tokens of prompts that wait."""
+
+    decodes: float
+    tokens: float
+    waiting: float
+
+    def times(self, factor: float) -> _Work:
+        return _Work(self.decodes * factor, self.tokens * factor, self.waiting * factor)
+
+
+def _work_of(core: EngineCore, now: int) -> _Work:
+    coming = core.inbox.waiting
+    tokens = _running_tokens(core, now) + sum(transfer.request.prompt_tokens for transfer in coming)
+    waiting = sum(request.prompt_tokens for request in queued(core.scheduler))
+    return _Work(num_decoding(core.scheduler) + len(coming), tokens, waiting)
+
+
+def estimate(core: EngineCore, work: _Work, prompt_tokens: int) -> Estimate:
+    """Return the latencies of a core with this work, for a next prompt of `prompt_tokens` tokens."""
+    scheduler = core.scheduler
+    # Step costs are known up to the seats of the core and the longest request; work beyond waits for a seat.
+    decodes = min(round(work.decodes), scheduler.max_num_seqs)
+    # A step with a prompt has a seat and a token of its budget for it.
+    beside = min(decodes, scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1)
+    tokens, tokens_beside = (
+        min(max(round(work.tokens), count), count * scheduler.max_model_len) for count in (decodes, beside)
+    )
+    seats = scheduler.max_num_seqs - beside
+    budget = min(scheduler.max_num_batched_tokens - beside, seats * scheduler.max_model_len)
+
+    def chunked(chunk: int) -> int:
+        """Return the ticks of a step with `chunk` tokens of mean prompts."""
+        size = min(max(prompt_tokens, -(-chunk // seats)), scheduler.max_model_len, chunk)
+        whole_prompts, remainder = divmod(chunk, size)
+        chunks = [(0, size)] * whole_prompts + [(0, remainder)] * (remainder > 0)
+        return core.costs.mixed(beside, tokens_beside, chunks, beside + len(chunks))
+
+    def prefill(prompts: int) -> int:
+        """Return the ticks of steps that compute `prompts` tokens of prompts beside the decodes."""
+        full, remainder = divmod(prompts, budget)
+        return (full * chunked(budget) if full else 0) + (chunked(remainder) if remainder else 0)
+
+    tpot = core.costs.decode(decodes, tokens)[0] if decodes else 0
+    ttft, alone = prefill(round(work.waiting) + prompt_tokens), prefill(prompt_tokens)
+    room = scheduler.kv.total * scheduler.kv.block_size
+    ttft_s, alone_s, tpot_s = (ticks / TICKS_PER_SECOND for ticks in (ttft, alone, tpot))
+    return Estimate(ttft_s, alone_s, tpot_s, fits=work.tokens + work.waiting < room)
+
+
+def estimate_of(cores: Cores, now: int, prompt_tokens: int, instances: int) -> Estimate:
+    """Return the latencies of one of `instances` instances: those of its slowest core, for each of them."""
+    now_and_after: list[Estimate] = []
+    for factor in (1.0, instances / (instances - 1)) if instances > 1 else (1.0,):
+        of_cores = [estimate(core, _work_of(core, now).times(factor), prompt_tokens) for core in cores]
+        now_and_after.append(
+            Estimate(
+                max(of.ttft_s for of in of_cores),
+                max(of.alone_s for of in of_cores),
+                max(of.tpot_s for of in of_cores),
+                all(of.fits for of in of_cores),
+            )
+        )
+    return replace(now_and_after[0], after=now_and_after[1]) if instances > 1 else now_and_after[0]
+
+
 # --- loads ------------------------------------------------------------------------------------------------
 
 
-def reads_tokens(cores: Sequence[EngineCore]) -> bool:
+def states_tokens(cores: Sequence[EngineCore]) -> bool:
     """True if the tokens of running requests can be read from the schedulers of cores."""
     return all(running_tokens(core.scheduler) >= 0 for core in cores)
 
@@ -265,7 +378,12 @@ class PoolScaler:
             for load in self._scaling.rule.watched
         }
         settled = not self._starting and self.counts.held == len(self._present)
-        return PoolReading(len(self._present), settled, arrived, self.every, loads)
+        estimates: list[Estimate] = []
+        if isinstance(self._scaling.rule, SlaRule):
+            # Of all arrivals so far; the planner's mean is of the steps that it keeps.
+            prompt_tokens = self._router.prompt_tokens[self.pool.name] // max(1, self._arrived)
+            estimates = [estimate_of(self._places[at], now, prompt_tokens, len(accepting)) for at in accepting]
+        return PoolReading(len(self._present), settled, arrived, self.every, loads, estimates)
 
     def _start(self, now: int) -> None:
         """Start an instance at the first free place. What was cached there is gone."""

@@ -17,7 +17,7 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
 from simtune.sim.admission import check_clients_wait
-from simtune.sim.autoscaler import Autoscaler, PoolScaler, reads_tokens
+from simtune.sim.autoscaler import Autoscaler, PoolScaler, states_tokens
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
@@ -28,7 +28,6 @@ from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.role_controller import Controller, RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
-from simtune.specs.autoscaling import OF_TOKENS
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
 from simtune.specs.pool import Role
@@ -292,10 +291,9 @@ def _autoscaler(plan: Plan, by_pool: ByPool, front_end: FrontEnd | None) -> Auto
         if pool.autoscaling is None:
             continue
         cores = by_pool[pool.name]
-        tokens = sorted(set(pool.autoscaling.rule.watched) & set(OF_TOKENS))
-        if tokens and not reads_tokens(cores):
+        if pool.autoscaling.rule.reads_tokens and not states_tokens(cores):
             raise UsageError(
-                f"plan {plan.name}: pool {pool.name}: autoscaling reads {tokens[0]}, which policy "
+                f"plan {plan.name}: pool {pool.name}: autoscaling reads the tokens of running requests, which policy "
                 f"{pool.batching.policy} does not state; watch waiting, under_way or prompt_tokens, or use rule rate"
             )
         places = [_of_instance(cores, place) for place in range(pool.most_instances)]

@@ -44,6 +44,11 @@ class _ScalingRule(Part):
         """Loads that the rule reads."""
         return ()
 
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the rule reads the tokens of running requests."""
+        return any(load in OF_TOKENS for load in self.watched)
+
 
 class RateRule(_ScalingRule):
     """Instances for the request rate of the last interval: the throughput-based mode of Dynamo's planner, with
@@ -127,7 +132,35 @@ class SaturationRule(_ScalingRule):
         return self
 
 
-ScalingRule = Annotated[RateRule | ThresholdRule | TargetRule | SaturationRule, Field(discriminator="kind")]
+class SlaRule(_ScalingRule):
+    """Start an instance if all are estimated to miss a limit, drain one if the others would keep all limits with a
+    margin, and change nothing before the last change is complete: the load-based mode of Dynamo's planner with target
+    sla. The planner estimates by a regression over measured steps; here the step costs of the pool are its estimates.
+    """
+
+    EVERY_S: ClassVar[float] = 5.0
+    kind: Literal["sla"] = "sla"
+    ttft_s: Positive | None = Field(
+        None, description="limit on the time of all prompts that wait and one more; no limit unless given"
+    )
+    tpot_s: Positive | None = Field(None, description="limit on the time of the next decode step; none unless given")
+    sensitivity: Annotated[Positive, Field(le=1)] = Field(
+        0.8, description="share of a limit within which one instance less must stay; of TTFT the part that queues cause"
+    )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True: steps are estimated by the tokens of running requests."""
+        return True
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.ttft_s is None and self.tpot_s is None:
+            raise ErrorAt("has no limit; give ttft_s, tpot_s or both")
+        return self
+
+
+ScalingRule = Annotated[RateRule | ThresholdRule | TargetRule | SaturationRule | SlaRule, Field(discriminator="kind")]
 
 
 class Autoscaling(Part):
@@ -148,8 +181,8 @@ class Autoscaling(Part):
     )
     every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] | None = Field(
         None,
-        description="interval of the rule; unless given that of its source: rate 180, thresholds 5, target 15, "
-        "saturation 60 s",
+        description="interval of the rule; unless given that of its source: rate 180, thresholds and sla 5, target "
+        "15, saturation 60 s",
     )
     stabilise_s: Seconds | None = Field(
         None,
@@ -201,7 +234,7 @@ def check_autoscaling(pool: _ScaledPool) -> None:
         )
     if pool.share is not None:
         raise ErrorAt("instances on shares of the same GPUs cannot come and go alone; remove one", "autoscaling")
-    if pool.speculation is not None and any(load in OF_TOKENS for load in scaling.rule.watched):
+    if pool.speculation is not None and scaling.rule.reads_tokens:
         raise ErrorAt(
             "the tokens of requests that draft cannot be watched; watch waiting, under_way or prompt_tokens, or use "
             "the rule rate",

@@ -138,6 +138,10 @@ def test_explanation_names_role_control() -> None:
             "every 15 s as many as bring kv_cache to 0.5 each, within 10.0 %",
         ),
         (
+            {"kind": "sla", "ttft_s": 1.0, "tpot_s": 0.05},
+            "every 5 s one more if all are estimated to miss a TTFT of 1 s or TPOT of 0.05 s, one less if the others",
+        ),
+        (
             {"kind": "saturation"},
             "every 60 s one more if less than 10.0 % of KV cache or 3 waiting requests are to spare",
         ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,12 @@ from simtune.results.result import Result
 from simtune.runs.price import price
 from simtune.sim import autoscaler
 from simtune.sim.audit import violations
-from simtune.sim.autoscaler import PoolReading, wanted
+from simtune.sim.autoscaler import Estimate, PoolReading, _Work, estimate, wanted
 from simtune.sim.deployment import deploy
 from simtune.sim.families import check_graph_runs
 from simtune.sim.plan_parts import OwnCosts
 from simtune.sim.streamed import StreamedLoad, simulate_streamed
-from simtune.specs.autoscaling import SaturationRule
+from simtune.specs.autoscaling import SaturationRule, SlaRule
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -172,6 +174,8 @@ WATCHING: list[dict[str, Any]] = [
     {"kind": "target", "watch": "kv_cache", "load": 0.25, "tolerance": 0.0},
     {"kind": "target", "watch": "kv_demand", "load": 0.4},
     {"kind": "saturation", "kv_cache": 0.5, "waiting": 2, "waiting_spare": 1},
+    {"kind": "sla", "ttft_s": 0.15, "tpot_s": 0.0055},
+    {"kind": "sla", "ttft_s": 0.2},
 ]
 
 
@@ -324,6 +328,68 @@ def test_saturation_as_its_source_states_it(waiting: list[float], kv_cache: list
     assert wanted(SaturationRule(), unsettled) == 2
 
 
+@pytest.mark.parametrize(
+    ("estimates", "asked"),
+    [
+        # (TTFT, of the prompt alone, TPOT, fits) now, and with one instance less; limits of 1 s and 50 ms
+        ([((1.1, 0.1, 0.01, True), (1.5, 0.1, 0.02, True)), ((0.9, 0.1, 0.01, True), (1.5, 0.1, 0.02, True))], 2),
+        ([((1.1, 0.1, 0.01, True), (1.5, 0.1, 0.02, True)), ((1.2, 0.1, 0.01, True), (1.5, 0.1, 0.02, True))], 3),
+        ([((0.1, 0.1, 0.06, True), (0.1, 0.1, 0.07, True)), ((0.1, 0.1, 0.06, True), (0.1, 0.1, 0.07, True))], 3),
+        ([((0.3, 0.1, 0.01, True), (0.8, 0.1, 0.039, True)), ((0.1, 0.1, 0.01, True), (0.1, 0.1, 0.02, True))], 1),
+        ([((0.3, 0.1, 0.01, True), (0.83, 0.1, 0.03, True)), ((0.1, 0.1, 0.01, True), (0.1, 0.1, 0.02, True))], 2),
+        ([((0.3, 0.1, 0.01, True), (0.8, 0.1, 0.041, True)), ((0.1, 0.1, 0.01, True), (0.1, 0.1, 0.02, True))], 2),
+        ([((0.1, 0.1, 0.01, True), (0.1, 0.1, 0.02, False)), ((0.1, 0.1, 0.01, True), (0.1, 0.1, 0.02, True))], 2),
+    ],
+)
+def test_sla_as_its_source_states_it(estimates: list[Any], asked: int) -> None:
+    read = [replace(Estimate(*now), after=Estimate(*after)) for now, after in estimates]
+    rule = SlaRule(ttft_s=1.0, tpot_s=0.05)
+    assert wanted(rule, PoolReading(2, True, 0, 1, {}, read)) == asked
+    assert wanted(rule, PoolReading(2, False, 0, 1, {}, read)) == 2
+
+
+def test_estimates_are_those_of_the_step_costs() -> None:
+    """A step takes 1 ms, and each token in it another: 250 tokens by 100 take 101 + 101 + 51 ms."""
+    deployment = deploy(plan_of(None, batching=MANY), MODEL, HARDWARE, OwnCosts(LinearCosts(1e-3, 1e-3)))
+    (core,) = deployment.pools[0].cores(1, None)
+    core.scheduler.max_num_batched_tokens = 104
+    idle = estimate(core, _Work(0, 0, 0), 50)
+    assert idle.ttft_s == idle.alone_s == pytest.approx(0.051)
+    assert (idle.tpot_s, idle.fits) == (0.0, True)
+    # Four decodes take four tokens of each step.
+    busy = estimate(core, _Work(4, 400, 200), 50)
+    assert busy.ttft_s == pytest.approx(0.105 + 0.105 + 0.055)
+    assert busy.alone_s == pytest.approx(0.055)
+    assert busy.tpot_s == pytest.approx(0.005)
+    assert not estimate(core, _Work(4, 4096 * 16, 0), 50).fits
+
+
+@pytest.mark.parametrize("batching", [{"max_num_seqs": 4, "max_num_batched_tokens": 4}, MANY])
+def test_estimates_stay_within_the_tables_of_step_costs(batching: dict[str, int]) -> None:
+    """Compiled costs end at the seats and at the longest request; the work of an instance less may lie beyond."""
+    plan = plan_of(None, batching=batching, max_model_len=512)
+    (core,) = deploy(plan, MODEL, HARDWARE).pools[0].cores(1, None)
+    for decodes, tokens, waiting, prompt in product((0, 3, 4, 64, 900), (0, 10**3, 10**6), (0, 10**5), (0, 7, 512)):
+        read = estimate(core, _Work(decodes, tokens, waiting), prompt)
+        assert 0.0 <= read.alone_s <= read.ttft_s < 1e6
+        assert (read.tpot_s > 0) == (decodes > 0)
+
+
+def test_an_sla_starts_an_instance_when_it_is_missed_and_drains_it_when_it_is_not_needed() -> None:
+    """Ten requests/s take 0.1 s of prefill each, and more for their answers: one instance falls behind."""
+    rule = {"kind": "sla", "ttft_s": 1.0}
+    scaling = {"rule": rule, "startup_s": 2.0, "max_instances": 8, "every_s": 1.0, "stabilise_s": 5.0}
+    plan, stream = plan_of(scaling, batching=MANY), at_rate([(60, 10.0), (100, 1.0)], prompt=98, output=10)
+    result, fixed = run(plan, stream), run(plan_of(None, batching=MANY), stream)
+    under_load = result.arrival_s < 60
+    assert fixed.ttft_s[under_load].max() > 4.0, "the queue grows as long as the load lasts"
+    assert result.ttft_s[under_load].max() < 2.5, "the limit, the next look, and the start-up"
+    first_s = counts(result)[1][0]
+    assert counts(result)[1:3] == [(first_s, 1, 2), (first_s + 2.0, 2, 2)]
+    assert result.ttft_s[result.arrival_s < first_s - 1.0].max() > 1.0
+    assert scaled(result).starts == scaled(result).drains == 2, "once its queue is gone one instance seems enough"
+
+
 def test_prefill_and_decode_pools_scale_by_themselves() -> None:
     """Prompts of 0.9 s need two prefill instances at 2 requests/s; one decode instance is enough for their answers."""
     shared = {"hardware": "h100-sxm", "instances": 1, "kv_cache": {"num_blocks": 4096}, "max_model_len": 8192}
@@ -443,8 +509,8 @@ def test_an_audit_sees_counts_that_do_not_agree() -> None:
         ("{rule: {kind: rate, requests_per_s: 1}, max_instances: 2}", "startup_s: is required and missing"),
         ("{rule: {kind: rate, requests_per_s: 1}, startup_s: 1}", "max_instances: is required and missing"),
         (
-            "{rule: {kind: sla, ttft_s: 1}, startup_s: 1, max_instances: 2}",
-            "rule: unknown kind 'sla': one of rate, thresholds, target, saturation",
+            "{rule: {kind: slo, ttft_s: 1}, startup_s: 1, max_instances: 2}",
+            "rule: unknown kind 'slo': one of rate, thresholds, target, saturation, sla",
         ),
         (
             "{rule: {kind: thresholds, watch: waiting, up: 2, down: 2}, startup_s: 1, max_instances: 2}",
@@ -454,6 +520,7 @@ def test_an_audit_sees_counts_that_do_not_agree() -> None:
             "{rule: {kind: target, watch: tokens, load: 2}, startup_s: 1, max_instances: 2}",
             "rule.watch: must be one of waiting, under_way, prompt_tokens, kv_cache, kv_demand",
         ),
+        ("{rule: {kind: sla}, startup_s: 1, max_instances: 2}", "rule: has no limit; give ttft_s, tpot_s or both"),
         (
             "{rule: {kind: saturation, waiting: 3}, startup_s: 1, max_instances: 2}",
             "rule: waiting_spare (3) must be below waiting (3)",
@@ -500,6 +567,6 @@ def test_a_policy_that_states_no_tokens_is_watched_by_its_requests(monkeypatch: 
     monkeypatch.setattr(autoscaler, "running_tokens", lambda scheduler: -1)
     scaling = {"rule": {"kind": "target", "watch": "kv_cache", "load": 0.5}, "startup_s": 1.0, "max_instances": 4}
     with pytest.raises(
-        UsageError, match="autoscaling reads kv_cache, which policy vllm-fcfs does not state; watch wait"
+        UsageError, match="autoscaling reads the tokens of running requests, which policy vllm-fcfs does not"
     ):
         run(plan_of(scaling), stream_of([0.0], [8], [2]))

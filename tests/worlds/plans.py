@@ -83,9 +83,11 @@ def drawn(number: int) -> World:
 def _world(random: Random) -> World:
     apart = random.random() < 0.4
     plan_block, schemes = _plan(random, apart)
-    _scale(plan_block)
     plan = Plan.model_validate(plan_block, strict=False)
     load = Workload.model_validate(_load(random), strict=False)
+    if not load.graph:
+        _scale(plan_block)
+        plan = Plan.model_validate(plan_block, strict=False)
     stream = build_stream(load, None, requests=random.randint(1, 14), seed=random.randint(0, 10**6))
     costs = OwnCosts(_costs(random, with_drafts=bool(schemes)))
     drafting = {
@@ -309,8 +311,10 @@ def _scale(plan: Block) -> None:
                 {"kind": "rate", "requests_per_s": random.choice((20.0, 100.0))},
                 {"kind": "thresholds", "watch": watch, "up": size, "down": random.choice((0.0, size / 2))},
                 {"kind": "target", "watch": watch, "load": size, "tolerance": random.choice((0.0, 0.1))},
-                *([{"kind": "saturation", "kv_cache": 0.3, "waiting": 1.5, "waiting_spare": 1.0}] if tokens else ()),
             ]
+            if tokens:
+                rules.append({"kind": "saturation", "kv_cache": 0.3, "waiting": 1.5, "waiting_spare": 1.0})
+                rules.append({"kind": "sla", "ttft_s": random.choice((0.01, 0.05)), "tpot_s": 0.01})
             pool["autoscaling"] = {
                 "rule": random.choice(rules),
                 "every_s": random.choice((1e-3, 0.017, 0.1)),
