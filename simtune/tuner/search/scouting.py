@@ -56,6 +56,7 @@ def _highest(judge: PlanJudge, plan: BoundedCandidate, low: float | None, most: 
     climb, stream = Climb(plan.ceiling_rps, STEP, low), judge.plan_cache.stream(plan.candidate)
     least_e2el_s = least_s("e2el", plan.deployment, stream, SAMPLED_CORES)
     while (rate := climb.rate_rps) is not None:
-        requests = max(REQUESTS, min(most, math.ceil(LIFETIME * least_e2el_s * rate)))
+        # Beside others requests take longer than alone, about twice as long near a limit.
+        requests = max(REQUESTS, min(most, math.ceil(2 * LIFETIME * least_e2el_s * rate)))
         climb = climb.after(rate, as_shown(judge.simulated_shorter(plan, rate, requests)))
     return None if climb.met is None else climb.met.rate_rps
