@@ -41,7 +41,7 @@ def test_a_few_random_plans_hold() -> None:
 
 @pytest.mark.slow
 def test_every_feature_is_drawn() -> None:
-    drawn = [plans.features(plans.check(number)) for number in range(300)]
+    drawn = [plans.features(plans.check(number)) for number in range(550)]
     assert set().union(*drawn) >= FEATURES
 
 
