@@ -55,7 +55,6 @@ from simtune.costs.step_calls import (
     overlapped,
     with_shared,
 )
-from simtune.errors import Infeasible
 from simtune.specs.hardware import Correction, Hardware, Operator
 from simtune.specs.model import Model
 from simtune.specs.pool import OverlapThresholds, Pool
@@ -149,11 +148,6 @@ class StepModel:
         model = model.with_weights(pool.weight_dtype)
         check_parallelism(model, pool)
         full_model, model = model, attention_side(model, pool)
-        if pool.parallelism.tp > hardware.device.devices_per_node:
-            raise Infeasible(
-                f"tp {pool.parallelism.tp} on {hardware.name}: a node has {hardware.device.devices_per_node} "
-                "devices, and all-reduce was measured inside one node only; use a smaller tp and more pp"
-            )
         self._model, self._hardware, self._pool = model, hardware, pool
         self._factors = factors or {}
         self._profile = profile or Profile(hardware, in_step=True)

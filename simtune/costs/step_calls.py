@@ -12,6 +12,7 @@ from simtune.arrays import Array, Mask
 from simtune.costs.experts import Experts, SharingLayers
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
+from simtune.costs.over_nodes import RankCollectives
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware, OperatorKind
@@ -278,7 +279,8 @@ class StepCalls:
 
     def _send_parts(self) -> list[StepCall]:
         parallelism, dtype = self._pool.parallelism, self._model.dtype
-        across = -(-parallelism.tp * parallelism.pp // self._hardware.device.devices_per_node) - 1
+        nodes = -(-parallelism.tp * parallelism.pp // self._hardware.device.devices_per_node)
+        across = min(nodes, parallelism.pp) - 1
         parts = []
         for link, times in ((None, parallelism.pp - 1 - across), ("inter_node", across)):
             if times > 0:
@@ -296,11 +298,8 @@ class StepCalls:
         gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
         parts = [StepCall("head", 1, gemm.seconds)]
         if tp > 1:
-            gather, row_bytes = (
-                self._profile.predictor("all_gather", model.dtype),
-                vocab * tp * DTYPE_BYTES[model.dtype],
-            )
-            parts.append(StepCall("head", 1, lambda n: gather.seconds(devices=tp, bytes=n * row_bytes)))
+            ranks, row_bytes = self._ranks(), vocab * tp * DTYPE_BYTES[model.dtype]
+            parts.append(StepCall("head", 1, lambda n: ranks.all_gather_s(n * row_bytes)))
         sampling = self._profile.predictor("sampling", "fp32")
         parts.append(StepCall("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
         return parts
@@ -375,6 +374,8 @@ class StepCalls:
 
     def _all_reduce(self, times: int, row_bytes: float | None = None) -> StepCall:
         """Return all-reduces of rows with that many bytes, those of hidden states unless given."""
-        all_reduce = self._profile.predictor("all_reduce", self._model.dtype)
-        row = self._row_bytes if row_bytes is None else row_bytes
-        return StepCall("all_reduce", times, lambda m: all_reduce.seconds(devices=self._tp, bytes=m * row))
+        ranks, row = self._ranks(), self._row_bytes if row_bytes is None else row_bytes
+        return StepCall("all_reduce", times, lambda m: ranks.all_reduce_s(m * row))
+
+    def _ranks(self) -> RankCollectives:
+        return RankCollectives(self._profile, self._model.dtype, self._tp)

@@ -16,6 +16,7 @@ from simtune.costs.iteration import StepModel, StepWork, padded_tokens
 from simtune.costs.launches import LAUNCH_S
 from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.operators.attention import START_KEYS
+from simtune.costs.over_nodes import RankCollectives
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
@@ -225,7 +226,13 @@ def test_the_mean_context_covers_the_longest_sequence(
         ({"feed_forward": DenseFeedForward(intermediate_size=130)}, 4, 1, "feed-forward width 130"),
         ({"feed_forward": moe(shared=33)}, 2, 1, "feed-forward width 33"),
         ({}, 1, 3, "pp 3 exceeds its 2 layers"),
-        ({"heads": 16, "kv_heads": 16}, 16, 1, "a node has 8 devices"),
+        (
+            {"heads": 12, "kv_heads": 12, "feed_forward": DenseFeedForward(intermediate_size=120)},
+            12,
+            1,
+            "has 8 devices",
+        ),
+        ({"heads": 16, "kv_heads": 16}, 16, 1, "no link inter_node"),
         ({"layers": 9}, 1, 9, "no link inter_node"),
     ],
 )
@@ -788,3 +795,25 @@ def test_shared_experts_beside_routed_ones_take_what_exceeds_them(largest: int |
         waits_s = max(0.0, both_s - plain_s - routed_s)
         expected = plain_s + (waits_s if largest and tokens <= largest else both_s - plain_s)
         assert sum(beside.breakdown(work).values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_ranks_of_several_nodes_sum_inside_them_and_pass_their_parts_on(nodes: int) -> None:
+    """A ring of nodes in which each of 8 ranks sends a share of its node's, twice for a sum and once to gather."""
+    links = {"inter_node": Link(bytes_per_s=1e7, latency_s=2e-5, source="made up")}
+    device = hardware()
+    device = device.model_copy(update={"links": device.links | links})
+    sizes = {"heads": 32, "kv_heads": 32, "hidden": 64, "vocab": 256}
+    ranks = RankCollectives(Profile(device), "bf16", 8 * nodes)
+    alone = RankCollectives(Profile(device), "bf16", 8)
+    size = np.array([64.0, 6400.0])
+    sent_s = Profile(device).predictor("send_recv", "bf16", variant="inter_node").seconds(bytes=size / (8 * nodes))
+    assert sent_s[0] >= 2e-5
+    np.testing.assert_allclose(ranks.all_reduce_s(size) - alone.all_reduce_s(size), 2 * (nodes - 1) * sent_s)
+    np.testing.assert_allclose(ranks.all_gather_s(size) - alone.all_gather_s(size), (nodes - 1) * sent_s)
+    step = StepModel(model(**sizes), device, pool(tp=8 * nodes))  # type: ignore[arg-type]
+    parts = step.breakdown(StepWork(4, 40, (), 4))
+    assert "send" not in parts, "one stage"
+    # two sublayers in each of two layers, and the embedding, of 4 rows of 64 values
+    assert parts["all_reduce"] == pytest.approx(5 * float(ranks.all_reduce_s(np.array([4.0 * 64 * 2]))[0]))
+    assert "send_recv.inter_node.bf16" in step.estimated

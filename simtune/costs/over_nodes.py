@@ -1,0 +1,47 @@
+"""Collectives of tensor-parallel ranks: inside a node as measured there, over several nodes in two levels.
+
+Over nodes each rank shares the work of its node: what one node has of it is summed or gathered inside, and every rank
+passes its part on to the rank of the same number in the next node, as a ring. The parts go over the ranks' own links
+between nodes, whose times follow from their data sheet; no such collective was measured. Fewer nodes than two are the
+measured case.
+"""
+
+from __future__ import annotations
+
+from simtune.arrays import Array
+from simtune.costs.predict import Profile
+from simtune.errors import Infeasible
+
+
+class RankCollectives:
+    """Collectives of `devices` ranks on nodes of a profile's device.
+
+    Raise Infeasible if the ranks fill no whole number of nodes, and if the profile has no link between nodes.
+    """
+
+    def __init__(self, profile: Profile, dtype: str, devices: int) -> None:
+        per_node = profile.hardware.device.devices_per_node
+        self._nodes, self._local = max(1, devices // per_node), min(devices, per_node)
+        if devices > per_node and devices % per_node:
+            raise Infeasible(
+                f"tp {devices} on {profile.hardware.name}: a node has {per_node} devices; use a tp that divides that, "
+                "or a multiple of it"
+            )
+        self._profile, self._dtype = profile, dtype
+        self._send = profile.predictor("send_recv", dtype, variant="inter_node") if self._nodes > 1 else None
+
+    def all_reduce_s(self, size: Array) -> Array:
+        """Seconds to sum buffers of `size` bytes."""
+        reduce = self._profile.predictor("all_reduce", self._dtype)
+        return reduce.seconds(devices=self._local, bytes=size) + self._passed_s(size, 2)
+
+    def all_gather_s(self, size: Array) -> Array:
+        """Seconds to gather `size` bytes on every rank."""
+        gather = self._profile.predictor("all_gather", self._dtype)
+        return gather.seconds(devices=self._local, bytes=size) + self._passed_s(size, 1)
+
+    def _passed_s(self, size: Array, rounds: int) -> Array | float:
+        """Seconds in which the nodes pass their parts around a ring, `rounds` times."""
+        if self._send is None:
+            return 0.0
+        return rounds * (self._nodes - 1) * self._send.seconds(bytes=size / (self._nodes * self._local))
