@@ -8,18 +8,20 @@ measured case.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from simtune.arrays import Array
 from simtune.costs.predict import Profile
 from simtune.errors import Infeasible
 
 
-class RankCollectives:
-    """Collectives of `devices` ranks on nodes of a profile's device.
+class RankCollective:
+    """A sum (all_reduce) or a gathering (all_gather) over `devices` ranks, on nodes of a profile's device.
 
     Raise Infeasible if the ranks fill no whole number of nodes, and if the profile has no link between nodes.
     """
 
-    def __init__(self, profile: Profile, dtype: str, devices: int) -> None:
+    def __init__(self, profile: Profile, kind: Literal["all_reduce", "all_gather"], dtype: str, devices: int) -> None:
         per_node = profile.hardware.device.devices_per_node
         self._nodes, self._local = max(1, devices // per_node), min(devices, per_node)
         if devices > per_node and devices % per_node:
@@ -27,21 +29,13 @@ class RankCollectives:
                 f"tp {devices} on {profile.hardware.name}: a node has {per_node} devices; use a tp that divides that, "
                 "or a multiple of it"
             )
-        self._profile, self._dtype = profile, dtype
+        self._inside = profile.predictor(kind, dtype)
+        self._rounds = (2 if kind == "all_reduce" else 1) * (self._nodes - 1)
         self._send = profile.predictor("send_recv", dtype, variant="inter_node") if self._nodes > 1 else None
 
-    def all_reduce_s(self, size: Array) -> Array:
-        """Seconds to sum buffers of `size` bytes."""
-        reduce = self._profile.predictor("all_reduce", self._dtype)
-        return reduce.seconds(devices=self._local, bytes=size) + self._passed_s(size, 2)
-
-    def all_gather_s(self, size: Array) -> Array:
-        """Seconds to gather `size` bytes on every rank."""
-        gather = self._profile.predictor("all_gather", self._dtype)
-        return gather.seconds(devices=self._local, bytes=size) + self._passed_s(size, 1)
-
-    def _passed_s(self, size: Array, rounds: int) -> Array | float:
-        """Seconds in which the nodes pass their parts around a ring, `rounds` times."""
+    def seconds(self, size: Array) -> Array:
+        """Seconds for buffers of `size` bytes."""
+        inside_s = self._inside.seconds(devices=self._local, bytes=size)
         if self._send is None:
-            return 0.0
-        return rounds * (self._nodes - 1) * self._send.seconds(bytes=size / (self._nodes * self._local))
+            return inside_s
+        return inside_s + self._rounds * self._send.seconds(bytes=size / (self._nodes * self._local))

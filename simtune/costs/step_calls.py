@@ -12,7 +12,7 @@ from simtune.arrays import Array, Mask
 from simtune.costs.experts import Experts, SharingLayers
 from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
-from simtune.costs.over_nodes import RankCollectives
+from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES, Dtype
 from simtune.specs.hardware import Hardware, OperatorKind
@@ -298,8 +298,9 @@ class StepCalls:
         gemm = self._gemm(1, vocab, model.hidden_size, model.dtype_of("head"))
         parts = [StepCall("head", 1, gemm.seconds)]
         if tp > 1:
-            ranks, row_bytes = self._ranks(), vocab * tp * DTYPE_BYTES[model.dtype]
-            parts.append(StepCall("head", 1, lambda n: ranks.all_gather_s(n * row_bytes)))
+            gather = RankCollective(self._profile, "all_gather", model.dtype, tp)
+            row_bytes = vocab * tp * DTYPE_BYTES[model.dtype]
+            parts.append(StepCall("head", 1, lambda n: gather.seconds(n * row_bytes)))
         sampling = self._profile.predictor("sampling", "fp32")
         parts.append(StepCall("sampling", 1, lambda n: sampling.seconds(rows=n, vocab=model.vocab_size)))
         return parts
@@ -374,8 +375,6 @@ class StepCalls:
 
     def _all_reduce(self, times: int, row_bytes: float | None = None) -> StepCall:
         """Return all-reduces of rows with that many bytes, those of hidden states unless given."""
-        ranks, row = self._ranks(), self._row_bytes if row_bytes is None else row_bytes
-        return StepCall("all_reduce", times, lambda m: ranks.all_reduce_s(m * row))
-
-    def _ranks(self) -> RankCollectives:
-        return RankCollectives(self._profile, self._model.dtype, self._tp)
+        all_reduce = RankCollective(self._profile, "all_reduce", self._model.dtype, self._tp)
+        row = self._row_bytes if row_bytes is None else row_bytes
+        return StepCall("all_reduce", times, lambda m: all_reduce.seconds(m * row))
