@@ -1,4 +1,4 @@
-"""How far off are profiles that never saw them, for the points that `simtune profile` measured on GPUs?
+"""Errors of profiles that had no part in them, on the points that `simtune profile` measured on GPUs.
 
     python -m pytest benchmarks/profiling/test_gpu_points.py -m benchmark_only -s
 

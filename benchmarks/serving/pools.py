@@ -33,8 +33,10 @@ from simtune.specs.plan import Plan
 
 FILE = "silicon_pd_dev.csv.gz"
 METRICS = ("tpot", "ttft", "tokens")
+ROLES = ("prefill", "decode")
 BEHIND_DYNAMO = {"0.5.1": "trtllm-1.0", "0.8.1": "trtllm-1.2"}
-"""Presets of TensorRT-LLM by the release of Dynamo in front of it, which is what the table tells."""
+"""Presets of TensorRT-LLM by the release of Dynamo in front of it, which is what the table tells. Assumed: what runs of
+the sweep without Dynamo had in those months."""
 
 
 class PooledRun(PlainRun):
@@ -49,7 +51,7 @@ class PooledRun(PlainRun):
 
     @property
     def plan(self) -> Plan:
-        """Its deployment under its engine's settings."""
+        """The deployment under its engine's settings."""
         settings = load_engine(self.release).settings(load_hardware(self.hardware).device, self.served)
         pools = [{"max_model_len": longest(self) + SPARE_TOKENS, **settings, **self._pool(role)} for role in ROLES]
         return Plan.model_validate({"name": "run", "model": self.served.name, "pools": pools, "link": {}})
@@ -81,9 +83,6 @@ class PooledRun(PlainRun):
         """Output tokens a second of users who send the next request when they have an answer."""
         tokens = 0.9 * self.number("osl")
         return self.concurrency * tokens / (times["ttft"] + tokens * times["tpot"])
-
-
-ROLES = ("prefill", "decode")
 
 
 def pooled_runs(data: Path) -> Iterator[PooledRun]:

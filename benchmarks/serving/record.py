@@ -111,7 +111,7 @@ class PlainRun(Run):
 
     @property
     def plan(self) -> Plan:
-        """Its deployment under its engine's settings."""
+        """The deployment under its engine's settings."""
         tp, groups = self.ranks
         model = self.served
         experts = kind_of(model) == "moe" and self.number("moe_ep", 1) > 1

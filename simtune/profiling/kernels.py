@@ -340,9 +340,9 @@ def _kv_writes(rows: int, width: int, operands: Operands, dtype: str) -> list[Ca
     """Return the writing of keys and values, `width` values read or written for each row, to caches by turns."""
     d = 128 if width % 512 == 0 else 64
     heads = width // 4 // d
-    seats, positions = torch.arange(rows, device=operands.device), torch.zeros(rows, dtype=torch.long)
+    seats = torch.arange(rows, device=operands.device)
+    at = torch.zeros_like(seats)
     k, v = (operands.fresh((rows, heads, d), dtype) for _ in range(2))
-    at = positions.to(operands.device)
     # stored token by token, as engines on GPUs store them
     caches = operands.rotating((2, rows, PAGE, heads, d), dtype)
     return [partial(keep, cache.transpose(2, 3), seats, at, k, v) for cache in caches]

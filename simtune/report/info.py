@@ -134,7 +134,7 @@ def headline(run: Run) -> str:
         return f"{plan} is done with {plural(s.requests, 'request')} after {number(s.objective.value)} s, {within}."
     if rate_rps is None:
         return f"{plan} runs {within}."
-    return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.num_gpus)} per GPU, {within}."
+    return f"{plan} serves {number(rate_rps)} requests/s, {number(rate_rps / s.mean_gpus)} per GPU, {within}."
 
 
 def _served_rps(s: Summary) -> float | None:

@@ -817,3 +817,13 @@ def test_ranks_of_several_nodes_sum_inside_them_and_pass_their_parts_on(nodes: i
     # two sublayers in each of two layers, and the embedding, of 4 rows of 64 values
     assert parts["all_reduce"] == pytest.approx(5 * float(reduce.seconds(np.array([4.0 * 64 * 2]))[0]))
     assert "send_recv.inter_node.bf16" in step.estimated
+
+
+def test_nodes_of_one_device_only_pass_their_parts_on() -> None:
+    links = {"inter_node": Link(bytes_per_s=1e7, latency_s=2e-5, source="made up")}
+    profile = hardware()
+    device = profile.device.model_copy(update={"devices_per_node": 1})
+    alone = profile.model_copy(update={"device": device, "links": links})
+    size = np.array([6400.0])
+    sent_s = Profile(alone).predictor("send_recv", "bf16", variant="inter_node").seconds(bytes=size / 4)
+    assert RankCollective(Profile(alone), "all_reduce", "bf16", 4).seconds(size) == pytest.approx(2 * 3 * sent_s)

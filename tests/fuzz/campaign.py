@@ -158,7 +158,7 @@ class Desk:
         return Answer(number, case, how, ended["code"], out, err, ended["cpu_s"], ended["memory"], tuple(sorted(left)))
 
     def answer_options(self, number: int) -> Answer:
-        """Of the options of number `number`."""
+        """Return how the command with the options of number `number` ends."""
         self._renew()
         command, odd = options.mutated(number)
         before = {path.name for path in self.folder.iterdir()}

@@ -45,7 +45,7 @@ NUMBERS = (
     "1:2",
 )  # fmt: skip
 IMPOSSIBLE = ("nan", "NaN", "inf", "-inf", "1e400", "-1", "", " ", "½", "0x10", "true", "1 0", "9" * 30, "9" * 5000)
-"""Of these, the ones that no option that takes a number can mean."""
+"""Values that no option that takes a number can mean."""
 PATHS = (
     "", " ", "missing.yaml", "missing/deep/er", ".", "..", "run", "own.csv", "plan.yaml", "model.yaml", "pipe",
     "/dev/null", "/dev/zero", "/proc/self/mem", "a\nb", "x" * 300, "x" * 5000, "~", "$(id)", "-", "--", "é.yaml",

@@ -1,5 +1,5 @@
-"""Whatever moment a verb is killed or interrupted at, or the disk is full, the same command goes on, comes to the same,
-and leaves nothing else.
+"""A verb that is killed or interrupted at any moment, or finds the disk full, goes on by the same command, comes to the
+same, and leaves nothing else.
 
 SIMTUNE_KILLS=50 python -m pytest -m slow tests/kills
 """

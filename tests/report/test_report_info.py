@@ -121,6 +121,15 @@ def test_headline_without_limits_states_throughput(make_run: RunMaker) -> None:
     assert sentence(run).endswith("serves 16.0 requests/s, 2.00 per GPU, with no latency limit set.")
 
 
+def test_headline_of_autoscaled_pools_counts_the_gpus_that_they_hold(make_run: RunMaker) -> None:
+    scaled = {
+        "pool": "mixed", "hours": 2.0, "mean_instances": 1.0, "fewest": 1, "most": 2, "starts": 1, "drains": 1,
+        "gpu_hours": 8.0, "gpu_hours_of_most": 16.0, "at_s": [0.0], "accepting": [1], "holding": [1],
+    }  # fmt: skip
+    run = make_run(searched=False, slo=[], request_throughput_rps=16.0, num_gpus=8, autoscaling=[scaled])
+    assert "serves 16.0 requests/s, 4.00 per GPU, " in sentence(run)
+
+
 def test_the_objective_in_seconds_is_shown_in_milliseconds(make_run: RunMaker) -> None:
     run = make_run(objective={"name": "e2el", "unit": "s", "value": 4.2})
     assert info.key_figures(read_run(run).summary)[0] == ("mean E2EL", "4,200", "ms")

@@ -181,7 +181,7 @@ def test_results_are_tables_where_pandas_is() -> None:
 
 
 def test_a_point_is_another_one_when_a_file_that_it_rests_on_has_changed(tmp_path: Path) -> None:
-    """Of a folder, and of a file that a file names: a sweep that went on had kept the earlier numbers."""
+    """A folder, and a file that a file names: a sweep that went on had kept the earlier numbers."""
     load, trace, card = tmp_path / "load.yaml", tmp_path / "own.csv", tmp_path / "card"
     load.write_text("trace: own.csv\n")
     trace.write_text("1")

@@ -141,3 +141,18 @@ def test_models_it_cannot_run_are_refused() -> None:
         engine.executor(deployed(model(window=64)))
     with pytest.raises(UsageError, match="dtype of activations"):
         engine.executor(deployed(model().model_copy(update={"weight_dtype": "fp8"})))
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried to allocate 520 MiB", "no kernel image is available"])
+def test_a_plan_that_does_not_fit_is_refused_and_other_errors_stay_themselves(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: CachedDecoder, *given: Any, **options: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(CachedDecoder, "__init__", fails)
+    fits = "out of memory" not in words
+    with pytest.raises(
+        RuntimeError if fits else UsageError, match=words if fits else "do not fit into cpu; lower max_num"
+    ):
+        engine.executor(deployed(model()))

@@ -17,7 +17,7 @@ FEATURES = {
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "async", "swap", "messages", "preempted", "resent",
 }  # fmt: skip
-"""What the drawn plans have."""
+"""Features that drawn plans must have between them."""
 
 
 @pytest.mark.parametrize("number", worlds.past())

@@ -422,7 +422,7 @@ def main() -> int:
 
 
 def _fates(journal: Path | None) -> dict[int, str]:
-    """What became of the numbers of a journal."""
+    """Return how each number in a journal ended."""
     if journal is None or not journal.exists():
         return {}
     rows = [line.split() for line in journal.read_text().splitlines()]
