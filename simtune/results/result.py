@@ -9,6 +9,7 @@ the KV cache has reached the decode instance, if there is one) and decode (until
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -439,15 +440,17 @@ class MissBudget:
     soon as some of them add up to more than n times the limit: so the verdict equals that of the whole run.
     """
 
-    def __init__(self, stream: RequestStream, slo: Slo) -> None:
+    def __init__(self, stream: RequestStream, slo: Slo, part: slice | None = None) -> None:
+        """Judge the requests after the warm-up, or those of a part, in which warm-up requests count as well."""
         self._class_of = stream.class_index.tolist()
         self._gaps = (stream.output_tokens - 1).tolist()
         self._lines: list[tuple[int | None, str, int | None]] = []  # class, metric, limit that few may exceed
-        self._warm_up = stream.warm_up
+        self._warm_up = stream.warm_up if part is None else 0
         self._left: list[float] = []  # how many more may exceed it, or how much more all of them may add up to
+        judged = np.zeros(len(stream), dtype=bool)
+        judged[slice(stream.warm_up, None) if part is None else part] = True
         for index, _, objective in objectives(stream, slo):
-            of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
-            of_class[: stream.warm_up] = False
+            of_class = judged if index is None else judged & (stream.class_index == index)
             for metric, statistic, limit in objective.limits():
                 n = int((of_class & (stream.output_tokens > 1)).sum() if metric == "tpot" else of_class.sum())
                 ticks = limit * TICKS_PER_SECOND
@@ -483,6 +486,27 @@ class MissBudget:
             if self._left[line] <= 0:
                 return True
         return False
+
+
+class PartBudgets:
+    """Stop condition that ends a run once its SLO cannot be met any more, by all requests or by one of several parts."""
+
+    def __init__(self, stream: RequestStream, slo: Slo, parts: Sequence[slice]) -> None:
+        """Judge `parts`, slices that cover all requests in order, each by itself."""
+        self._whole = MissBudget(stream, slo)
+        self._begins = [part.start for part in parts]
+        self._parts = [MissBudget(stream, slo, part) for part in parts]
+
+    def __call__(self, request: int, arrival: int, first_token: int, finish: int) -> bool:
+        """Account for a finished request (times in ticks); return True once a limit can no longer be met."""
+        part = self._parts[bisect_right(self._begins, request) - 1]
+        return self._whole(request, arrival, first_token, finish) or part(request, arrival, first_token, finish)
+
+
+def parts_of(count: int, requests: int) -> list[slice]:
+    """Return the equal parts of `count` requests, as many as have at least `requests` each, but one at least."""
+    parts = max(1, count // requests)
+    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
 def _drawn(of_metrics: Mapping[str, Sequence[float]]) -> dict[str, Any]:

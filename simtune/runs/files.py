@@ -201,7 +201,7 @@ def packed(parts: Iterable[str]) -> bytes:
     """A text as gzip data that are the same wherever they are made: no time, and no system (RFC 1952, OS = 255), which
     Python 3.13 leaves out and earlier releases name."""
     raw = BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as file:
         file.writelines(part.encode() for part in parts)
     raw.getbuffer()[9] = 0xFF
     return raw.getvalue()

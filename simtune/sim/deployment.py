@@ -15,7 +15,7 @@ from simtune.costs.protocol import StepCosts
 from simtune.costs.share import share_of
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, PartError, UsageError
-from simtune.results.result import MissBudget, Result
+from simtune.results.result import MissBudget, PartBudgets, Result, parts_of
 from simtune.sim import plan_parts
 from simtune.sim.audit import audit, wanted
 from simtune.sim.cascade import CascadeRule
@@ -113,6 +113,7 @@ class Deployment:
         *,
         cores: int | None = None,
         stop_when_lost: bool = False,
+        part: int | None = None,
         record: bool = False,
         single_steps: bool = False,
         seed: int = 0,
@@ -124,7 +125,9 @@ class Deployment:
         `cores` runs only that number of cores (in whole instances), on their share of an open-loop stream, and scales
         up: under round robin instances do not disturb each other, and only the number of requests observed differs.
         If they do (closed loops, other routers, several pools, instances that fail), all are run. `stop_when_lost`
-        ends the run once the SLO cannot be met. `seed` seeds routers and predictors. `watch` is called with progress.
+        ends the run once the SLO cannot be met: by all requests, or with `part` by one of the equal parts of so many
+        requests or more (`simtune.results.result.parts_of`). `seed` seeds routers and predictors. `watch` is called
+        with progress.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.target_rate_rps
         instances = self.enough_instances(stream, cores)
@@ -142,7 +145,7 @@ class Deployment:
                     stream,
                     single_steps=single_steps,
                     record=record,
-                    stop_when=_stop_when(stream, slo, stop_when_lost, watch),
+                    stop_when=watched(watch, len(stream), _lost(stream, slo, part) if stop_when_lost else None),
                 ).run()
             )
         # A run that was stopped early leaves requests waiting without any fault of a policy.
@@ -177,10 +180,10 @@ class Deployment:
         )
 
 
-def _stop_when(stream: RequestStream, slo: Slo, when_lost: bool, watch: Watch | None) -> StopWhen | None:
-    """Return the condition that ends the run early and reports progress, checked at every finished request; None if
-    neither is wanted."""
-    return watched(watch, len(stream), MissBudget(stream, slo) if when_lost else None)
+def _lost(stream: RequestStream, slo: Slo, part: int | None) -> StopWhen:
+    """Return the condition that ends the run early, checked at every finished request."""
+    parts = [] if part is None else parts_of(len(stream), part)
+    return PartBudgets(stream, slo, parts) if len(parts) > 1 else MissBudget(stream, slo)
 
 
 def deploy(

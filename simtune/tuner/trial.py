@@ -30,6 +30,8 @@ class Attempt(NamedTuple):
     """Draw of the requests; 0 is the draw of the search."""
     requests: int | None = None
     """Requests at the start of the simulation, over all cores; None for the study's own number."""
+    missed_by: int | None = None
+    """Requests of the simulated cores in the part of the run that missed the SLO; None if no part was cut off."""
 
 
 class Confirmed(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_workload
@@ -22,10 +24,11 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
-from simtune.tuner.search.climb import Simulation
-from simtune.tuner.search.confirm import FreshDraws, highest_rung, num_draws
+from simtune.tuner.search.climb import Simulation, missed_in_part
+from simtune.tuner.search.confirm import DrawsVerdict, FreshDraws, highest_rung, num_draws
 from simtune.tuner.search.draws import LoadDraws
 from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Tuned
 from simtune.workload.requests import build_stream
@@ -114,8 +117,72 @@ def test_each_part_of_a_long_draw_must_keep_the_slo(tuned: Tuned) -> None:
     assert whole.met
     assert not parts.met
     assert parts.reason.startswith("in requests 401 to 600 of 1,200: p90 TTFT")
+    assert "given up after" in parts.reason, "as soon as the part has missed it"
+    assert (parts.missed_by, parts.summary.requests) == (200, 1200)
     assert Simulation(deployment, burst, q.study.slo, None, part=601).run().met
 
+
+@given(
+    at=st.integers(0, 1100),
+    size=st.integers(2, 120),
+    part=st.sampled_from([100, 250, 400]),
+    limit=st.sampled_from([{"p90": 0.3}, {"p99": 1.0}, {"mean": 0.2}]),
+)
+def test_a_run_that_ends_with_its_part_is_judged_as_the_whole_run_is(
+    tuned: Tuned, at: int, size: int, part: int, limit: dict[str, float]
+) -> None:
+    q = asked(slo=Slo(ttft_s=limit))
+    deployment = q.deploy(next(iter(tuned.rows)).candidate, 8192)
+    arrival_s = np.arange(1200) / 4.0
+    arrival_s[at : at + size] = arrival_s[at]
+    stream = replace(build_stream(LOAD, None, requests=1200, seed=0), arrival_s=np.sort(arrival_s))
+    finding = Simulation(deployment, stream, q.study.slo, None, part=part).run()
+    whole = deployment.simulate(stream, q.study.slo)
+    missed, by = missed_in_part(whole, part)
+    assert finding.met == (whole.meets_slo and not missed)
+    if whole.meets_slo:
+        assert finding.missed_by == by
+
+
+def test_rates_near_one_that_short_draws_do_not_decide_are_drawn_long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = asked()
+    (plan,) = map(CandidateFilter(q, PlanCache(q, space_for(q).candidates)).check, space_for(q).candidates)
+    assert isinstance(plan, BoundedCandidate)
+    lengths: list[int] = []
+
+    def undecided(fresh: FreshDraws, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
+        lengths.append(requests)
+        return DrawsVerdict(None, "is not shown to be kept up with")
+
+    monkeypatch.setattr(FreshDraws, "on_draws", undecided)
+    fresh = FreshDraws(q, Evaluator(None, None))
+    drawn = []
+    for rate_rps in (10.0, 9.8, 8.9, 10.2):
+        fresh.verdict(plan, rate_rps)
+        drawn.append(len(lengths))
+        lengths.clear()
+    assert drawn == [2, 1, 2, 2]
+
+
+def test_a_plan_that_must_do_the_same_begins_and_ends_where_another_did() -> None:
+    """Two numbers of seats, neither of which is reached: the second plan is simulated at no rate."""
+    q = asked(max_num_seqs=(512, 1024))
+    candidates = space_for(q).candidates
+    cache = PlanCache(q, candidates)
+    first, second = (
+        plan for plan in map(CandidateFilter(q, cache).check, candidates) if isinstance(plan, BoundedCandidate)
+    )
+    judge = PlanJudge(q, cache, Evaluator(None, None), lambda: iter(()), lambda plan: None)
+    judge.judge(first, None)
+    assert first.row.status == "feasible"
+    assert first.row.rate_rps is not None
+    judge.judge(second, first.row.rate_rps * 0.9)
+    assert second.row.simulations == 0
+    assert (second.row.rate_rps, second.row.best) == (first.row.rate_rps, first.row.best)
+    alone = CandidateFilter(q, cache).check(second.candidate)
+    assert isinstance(alone, BoundedCandidate)
+    PlanJudge(q, cache, Evaluator(None, None), lambda: iter(()), lambda plan: None).judge(alone, None)
+    assert (alone.row.rate_rps, alone.row.best) == (second.row.rate_rps, second.row.best)
 
 @pytest.mark.parametrize("rate_rps", [2.0, 60.0])
 def test_a_fresh_draw_is_simulated_once_for_plans_that_must_do_the_same(rate_rps: float) -> None:

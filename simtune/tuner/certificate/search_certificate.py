@@ -50,6 +50,7 @@ class Tried(Record):
     all_cores: bool = Field(description="whether all cores were simulated, where some can stand for all")
     draw: int = Field(0, description="of the requests: 0 is that of the search, others are fresh")
     requests: int | None = Field(None, description="over all cores, to begin with; null: the study's own number")
+    missed_by: int | None = Field(None, description="requests of the part that missed the SLO; null: no part did alone")
 
 
 class PlanFate(Record):
@@ -471,7 +472,7 @@ class Audit:
                 return None
             return objective.reaches(
                 bounded_candidate.facts,
-                Miss(rate, finding.summary.requests),
+                Miss(rate, finding.missed_by),
                 self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
         bounded_candidate.row.take(finding.summary, rate)
@@ -577,7 +578,7 @@ def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:
     missed = [attempt for attempt in reversed(fate.simulated) if not attempt.met]
 
     def proves_rps(tried: Tried) -> float:
-        simulated = (tried.requests or over_all) * requests // over_all
+        simulated = tried.missed_by or (tried.requests or over_all) * requests // over_all
         return as_full(Miss(_rate(tried), simulated), requests)
 
     return (min(missed, key=proves_rps),) if missed else ()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.results.result import Result
+from simtune.results.result import Result, parts_of
 from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
@@ -50,6 +50,8 @@ class SimulationFinding:
     """Largest share of a limit that was used, above 1 if the limit was missed; None if requests piled up."""
     wander: float | None = None
     """Spread of the number of requests in the system (`simtune.results.steady.wander`)."""
+    missed_by: int = 0
+    """Requests of the run, or of the part of it, that missed the SLO; 0 if it was met."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +85,27 @@ class Simulation:
         while self.draws is not None and (requests := longer(result, stream.arrivals)) is not None:
             stream = self.draws.stream(requests, self.draw)
             result = self._simulated(stream)
-        problem = "" if self.draws is None else too_short(result)
-        if result.meets_slo and not problem and self.part is not None:
-            problem = missed_in_part(result, self.part)
-        met = result.meets_slo and not problem
+        reason = violation(result) or ("" if self.draws is None else too_short(result))
+        missed_by = len(result.stream) if reason else 0
+        # A run that is given up because of one of its parts may miss nothing as a whole.
+        lost = result.outcome.aborted and all(limit.met for limit in result.limits)
+        if self.part is not None and (lost or not reason):
+            reason, missed_by = missed_in_part(result, self.part)
         return SimulationFinding(
-            met=met,
+            met=not reason,
             summary=result.summary(noise=False),
-            reason="" if met else violation(result) or problem,
+            reason=reason,
             used=uses(self.deployment, result),
             first_tokens_miss=not result.meets_slo and first_tokens_miss(self.deployment, result),
             decodes_miss=not result.meets_slo and decodes_miss(self.deployment, result),
             strain=_strain(result),
             wander=result.wander,
+            missed_by=missed_by,
         )
 
     def _simulated(self, stream: RequestStream) -> Result:
         at_rate = stream if self.rate_rps is None else stream.at_rate(self.rate_rps)
-        return self.deployment.simulate(at_rate, self.slo, cores=self.cores, stop_when_lost=True)
+        return self.deployment.simulate(at_rate, self.slo, cores=self.cores, stop_when_lost=True, part=self.part)
 
 
 def longer(result: Result, requests: int) -> int | None:
@@ -116,19 +121,24 @@ def longer(result: Result, requests: int) -> int | None:
     return math.ceil(requests * factor)
 
 
-def missed_in_part(result: Result, requests: int) -> str:
-    """Return which part of a run misses the SLO, if it is cut into as many equal parts of `requests` requests or more
-    as it has; empty if none does. A class that no request of a part belongs to is not judged there."""
+def missed_in_part(result: Result, requests: int) -> tuple[str, int]:
+    """Return which part of a run misses the SLO, and its requests, if the run is cut into as many equal parts of
+    `requests` requests or more as it has; empty and 0 if none does. A class that no request of a part belongs to is not
+    judged there."""
     count = len(result.stream)
-    parts = max(1, count // requests)
-    for i in range(parts):
-        begin, end = count * i // parts, count * (i + 1) // parts
-        missed = [
-            str(limit) for limit in result.limits_of(slice(begin, end)) if limit.value_s is not None and not limit.met
-        ]
+    for part in parts_of(count, requests):
+        missed = [str(limit) for limit in result.limits_of(part) if limit.value_s is not None and not limit.met]
         if missed:
-            return f"in requests {begin + 1:,} to {end:,} of {count:,}: " + "; ".join(missed)
-    return ""
+            reason = f"in requests {part.start + 1:,} to {part.stop:,} of {count:,}: " + "; ".join(missed)
+            return reason + given_up(result), part.stop - part.start
+    return "", 0
+
+
+def given_up(result: Result) -> str:
+    """Return after how many requests a run was given up; empty if it was not."""
+    if not result.outcome.aborted:
+        return ""
+    return f", given up after {int(result.completed.sum()):,} of {len(result.stream):,} requests"
 
 
 def too_short(result: Result) -> str:
@@ -223,7 +233,9 @@ class Climb:
 
 
 def violation(result: Result) -> str:
-    """Return why a simulation did not meet its SLO."""
+    """Return why a simulation did not meet its SLO; empty if it did."""
+    if result.meets_slo:
+        return ""
     if result.refused:
         return f"{result.refused} requests exceed max_model_len, or the token budget where prompts are not cut"
     if rejected := result.num_rejected():
@@ -235,6 +247,4 @@ def violation(result: Result) -> str:
     if not result.attains and not result.outcome.aborted:
         share, demanded = result.slo_attainment or 0.0, result.slo.attainment or 0.0
         missed += f"{'; ' * bool(missed)}{demanded:.4g} of the requests within all limits (it reaches {share:.4g})"
-    if result.outcome.aborted:
-        missed += f", given up after {int(result.completed.sum()):,} of {len(result.stream):,} requests"
-    return missed
+    return missed + given_up(result)

@@ -6,7 +6,8 @@ percentile of the SLO, or more; otherwise it is stepped down. A draw that is lon
 it must keep the SLO, since a burst hides in the percentile of a longer run. The draws must also show that the plan
 keeps up: the number of requests in the system, averaged over the draws, must stray less than the mean of as many free
 random walks does in all but a thousandth of cases. Near the capacity it strays more; then the draws are extended to
-MOST_REQUESTS, and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL.
+MOST_REQUESTS, and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL. Rates of the plan that are
+a little lower are drawn at that length at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from simtune.tuner.trial import Attempt, Confirmed, judged_of
 ENOUGH_LIFETIMES = 25
 OVERLOAD = 0.01
 """Share of the offered requests that are not kept up with, which a rate that is reported may hide."""
+NEAR = 0.9
+"""Share of a rate that short draws did not show to be kept up with, above which rates are drawn long at once."""
 STRAYS = {1: 0.016, 2: 0.027, 3: 0.036}
 """0.1 % quantile of the mean of `simtune.results.steady.wander` over 1, 2 or 3 free random walks; for more walks the
 quantile of 3 is used."""
@@ -58,9 +61,11 @@ class DrawnLoad(NamedTuple):
     draw: int
     requests: int
 
-    def attempt(self, *, met: bool) -> Attempt:
+    def attempt(self, finding: SimulationFinding) -> Attempt:
         """Return the entry of a plan's row for a simulation under this load."""
-        return Attempt(self.rate_rps, met, draw=self.draw, requests=self.requests)
+        in_part = 0 < finding.missed_by < finding.summary.requests
+        missed_by = finding.missed_by if in_part else None
+        return Attempt(self.rate_rps, finding.met, draw=self.draw, requests=self.requests, missed_by=missed_by)
 
 
 class SeenDraws:
@@ -99,21 +104,29 @@ class FreshDraws:
         self._question, self._evaluator = question, evaluator
         self._draws = [*range(1, 1 + num_draws(question))]
         self._seen = SeenDraws()
+        self._strayed: dict[tuple[object, ...], float] = {}
+        """The lowest rate of each kind of plans that short draws did not show to be kept up with."""
 
     def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
         """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
         up, repeat with longer ones."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
-        verdict = self.on_draws(plan, rate_rps, requests)
-        if verdict.confirmed is None and not verdict.missed and requests < most:
-            return self.on_draws(plan, rate_rps, most)
-        return verdict
+        if requests >= most:
+            return self.on_draws(plan, rate_rps, requests)
+        strayed = self._strayed.get(plan.kind, math.inf)
+        if rate_rps is None or not strayed * NEAR < rate_rps <= strayed:
+            verdict = self.on_draws(plan, rate_rps, requests)
+            if verdict.confirmed is not None or verdict.missed:
+                return verdict
+            if rate_rps is not None:
+                self._strayed[plan.kind] = rate_rps
+        return self.on_draws(plan, rate_rps, most)
 
     def on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
         """Simulate a plan on one draw of a number of requests after the other, until one misses the SLO.
 
-        Misses that other plans imply come first, and cost nothing; then the draws that were missed last, which are
-        likely to be missed again.
+        Misses that other plans imply come first, and cost nothing; then the draws that were missed last, or that came
+        closest to a limit: they are likely to be missed again, or in a longer run.
         """
         loads = [DrawnLoad(rate_rps, draw, requests) for draw in self._draws]
         for load in loads:
@@ -127,13 +140,14 @@ class FreshDraws:
                 self._draws.remove(load.draw)
                 self._draws.insert(0, load.draw)
                 return self._missed(plan, load, finding, finding.reason)
-            plan.row.tried.append(load.attempt(met=True))
+            plan.row.tried.append(load.attempt(finding))
             findings[load.draw] = finding
+        self._draws.sort(key=lambda draw: -(findings[draw].strain or 0.0))
         return judged_together(self._question, plan.facts, rate_rps, [findings[draw] for draw in sorted(findings)])
 
     def _missed(self, plan: BoundedCandidate, load: DrawnLoad, finding: SimulationFinding, reason: str) -> DrawsVerdict:
-        plan.row.tried.append(load.attempt(met=False))
-        return DrawsVerdict(None, f"on another draw of the requests: {reason}", finding.summary.requests)
+        plan.row.tried.append(load.attempt(finding))
+        return DrawsVerdict(None, f"on another draw of the requests: {reason}", finding.missed_by)
 
     def _finding(self, plan: BoundedCandidate, load: DrawnLoad) -> SimulationFinding:
         finding = self._seen.same(plan, load)

@@ -45,16 +45,19 @@ class PlanJudge:
             self.take(plan, None, self.simulated(plan, None))
             return
         lengths = short_lengths(self.question, plan.candidate)
-        if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
-            return
-        climb = Climb(plan.ceiling_rps, self._step, low, hints=self._hints(plan, lengths[-1:]) if low is None else ())
+        climb = self._as_its_like(plan, low)
+        if climb is None:
+            if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
+                return
+            hints = self._hints(plan, lengths[-1:]) if low is None else ()
+            climb = Climb(plan.ceiling_rps, self._step, low, hints=hints)
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
             if finding.met and low is not None and not climb.hints:
                 climb = replace(climb, hints=self._hints(plan, lengths[-1:], rate))
             if not finding.met:
-                plan.miss(Miss(rate, finding.summary.requests))
+                plan.miss(Miss(rate, finding.missed_by))
             if finding.met or climb.met is None:
                 self.take(plan, rate, finding)
             else:
@@ -62,6 +65,25 @@ class PlanJudge:
         if climb.met is not None and plan.row.status == "infeasible":
             # The plan meets the SLO, but breaks a limit of the study.
             plan.row.best = None
+
+    def _as_its_like(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
+        """Begin with what simulations of plans that must do the same show, at no cost; return None if none of them met
+        the SLO at a rate of `low` or above.
+
+        The row lists these simulations as its own: `certify` makes them again with the plan itself.
+        """
+        like = self.seen.highest_met(plan)
+        if like is None or like.rate_rps is None or (low is not None and like.rate_rps < low):
+            return None
+        plan.row.tried.append(Attempt(like.rate_rps, True))
+        self.take(plan, like.rate_rps, like.finding)
+        climb = Climb(plan.ceiling_rps, self._step, low, met=Rung(like.rate_rps, like.finding.strain))
+        worse = self.seen.lowest_missed(plan)
+        if worse is None or worse.rate_rps is None:
+            return climb
+        plan.row.tried.append(Attempt(worse.rate_rps, False))
+        plan.miss(Miss(worse.rate_rps, worse.finding.missed_by))
+        return replace(climb, missed=Rung(worse.rate_rps, worse.finding.strain))
 
     def simulated(self, plan: BoundedCandidate, rate: float | None) -> SimulationFinding:
         """Simulate a plan; with worker processes, the simulation may have been started before."""
@@ -80,7 +102,7 @@ class PlanJudge:
         # The number over all cores; the run is repeated by it.
         over_all = self.question.num_requests(plan.candidate, requests)
         plan.row.tried.append(Attempt(rate, False, requests=over_all))
-        plan.miss(Miss(rate, finding.summary.requests))
+        plan.miss(Miss(rate, finding.missed_by))
         self.take(plan, rate, finding)
         return True
 
@@ -157,6 +179,8 @@ class PlanJudge:
             if not objective.searches_users:
                 self.seen.remember(plan, rate, finding)
             row.best = objective.value(plan.facts, row.judged)
+        elif rate is not None:
+            self.seen.remember_met(plan, rate, finding)
         for limit in self.question.limits:
             if wrong := limit.violated(limit.objective.value(plan.facts, row.judged)):
                 row.status, row.reason = "infeasible", wrong
@@ -176,4 +200,4 @@ class PlanJudge:
         row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
         row.best = None
         if rate is not None and self.question.searches_rate:
-            plan.miss(Miss(rate, finding.summary.requests))
+            plan.miss(Miss(rate, finding.missed_by))

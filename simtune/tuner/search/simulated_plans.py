@@ -10,7 +10,7 @@ from simtune.tuner.search.climb import SimulationFinding
 
 
 class SeenPlan(NamedTuple):
-    """A plan that missed its SLO at a rate, or that was simulated at the given load."""
+    """A plan that was simulated at a rate, or at the given load."""
 
     plan: BoundedCandidate
     rate_rps: float | None
@@ -22,7 +22,7 @@ class SeenPlan(NamedTuple):
         if self.rate_rps is None:
             return None
         requests = self.plan.plan_cache.question.requests
-        return as_full(Miss(self.rate_rps, self.finding.summary.requests), requests)
+        return as_full(Miss(self.rate_rps, self.finding.missed_by), requests)
 
 
 class SeenPlans:
@@ -30,6 +30,30 @@ class SeenPlans:
 
     def __init__(self) -> None:
         self._of: dict[tuple[object, ...], list[SeenPlan]] = {}
+        self._met: dict[tuple[object, ...], list[SeenPlan]] = {}
+
+    def remember_met(self, plan: BoundedCandidate, rate: float, finding: SimulationFinding) -> None:
+        """Store a run of the study's own length that meets the SLO at a rate."""
+        if finding.used is not None:
+            self._met.setdefault(plan.kind, []).append(SeenPlan(plan, rate, finding))
+
+    def highest_met(self, plan: BoundedCandidate) -> SeenPlan | None:
+        """Return the simulation at the highest rate at which a plan that must do the same as this one met the SLO."""
+        same = [item for item in self._met.get(plan.kind, ()) if plan.does_the_same(item.plan, item.finding)]
+        return max(same, key=lambda item: item.rate_rps or 0.0, default=None)
+
+    def lowest_missed(self, plan: BoundedCandidate) -> SeenPlan | None:
+        """Return the simulation of full length at the lowest rate at which a plan that must do the same as this one
+        missed the SLO."""
+        same = [
+            item
+            for item in self._of.get(plan.kind, ())
+            if item.rate_rps is not None
+            and not item.finding.met
+            and item.proves_rps == item.rate_rps
+            and plan.does_the_same(item.plan, item.finding)
+        ]
+        return min(same, key=lambda item: item.rate_rps or 0.0, default=None)
 
     def remember(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Store a finding that may imply results of other plans."""
