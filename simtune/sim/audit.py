@@ -180,7 +180,7 @@ def _of_instances(plan: Plan, outcome: Outcome) -> Iterator[str]:
 
 def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
     """GPUs are powered for the whole run: each takes its idle power at least, and its rated one at most."""
-    energy_j = None if result.power is None else result.summary(noise=False).energy_j
+    energy_j = result.energy.get("energy_j")
     if result.power is None or energy_j is None or plan.events or plan.control is not None or plan.autoscales:
         return
     least, most = (

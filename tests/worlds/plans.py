@@ -34,6 +34,7 @@ from simtune.testing.clusters import COLUMNS
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
 from tests.sim.worlds import Kinked
+from tests.worlds.fragments import Draws, varied
 
 LONGEST = 240
 """Most tokens of a request."""
@@ -54,6 +55,10 @@ class World(NamedTuple):
     deployment: Deployment
     stream: RequestStream
     seed: int
+    fragments: int
+    """Number of fragments that a study has put into the plan."""
+    drawn_as: str
+    """The plan and the load as they were drawn."""
     outcome: Outcome | None = None
     """The events of its run; None before it, or if all instances leave."""
 
@@ -84,9 +89,13 @@ def _world(random: Random) -> World:
     apart = random.random() < 0.4
     plan_block, schemes = _plan(random, apart)
     plan = Plan.model_validate(plan_block, strict=False)
-    load = Workload.model_validate(_load(random), strict=False)
-    if not load.graph:
-        _scale(plan_block)
+    load_block = _load(random)
+    load = Workload.model_validate(load_block, strict=False)
+    drawn_as, fragments = f"{plan_block} {load_block}", 0
+    of_study = varied(plan_block, LONGEST, _draws(plan_block))
+    if of_study is not None:
+        plan, fragments = of_study
+    elif not load.graph and _scale(plan_block):
         plan = Plan.model_validate(plan_block, strict=False)
     stream = build_stream(load, None, requests=random.randint(1, 14), seed=random.randint(0, 10**6))
     costs = OwnCosts(_costs(random, with_drafts=bool(schemes)))
@@ -99,7 +108,16 @@ def _world(random: Random) -> World:
     wire(plan, deployment.model, deployment.pools, passed(plan, stream).stream, Slo(), seed)
     if not (stream.prompt_tokens + stream.output_tokens <= deployment.max_model_len).any():
         raise UsageError("no request fits")
-    return World(deployment, stream, seed)
+    return World(deployment, stream, seed, fragments, drawn_as)
+
+
+def _draws(plan: Block) -> Draws:
+    """Return the functions that draw parts of a plan for fragments."""
+    return {
+        "pool": lambda random: _pool(random, plan["model"]),
+        "router": lambda random: _router(random, []),
+        "link": _link,
+    }
 
 
 def _costs(random: Random, with_drafts: bool) -> Any:
@@ -297,11 +315,12 @@ def _control(random: Random) -> Block:
     }
 
 
-def _scale(plan: Block) -> None:
-    """Let pools of a few plans scale. It is drawn by the plan itself, so that other plans keep their numbers."""
+def _scale(plan: Block) -> bool:
+    """Let pools of a few plans scale, and return True if any does. It is drawn by the plan itself, so that other plans
+    keep their numbers."""
     random = Random(f"grows {plan}")
     if random.random() > 0.2 or not plan.keys().isdisjoint(("events", "control", "local_prefill")):
-        return
+        return False
     for pool in plan["pools"]:
         if random.random() < 0.7:
             tokens = () if "speculation" in pool else ("kv_cache", "kv_demand")
@@ -322,6 +341,7 @@ def _scale(plan: Block) -> None:
                 "max_instances": pool["instances"] + random.randint(0, 2),
                 "stabilise_s": random.choice((0.0, 0.05)),
             }
+    return any("autoscaling" in pool for pool in plan["pools"])
 
 
 def _stages(random: Random, pool: str) -> list[Block]:
@@ -428,6 +448,7 @@ def check(number: int) -> World:
     for name, of in SAME.items():
         one, other = of(stepped.outcome), of(jumped.outcome)
         assert one == other, f"plan {number}: {name} differs between single steps {one} and jumps {other}"
+    jumped.summary(noise=False)
     return world._replace(outcome=jumped.outcome)
 
 
@@ -455,6 +476,8 @@ def features(world: World) -> set[str]:
         "sessions": stream.turns is not None,
         "families": stream.graph is not None,
         "prefix caching": stream.hash_ids is not None and any(cache.prefix_caching for cache in caches),
+        "fragments": world.fragments > 0,
+        "combined fragments": world.fragments > 1,
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
         "apart": len(pools) > 1 and pools[0].role == "prefill",

@@ -13,7 +13,7 @@ from tests.worlds import plans, worlds
 NIGHTLY = 1000
 FEATURES = {
     "sessions", "families", "prefix caching", "tiers", "drafts", "apart", "local prefill", "control", "events",
-    "autoscaling", "started", "drained",
+    "autoscaling", "fragments", "combined fragments", "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "async", "swap", "messages", "preempted", "resent",
 }  # fmt: skip
