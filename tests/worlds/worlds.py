@@ -3,8 +3,8 @@
     python -m tests.worlds.worlds --worlds 100000 --first 0 --journal worlds.txt
 
 A number stands for SIZE worlds: CLUSTERS of them wired by hand and drawn by hypothesis from that seed, the others whole
-plans (`tests.worlds.plans`). Numbers that failed once are kept in seeds.txt and plans.txt. A campaign with a journal
-goes on where it was.
+plans (`tests.worlds.plans`). Numbers that failed once are kept in seeds.txt, plans that did in plans.jsonl. A campaign
+with a journal goes on where it was.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter
 from tests.worlds import plans
 
 SIZE, CLUSTERS = 100, 10
-PAST, PAST_PLANS = (Path(__file__).with_name(name) for name in ("seeds.txt", "plans.txt"))
+PAST = Path(__file__).with_name("seeds.txt")
 RENAMED = 7919
 """Blocks of prompts get other names: n becomes n * RENAMED + 1."""
 
@@ -412,7 +412,7 @@ def main() -> int:
             fates[number] = "ok"
         except Exception:
             fates[number] = "failed"
-            print(f"{number} failed; add it to {PAST.name}, or the plan to {PAST_PLANS.name}", flush=True)
+            print(f"{number} failed; add it to {PAST.name}, or `plans.stored` to {plans.PAST.name}", flush=True)
             traceback.print_exc()
         if given_.journal is not None:
             with given_.journal.open("a") as file:
