@@ -2,9 +2,11 @@
 
     python -m tests.fuzz.campaign --inputs 10000 --first 0
     python -m tests.fuzz.campaign --inputs 10000 --first 0 --what options
+    python -m tests.fuzz.campaign --inputs 10000 --first 0 --what servers
 
 With options, each number is a command with one or two options that hardly belong there (`tests.fuzz.options`); a number
-that is impossible and accepted is wrong too.
+that is impossible and accepted is wrong too. With servers, each number is a server whose answers are changed at random
+(`tests.validation.test_server_fuzz`).
 
 Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with
 exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind. A
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ from simtune.specs.input_files import JsonError, parse_json
 from tests.fuzz import corpus, options
 from tests.fuzz.forks import CPU_S, LONG_S
 from tests.fuzz.mutations import mutate
+from tests.validation import test_server_fuzz
+from tests.validation.test_bad_servers import peak_mib
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 4000
@@ -209,14 +213,36 @@ def desk() -> Iterator[Desk]:
             process.stdout.close()
 
 
+def servers(numbers: Iterable[int], seconds: float) -> int:
+    """Try the servers of some numbers, for at most `seconds`, and print how the client took them wrongly, by kind."""
+    begun, tried = time.monotonic(), 0
+    wrong: dict[str, list[int]] = {}
+    for number in numbers:
+        if time.monotonic() - begun > seconds:
+            break
+        words, tried = test_server_fuzz.judged(number), tried + 1
+        if words is not None:
+            wrong.setdefault(words, []).append(number)
+            print(f"{number}: {words}", flush=True)
+        if tried % 500 == 0:
+            print(f"{tried:,} in {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    count = sum(map(len, wrong.values()))
+    print(f"\n{tried:,} servers; at most {peak_mib():,.0f} MiB; {count} wrong in {len(wrong)} ways")
+    for words, numbers_of in sorted(wrong.items()):
+        print(f"{len(numbers_of):5}  {words}  e.g. {numbers_of[:4]}")
+    return 1 if wrong else 0
+
+
 def main() -> int:
     """Run a campaign, and print what was wrong by kind."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further input after these")
-    parser.add_argument("--what", choices=("files", "options"), default="files")
+    parser.add_argument("--what", choices=("files", "options", "servers"), default="files")
     given = parser.parse_args()
+    if given.what == "servers":
+        return servers(range(given.first, given.first + given.inputs), given.seconds)
     begun = time.monotonic()
     codes: Counter[int] = Counter()
     wrong: dict[str, list[Answer]] = {}
