@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,10 @@ from tests.validation import test_server_fuzz
 from tests.validation.test_bad_servers import peak_mib
 
 ROOT = Path(__file__).resolve().parents[2]
+WALL_PER_CPU, SLOWEST = 4.5, 45.0
+"""Seconds that may pass for each of the processor's; and beside much other work."""
+BUSY_S = 3
+"""CPU seconds that a command has used which computes; one that waits for ever has not."""
 KEPT = 4000
 """Characters of a message that are looked at."""
 
@@ -100,6 +105,11 @@ _KEYS = re.compile(
 )
 
 
+def _was_slow(ended: dict[str, Any]) -> bool:
+    """True if a command was ended by the clock while it computed: other processes had the processor."""
+    return bool(ended["code"] == -signal.SIGALRM and ended["cpu_s"] > BUSY_S)
+
+
 def _names(message: str) -> bool:
     """Whether a message names a file of the corpus, a key or an option."""
     files = (*corpus.texts(), *corpus.ALSO)
@@ -113,11 +123,14 @@ class Desk:
         self.folder, self._process = folder, process
         self._clean = folder.parent / "clean"
 
-    def ask(self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S) -> dict[str, Any]:
+    def ask(
+        self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S, wall_per_cpu: float = WALL_PER_CPU
+    ) -> dict[str, Any]:
         """Run a command to its end, or to that of its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"folder": str(self.folder), "command": list(command), "warm": warm, "cpu_s": cpu_s}
+        job["wall_s"] = round(wall_per_cpu * cpu_s)
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -152,7 +165,7 @@ class Desk:
         case, how = self._mutated(number)
         before = {path.name for path in self.folder.iterdir()}
         ended = self.ask(case.command)
-        if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
+        if ended["code"] < 0 and (_was_slow(ended) or ended["cpu_s"] > CPU_S - 1):
             self._mutated(number)
             ended = self.ask(case.command, cpu_s=LONG_S)
         out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
@@ -167,6 +180,9 @@ class Desk:
         command, odd = options.mutated(number)
         before = {path.name for path in self.folder.iterdir()}
         ended = self.ask(command)
+        if _was_slow(ended):
+            self._renew()
+            ended = self.ask(command, wall_per_cpu=SLOWEST)
         out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
         left = {path.name for path in self.folder.iterdir()} - before - {"stdout", "stderr"}
         if ended["code"] in (0, 3, *_ANSWERS.get(command[0], ())):
