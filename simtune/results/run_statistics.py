@@ -10,18 +10,10 @@ from typing import Any, NamedTuple
 from simtune.arrays import Ints
 from simtune.engine import Tally
 from simtune.errors import UsageError
-from simtune.results.energy import Energy, Power, energy_of
+from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
-from simtune.results.summary import (
-    Distribution,
-    FirstTokenParts,
-    HeldBack,
-    InstanceUse,
-    Metric,
-    SimulationSummary,
-    SloLimit,
-)
+from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
 from simtune.results.summing import cache_tiers, instances, prefix_cache, rejections, scaling, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
@@ -246,23 +238,14 @@ class RunStatistics(ABC):
         """Return the rate of `count` events in the simulated cores, on the whole deployment."""
         return count * self.scale / self.duration_s if self.duration_s > 0 else None
 
-    @cached_property
-    def instance_use(self) -> tuple[InstanceUse, ...]:
-        """Use of every simulated instance."""
-        return instances(self.outcome.cores, self.sums.answered, self.span_s, self.outcome.scaled)
-
-    @property
-    def energy(self) -> Energy:
-        """Energy of the run; empty if the power of the devices is not known."""
-        return energy_of(self.power, self.instance_use, self.span_s, self.sums.all_output_tokens, self.scale)
-
     def summary(self, *, noise: bool = True) -> SimulationSummary:
         """Return the statistics of the run; None stands for a number that does not exist or is unbounded. Without
         `noise` intervals are left out, which take longer than all the rest."""
         sums, output_rate, gpus = self.sums, self.output_tokens_per_s, self.num_gpus - self.outcome.mean_free_gpus
         metrics = self.distributions(noise and not self.saturated)
         tpot_s = metrics["tpot"].mean
-        core_use = self.instance_use
+        core_use = instances(self.outcome.cores, sums.answered, self.span_s, self.outcome.scaled)
+        energy = energy_of(self.power, core_use, self.span_s, sums.all_output_tokens, self.scale)
         return SimulationSummary(
             requests=self.num_requests,
             completed=self.num_completed(),
@@ -290,7 +273,7 @@ class RunStatistics(ABC):
             instances=core_use,
             slo=tuple(self.limits),
             **self._where_it_applies(),
-            **self.energy,
+            **energy,
         )
 
     def _where_it_applies(self) -> dict[str, Any]:
