@@ -36,7 +36,7 @@ def test_mutated_options_are_answered(desk: campaign.Desk) -> None:
     assert {answer.code for answer in answers} >= {0, 2}
 
 
-@pytest.mark.parametrize("number", [13, 92, 153, 262])
+@pytest.mark.parametrize("number", [13, 92, 153, 262, 681])
 def test_options_that_were_once_answered_wrongly(desk: campaign.Desk, number: int) -> None:
     assert desk.answer_options(number).wrong is None
 

@@ -523,7 +523,7 @@ def features(world: World) -> set[str]:
         "sessions": stream.turns is not None,
         "families": stream.graph is not None,
         "prefix caching": stream.hash_ids is not None and any(cache.prefix_caching for cache in caches),
-        "fragments": world.recipe.fragments > 0,
+        "fragments": world.recipe.fragments > 0 and "-v-" in plan.name,
         "combined fragments": world.recipe.fragments > 1,
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
