@@ -106,7 +106,7 @@ kills: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	SIMTUNE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -m nightly -s tests/soak
 
-# Mutated files through every verb, or mutated options: make fuzz INPUTS=10000 FIRST=0 WHAT=options
+# Mutated files through every verb, mutated options, or servers that misbehave: make fuzz INPUTS=10000 FIRST=0 WHAT=options
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.campaign --inputs $(INPUTS) --first $(FIRST) --what $(WHAT)
 

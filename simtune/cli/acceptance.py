@@ -10,6 +10,7 @@ import click
 from simtune.cli.numbers import WholeRange
 from simtune.cli.options import force_option, json_option, out_option
 from simtune.cli.output import print_json, print_table
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 from simtune.runs.files import write_file
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
 @out_option.but(required=True, help="Acceptance spec to write.")
 @click.option(
     "--draft-tokens", type=WholeRange(1, 1024), help="Draft tokens of each round, if the file does not contain them."

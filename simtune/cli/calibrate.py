@@ -10,6 +10,7 @@ import click
 from simtune.cli.numbers import GPUS
 from simtune.cli.options import as_option, force_option, json_option, model_option, out_option, plan_option
 from simtune.cli.output import print_json, print_table, write_profile
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ operator."""
 @click.option(
     "--measured",
     required=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Steps of an engine: simtune's own CSV or JSON lines, steplog/1, or Splitwise's CSV.",
 )
 @model_option.but(help="Model that the engine ran; the plan's own if not given.")

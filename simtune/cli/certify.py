@@ -9,6 +9,7 @@ import click
 
 from simtune.cli.options import json_option
 from simtune.cli.output import print_json
+from simtune.cli.paths import PATH
 
 if TYPE_CHECKING:
     from simtune.tuner.certificate.front_certificate import FrontAudit
@@ -21,7 +22,7 @@ OUTSIDE = 4
 
 
 @click.command()
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN", type=PATH)
 @click.option("--study", "study_file", default=None, help="The study, if it is not where the search read it.")
 @json_option
 def certify(run: Path, study_file: str | None, as_json: bool) -> int:

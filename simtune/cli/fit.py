@@ -10,6 +10,7 @@ import click
 from simtune.cli.names import HARDWARE
 from simtune.cli.options import force_option, json_option, out_option, quiet_option
 from simtune.cli.output import print_json, print_table, progress, write_profile
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ operator."""
 
 
 @click.command()
-@click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="[SOURCE]...")
+@click.argument("sources", nargs=-1, type=PATH, metavar="[SOURCE]...")
 @click.option(
     "--facts",
     required=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="YAML file with the facts of the device that tables lack (schema simtune/device@1).",
 )
 @out_option.but(required=True, help="Folder to write profile.yaml and arrays.npz into; created if absent.")

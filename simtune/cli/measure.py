@@ -10,6 +10,7 @@ import click
 from simtune.cli.numbers import RealRange
 from simtune.cli.options import force_option, json_option, out_option
 from simtune.cli.output import command_line, milliseconds, number, plan_cells, print_json, print_table
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN", type=PATH)
 @click.option("--study", "study_file", default=None, help="The study, if it is not where the search read it.")
 @out_option.but(help="Folder to write; RUN-measure unless given.")
 @click.option(

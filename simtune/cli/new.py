@@ -13,13 +13,14 @@ import click
 from simtune.cli.names import ENGINE
 from simtune.cli.numbers import GPUS, LONGEST_S, RealRange
 from simtune.cli.options import as_option, force_option, hardware_option, model_option, workload_option
+from simtune.cli.paths import PATH
 from simtune.errors import SimtuneError, UsageError
 
 POSITIVE = RealRange(above=0, most=1e3 * LONGEST_S)
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), default="study.yaml")
+@click.argument("file", type=PATH, default="study.yaml")
 @model_option.but(help="Name, spec, Hugging Face config.json, or id of a model in its cache.")
 @hardware_option.but(
     help="Name of a profile; by default that of this machine's card if nvidia-smi reports a known one."

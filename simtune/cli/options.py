@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
 from simtune.cli.names import HARDWARE, LAUNCH, MODEL, WORKLOAD
 from simtune.cli.numbers import JOBS, REQUESTS, SEED
+from simtune.cli.paths import PATH, TEXT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ hardware_option = SharedOption(
 workload_option = SharedOption(
     "--workload", type=WORKLOAD, help="Name, spec, trace, or a log of a load generator or gateway."
 )
-plan_option = SharedOption("--plan", help="plan.yaml; without it one instance on the fewest GPUs that fit.")
+plan_option = SharedOption("--plan", type=TEXT, help="plan.yaml; without it one instance on the fewest GPUs that fit.")
 like_option = SharedOption(
     "--like",
     type=LAUNCH,
@@ -57,10 +57,8 @@ set_option = SharedOption(
     metavar="KEY=VALUE",
     help="Override a field, e.g. workload.arrivals.rate_rps=8.",
 )
-out_option = SharedOption("--out", type=click.Path(path_type=Path), help="Run directory to write.")
-html_option = SharedOption(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write one page with figures."
-)
+out_option = SharedOption("--out", type=PATH, help="Run directory to write.")
+html_option = SharedOption("--html", type=PATH, metavar="FILE", help="Write one page with figures.")
 vllm_python_option = SharedOption(
     "--vllm-python", metavar="FILE", help="With --engine vllm: the Python interpreter with vLLM."
 )

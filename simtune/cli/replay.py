@@ -9,6 +9,7 @@ import click
 
 from simtune.cli.options import json_option
 from simtune.cli.output import print_json, print_table
+from simtune.cli.paths import PATH
 
 if TYPE_CHECKING:
     from simtune.validation.replay.scheduler_replay import Decision, Parting, Replay, State
@@ -18,7 +19,7 @@ SHOWN = 12
 
 
 @click.command()
-@click.argument("steplogs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="STEPLOG...")
+@click.argument("steplogs", nargs=-1, required=True, type=PATH, metavar="STEPLOG...")
 @click.option("--policy", default=None, help="Scheduling policy in place of that of the log's engine.")
 @json_option
 def replay(steplogs: tuple[Path, ...], policy: str | None, as_json: bool) -> int:

@@ -10,6 +10,7 @@ import click
 
 from simtune.cli.options import force_option, json_option, out_option
 from simtune.cli.output import print_json, print_table
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ PAGES_OF_THEIR_OWN = (
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @out_option.but(metavar="FILE", help="The page of several runs, or the index.")
 @force_option
 @json_option

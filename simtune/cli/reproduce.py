@@ -22,6 +22,7 @@ from simtune.cli.options import (
     workload_option,
 )
 from simtune.cli.output import number, print_json, print_table, progress
+from simtune.cli.paths import FILE
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ R = TypeVar("R", bound="Record")
 
 journal_option = click.option(
     "--journal",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Write findings to FILE as they are made; the same command continues from there.",
 )

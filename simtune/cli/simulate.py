@@ -43,6 +43,7 @@ from simtune.cli.output import (
     split_settings,
     write_run,
 )
+from simtune.cli.paths import FILE
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 @click.option(
     "--costs",
     "costs_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     default=None,
     metavar="FILE",
     help="Measured whole steps, a table (.csv, .parquet) or a log (.jsonl), in place of the operators.",
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
 @jobs_option.but(help="Processes for --uncertainty; one per core.")
 @click.option(
     "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     default=None,
     metavar="FILE",
     help="Write the steps for ui.perfetto.dev (FILE.json.gz).",
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--per-request",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     default=None,
     metavar="FILE",
     help="Write a table of all requests: .csv, .jsonl or .parquet.",

@@ -34,6 +34,7 @@ from simtune.cli.output import (
     progress,
     split_settings,
 )
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError, suggest
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option(
     "--from",
     "measured_files",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     help="Judge a measured run: of simtune, of `vllm bench serve --save-detailed`, of aiperf or of guidellm.",
 )
@@ -230,7 +231,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
     help="MiB of one answer after which a request fails; 1 and 1 for 256 tokens unless given.",
 )
 @click.option("--api-key", default=None, envvar="OPENAI_API_KEY", help="API key of the server.")
-@click.option("--weights", type=click.Path(path_type=Path), default=None, help="Folder that a started engine serves.")
+@click.option("--weights", type=PATH, default=None, help="Folder that a started engine serves.")
 @vllm_python_option
 @click.option("--engine-arg", multiple=True, help="Further argument of a started engine, e.g. --dtype=float32.")
 @click.option("--device", default=None, help="Device of an engine in this process: cpu unless given, or e.g. cuda.")
@@ -243,9 +244,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 @click.option(
     "--export", type=click.Choice(["vllm", "aiperf"]), multiple=True, help="Also write runs in the format of this tool."
 )
-@click.option(
-    "--record", type=click.Path(path_type=Path), default=None, help="Hardware profile in which to note the result."
-)
+@click.option("--record", type=PATH, default=None, help="Hardware profile in which to note the result.")
 @seed_option
 @set_option
 @force_option

@@ -11,6 +11,7 @@ import click
 from simtune.cli.numbers import RATE, RealRange, WholeRange
 from simtune.cli.options import force_option, html_option, json_option, out_option
 from simtune.cli.output import milliseconds, print_json, print_table
+from simtune.cli.paths import PATH
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
 @click.option(
     "--from", "begin", metavar="TIME", help="Begin at this time of day (09:00), or this long after the start."
 )

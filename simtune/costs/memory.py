@@ -14,10 +14,11 @@ tokens; engines share one pool of pages among both and do at least as well as th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.costs.layers import attention_layer
+from simtune.costs.layers import AttentionLayer, attention_layer
 from simtune.costs.sharding import check_parallelism
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
@@ -130,41 +131,51 @@ def weights_bytes(model: Model, parallelism: Parallelism, stage: int) -> float:
     tp, pp = parallelism.tp, parallelism.pp
     hidden = model.hidden_size
     plain, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.dtype_of("head")]
-    dense, routed = _Weights.of(model.dtype_of("dense")), _Weights.of(model.dtype_of("experts"))
     total = 0.0
+    of_groups: dict[int, list[float]] = {}
     for group in stage_layers(model, pp)[stage]:
-        projections = _Weights.of(model.of_group(group).dtype_of("attention"))
-        total += sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
-        feed_forward = group.feed_forward
-        norms = group.sublayers * (model.norms_per_sublayer * model.norm_parameters + model.residual_parameters)
-        total += plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
-        if isinstance(feed_forward, MoeFeedForward):
-            # Experts are spread over all groups with data-parallel attention; each group holds everything else.
-            ranks = tp * parallelism.attention_dp
-            num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
-            experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
-            width = experts * feed_forward.intermediate_size
-            # Each slice of an expert has all of the last outputs.
-            last = (feed_forward.latent_size or hidden) * (
-                experts if parallelism.expert_parallel else feed_forward.experts
-            )
-            inputs, read = 1 + feed_forward.gated, feed_forward.latent_size or hidden
-            total += routed.values * (inputs + 1) * read * width + routed.scale * (inputs * width + last)
-            if feed_forward.latent_size:
-                total += dense.of_product(read, hidden) + dense.of_product(hidden, read)
-            shared = feed_forward.shared_intermediate_size
-            shared_weights = _Weights.of(model.dtype_of("shared"))
-            total += shared_weights.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
-            # The router is not divided: every rank routes its own tokens.
-            total += plain * hidden * feed_forward.experts
-        elif isinstance(feed_forward, DenseFeedForward):
-            total += dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
+        if id(group) not in of_groups:
+            of_groups[id(group)] = list(_layer_bytes(model, parallelism, group))
+        # Added part by part: the sum is rounded as if no layer were like another.
+        for part in of_groups[id(group)]:
+            total += part
     vocab = hidden * -(-model.vocab_size // tp)
     first, last = stage == 0, stage == pp - 1
     total += plain * (vocab + hidden * model.learned_positions) * first
     # a tied head is stored with the embeddings if one stage has both
     total += (head * vocab * (not (model.tie_embeddings and first)) + plain * model.norm_parameters) * last
     return total
+
+
+def _layer_bytes(model: Model, parallelism: Parallelism, group: LayerGroup) -> Iterator[float]:
+    """Yield the bytes of the parts of one layer on each rank: projections, norms, then the feed-forward block."""
+    tp, hidden = parallelism.tp, model.hidden_size
+    plain, dense = DTYPE_BYTES[model.dtype], _Weights.of(model.dtype_of("dense"))
+    projections = _Weights.of(model.of_group(group).dtype_of("attention"))
+    yield sum(projections.of_product(n, k) for n, k in attention_layer(model, group.attention, tp).products)
+    feed_forward = group.feed_forward
+    norms = group.sublayers * (model.norms_per_sublayer * model.norm_parameters + model.residual_parameters)
+    yield plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
+    if isinstance(feed_forward, MoeFeedForward):
+        routed = _Weights.of(model.dtype_of("experts"))
+        # Experts are spread over all groups with data-parallel attention; each group holds everything else.
+        ranks = tp * parallelism.attention_dp
+        num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
+        experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
+        width = experts * feed_forward.intermediate_size
+        # Each slice of an expert has all of the last outputs.
+        last = (feed_forward.latent_size or hidden) * (experts if parallelism.expert_parallel else feed_forward.experts)
+        inputs, read = 1 + feed_forward.gated, feed_forward.latent_size or hidden
+        yield routed.values * (inputs + 1) * read * width + routed.scale * (inputs * width + last)
+        if feed_forward.latent_size:
+            yield dense.of_product(read, hidden) + dense.of_product(hidden, read)
+        shared = feed_forward.shared_intermediate_size
+        shared_weights = _Weights.of(model.dtype_of("shared"))
+        yield shared_weights.of_feed_forward(hidden, shared, tp, gated=feed_forward.gated)
+        # The router is not divided: every rank routes its own tokens.
+        yield plain * hidden * feed_forward.experts
+    elif isinstance(feed_forward, DenseFeedForward):
+        yield dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
 
 
 def kv_bytes_per_token(model: Model, parallelism: Parallelism, stage: int, kv_dtype: str) -> float:
@@ -181,8 +192,11 @@ def _cache(
     keys and values that a policy stores.
     """
     per_token = per_sequence = 0.0
+    layers: dict[int, AttentionLayer] = {}
     for group in stage_layers(model, parallelism.pp)[stage]:
-        layer = attention_layer(model, group.attention, parallelism.tp)
+        if id(group) not in layers:
+            layers[id(group)] = attention_layer(model, group.attention, parallelism.tp)
+        layer = layers[id(group)]
         values = layer.values_per_token * DTYPE_BYTES[kv_dtype] * held + layer.index_bytes
         per_sequence += layer.state_bytes(model.dtype)
         if longest is None or layer.window is None:

@@ -70,7 +70,7 @@ def distribution(values: Array, noise: bool = True) -> Distribution:
     intervals, which mean nothing for latencies that never settle."""
     if not len(values):
         return Distribution(unit="s", count=0)
-    p50, p90, p95, p99 = (float(np.percentile(values, p)) for p in (50, 90, 95, 99))
+    p50, p90, p95, p99 = np.percentile(values, (50, 90, 95, 99)).tolist()
     return Distribution(
         unit="s",
         count=len(values),

@@ -16,8 +16,10 @@ import numpy as np
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.results.energy import energy_j
 from simtune.results.outcome import Outcome
 from simtune.results.result import Result
+from simtune.results.summing import instances
 from simtune.sim.core import EngineCore
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -180,15 +182,16 @@ def _of_instances(plan: Plan, outcome: Outcome) -> Iterator[str]:
 
 def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
     """GPUs are powered for the whole run: each takes its idle power at least, and its rated one at most."""
-    energy_j = None if result.power is None else result.summary(noise=False).energy_j
-    if result.power is None or energy_j is None or plan.events or plan.control is not None or plan.autoscales:
+    if result.power is None or plan.events or plan.control is not None or plan.autoscales:
         return
+    cores = instances(result.outcome.cores, result.sums.answered, result.span_s)
+    joules = energy_j(result.power, cores, result.span_s) * result.scale
     least, most = (
         sum(watts * of.instances for of, watts in zip(result.power.values(), rated, strict=True)) * result.span_s
         for rated in ([of.idle_w for of in result.power.values()], [of.tdp_w for of in result.power.values()])
     )
-    if not least * (1 - 1e-9) <= energy_j <= most * (1 + 1e-9):
-        yield f"the run takes {energy_j:g} J, and its GPUs {least:g} to {most:g}"
+    if not least * (1 - 1e-9) <= joules <= most * (1 + 1e-9):
+        yield f"the run takes {joules:g} J, and its GPUs {least:g} to {most:g}"
 
 
 def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence[str]) -> Path:

@@ -279,7 +279,8 @@ class OwnCosts:
     @property
     def balanced(self) -> bool:
         """True if the costs do not model load imbalance; see `ImbalanceCosts`."""
-        return not isinstance(self._costs, ImbalanceCosts) or self._costs.balanced
+        # Checking a protocol takes long, and most costs are balanced.
+        return bool(getattr(self._costs, "balanced", True)) or not isinstance(self._costs, ImbalanceCosts)
 
     def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:
         """Return `ImbalanceCosts.imbalance` of the wrapped model; not to be called if the costs are balanced."""

@@ -2,9 +2,11 @@
 
     python -m tests.fuzz.campaign --inputs 10000 --first 0
     python -m tests.fuzz.campaign --inputs 10000 --first 0 --what options
+    python -m tests.fuzz.campaign --inputs 10000 --first 0 --what servers
 
 With options, each number is a command with one or two options that hardly belong there (`tests.fuzz.options`); a number
-that is impossible and accepted is wrong too.
+that is impossible and accepted is wrong too. With servers, each number is a server whose answers are changed at random
+(`tests.validation.test_server_fuzz`).
 
 Input n is the same on every machine. It is wrong to end in a traceback, by a signal (no end, too much memory), with
 exit code 1, without naming a file or a key, with something else than JSON on stdout, or to leave files behind. A
@@ -19,12 +21,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +39,14 @@ from simtune.specs.input_files import JsonError, parse_json
 from tests.fuzz import corpus, options
 from tests.fuzz.forks import CPU_S, LONG_S
 from tests.fuzz.mutations import mutate
+from tests.validation import test_server_fuzz
+from tests.validation.test_bad_servers import peak_mib
 
 ROOT = Path(__file__).resolve().parents[2]
+WALL_PER_CPU, SLOWEST = 4.5, 45.0
+"""Seconds that may pass for each of the processor's; and beside much other work."""
+BUSY_S = 3
+"""CPU seconds that a command has used which computes; one that waits for ever has not."""
 KEPT = 4000
 """Characters of a message that are looked at."""
 
@@ -96,6 +105,11 @@ _KEYS = re.compile(
 )
 
 
+def _was_slow(ended: dict[str, Any]) -> bool:
+    """True if a command was ended by the clock while it computed: other processes had the processor."""
+    return bool(ended["code"] == -signal.SIGALRM and ended["cpu_s"] > BUSY_S)
+
+
 def _names(message: str) -> bool:
     """Whether a message names a file of the corpus, a key or an option."""
     files = (*corpus.texts(), *corpus.ALSO)
@@ -109,11 +123,14 @@ class Desk:
         self.folder, self._process = folder, process
         self._clean = folder.parent / "clean"
 
-    def ask(self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S) -> dict[str, Any]:
+    def ask(
+        self, command: tuple[str, ...], warm: bool = False, cpu_s: int = CPU_S, wall_per_cpu: float = WALL_PER_CPU
+    ) -> dict[str, Any]:
         """Run a command to its end, or to that of its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"folder": str(self.folder), "command": list(command), "warm": warm, "cpu_s": cpu_s}
+        job["wall_s"] = round(wall_per_cpu * cpu_s)
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -148,7 +165,7 @@ class Desk:
         case, how = self._mutated(number)
         before = {path.name for path in self.folder.iterdir()}
         ended = self.ask(case.command)
-        if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
+        if ended["code"] < 0 and (_was_slow(ended) or ended["cpu_s"] > CPU_S - 1):
             self._mutated(number)
             ended = self.ask(case.command, cpu_s=LONG_S)
         out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
@@ -163,6 +180,9 @@ class Desk:
         command, odd = options.mutated(number)
         before = {path.name for path in self.folder.iterdir()}
         ended = self.ask(command)
+        if _was_slow(ended):
+            self._renew()
+            ended = self.ask(command, wall_per_cpu=SLOWEST)
         out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
         left = {path.name for path in self.folder.iterdir()} - before - {"stdout", "stderr"}
         if ended["code"] in (0, 3, *_ANSWERS.get(command[0], ())):
@@ -209,14 +229,36 @@ def desk() -> Iterator[Desk]:
             process.stdout.close()
 
 
+def servers(numbers: Iterable[int], seconds: float) -> int:
+    """Try the servers of some numbers, for at most `seconds`, and print how the client took them wrongly, by kind."""
+    begun, tried = time.monotonic(), 0
+    wrong: dict[str, list[int]] = {}
+    for number in numbers:
+        if time.monotonic() - begun > seconds:
+            break
+        words, tried = test_server_fuzz.judged(number), tried + 1
+        if words is not None:
+            wrong.setdefault(words, []).append(number)
+            print(f"{number}: {words}", flush=True)
+        if tried % 500 == 0:
+            print(f"{tried:,} in {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    count = sum(map(len, wrong.values()))
+    print(f"\n{tried:,} servers; at most {peak_mib():,.0f} MiB; {count} wrong in {len(wrong)} ways")
+    for words, numbers_of in sorted(wrong.items()):
+        print(f"{len(numbers_of):5}  {words}  e.g. {numbers_of[:4]}")
+    return 1 if wrong else 0
+
+
 def main() -> int:
     """Run a campaign, and print what was wrong by kind."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further input after these")
-    parser.add_argument("--what", choices=("files", "options"), default="files")
+    parser.add_argument("--what", choices=("files", "options", "servers"), default="files")
     given = parser.parse_args()
+    if given.what == "servers":
+        return servers(range(given.first, given.first + given.inputs), given.seconds)
     begun = time.monotonic()
     codes: Counter[int] = Counter()
     wrong: dict[str, list[Answer]] = {}

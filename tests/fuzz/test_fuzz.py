@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz import campaign, corpus, options
+from tests.validation import test_server_fuzz
 
 FEW, MANY = 48, 10_000
 
@@ -35,7 +36,7 @@ def test_mutated_options_are_answered(desk: campaign.Desk) -> None:
     assert {answer.code for answer in answers} >= {0, 2}
 
 
-@pytest.mark.parametrize("number", [13, 92, 153, 262])
+@pytest.mark.parametrize("number", [13, 92, 153, 262, 681])
 def test_options_that_were_once_answered_wrongly(desk: campaign.Desk, number: int) -> None:
     assert desk.answer_options(number).wrong is None
 
@@ -58,6 +59,16 @@ def test_many_mutated_options_are_answered(desk: campaign.Desk) -> None:
 def test_many_mutated_files_are_answered(desk: campaign.Desk) -> None:
     found = (desk.answer(number) for number in range(FEW, MANY))
     assert [(a.number, a.case.name, a.wrong) for a in found if a.wrong is not None] == []
+
+
+def test_a_campaign_of_servers_names_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert campaign.servers([3], 60.0) == 0
+    assert "1 servers" in capsys.readouterr().out
+    monkeypatch.setattr(test_server_fuzz, "judged", lambda number: "no message" if number > 4 else None)
+    assert campaign.servers(range(3, 8), 60.0) == 1
+    assert "    3  no message  e.g. [5, 6, 7]" in capsys.readouterr().out
 
 
 def test_every_file_of_the_corpus_is_mutated() -> None:

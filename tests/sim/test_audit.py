@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def moved(column: Any, number: int, to: int) -> Any:
     column = column.copy()
     column[number] = to
     return column
+
+
+def test_energy_lies_between_idle_and_rated_power(
+    over: tuple[Deployment, Any, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed, cores, result = over
+    assert result.power is not None
+    for times, joules in ((0.0, "0"), (1e6, "[0-9.e+]+")):
+        energy = result.summary(noise=False).energy_j
+        assert energy is not None
+        monkeypatch.setattr("simtune.sim.audit.energy_j", lambda *_, much=times * energy: much)
+        (problem,) = violations(deployed.plan, cores, result)
+        assert re.match(rf"the run takes {joules} J, and its GPUs", problem)
 
 
 def test_a_run_keeps_all_laws(over: tuple[Deployment, Any, Result]) -> None:

@@ -6,7 +6,9 @@ A number stands for one plan, one load and one seed. Jumps equal single steps, a
 from __future__ import annotations
 
 import functools
+import json
 import re
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -34,7 +36,10 @@ from simtune.testing.clusters import COLUMNS
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
 from tests.sim.worlds import Kinked
+from tests.worlds.fragments import Draws, varied
 
+PAST = Path(__file__).with_name("plans.jsonl")
+"""Worlds that failed once, one on each line: the number that it had, why it failed, and its recipe."""
 LONGEST = 240
 """Most tokens of a request."""
 Block = dict[str, Any]
@@ -48,12 +53,27 @@ OPTIONS: dict[str, tuple[Block, ...]] = {
 """Options of policies."""
 
 
+class Recipe(NamedTuple):
+    """What a world is made of, as JSON has it: it stays the same world if drawing changes what a number stands for."""
+
+    plan: Block
+    load: Block
+    requests: int
+    stream_seed: int
+    costs: Block
+    schemes: dict[str, str]
+    """Scheme of drafts (`SCHEMES`) of each pool that drafts, by the pool's name."""
+    seed: int
+    fragments: int = 0
+    """Number of fragments that a study has put into the plan."""
+
+
 class World(NamedTuple):
     """A plan that is deployed, and its load."""
 
+    recipe: Recipe
     deployment: Deployment
     stream: RequestStream
-    seed: int
     outcome: Outcome | None = None
     """The events of its run; None before it, or if all instances leave."""
 
@@ -84,32 +104,61 @@ def _world(random: Random) -> World:
     apart = random.random() < 0.4
     plan_block, schemes = _plan(random, apart)
     plan = Plan.model_validate(plan_block, strict=False)
-    load = Workload.model_validate(_load(random), strict=False)
-    if not load.graph:
-        _scale(plan_block)
+    load_block = _load(random)
+    load = Workload.model_validate(load_block, strict=False)
+    of_study, fragments = varied(plan_block, LONGEST, _draws(plan_block)), 0
+    if of_study is not None:
+        plan, fragments = of_study
+        plan_block = plan.model_dump(mode="json", exclude_unset=True)
+    elif not load.graph and _scale(plan_block):
         plan = Plan.model_validate(plan_block, strict=False)
-    stream = build_stream(load, None, requests=random.randint(1, 14), seed=random.randint(0, 10**6))
-    costs = OwnCosts(_costs(random, with_drafts=bool(schemes)))
+    requests, stream_seed = random.randint(1, 14), random.randint(0, 10**6)
+    stream = build_stream(load, None, requests=requests, seed=stream_seed)
+    costs = _costs(random, with_drafts=bool(schemes))
+    recipe = Recipe(plan_block, load_block, requests, stream_seed, costs, schemes, random.randint(0, 99), fragments)
+    return _deployed(recipe, plan, stream)
+
+
+def made(recipe: Recipe) -> World:
+    """Return the world of a recipe."""
+    load = Workload.model_validate(recipe.load, strict=False)
+    stream = build_stream(load, None, requests=recipe.requests, seed=recipe.stream_seed)
+    return _deployed(recipe, Plan.model_validate(recipe.plan, strict=False), stream)
+
+
+def _deployed(recipe: Recipe, plan: Plan, stream: RequestStream) -> World:
+    base = LinearCosts(**{key: value for key, value in recipe.costs.items() if key != "kinks"})
+    kinks = recipe.costs["kinks"]
     drafting = {
-        name: Drafting(acceptance(SCHEMES[scheme][1]), _model("llama-3.2-1b")) for name, scheme in schemes.items()
+        name: Drafting(acceptance(SCHEMES[scheme][1]), _model("llama-3.2-1b"))
+        for name, scheme in recipe.schemes.items()
     }
-    seed = random.randint(0, 99)
+    costs = OwnCosts(base if kinks is None else Kinked(base, kinks))
     deployment = deploy(plan, _model(plan.model), _hardware(), costs, drafting=drafting)
     # Raise if the load lacks what a stage, a router or a policy reads.
-    wire(plan, deployment.model, deployment.pools, passed(plan, stream).stream, Slo(), seed)
+    wire(plan, deployment.model, deployment.pools, passed(plan, stream).stream, Slo(), recipe.seed)
     if not (stream.prompt_tokens + stream.output_tokens <= deployment.max_model_len).any():
         raise UsageError("no request fits")
-    return World(deployment, stream, seed)
+    return World(recipe, deployment, stream)
 
 
-def _costs(random: Random, with_drafts: bool) -> Any:
-    base = LinearCosts(
-        step_s=random.choice((1e-3, 7e-3)),
-        per_token_s=random.choice((0.0, 2e-5)),
-        per_context_s=random.choice((0.0, 3e-7)),
-        per_pair_s=random.choice((0.0, 1e-8)),
-    )
-    return base if with_drafts or random.random() < 0.7 else Kinked(base, random.choice((7, 64)))
+def _draws(plan: Block) -> Draws:
+    """Return the functions that draw parts of a plan for fragments."""
+    return {
+        "pool": lambda random: _pool(random, plan["model"]),
+        "router": lambda random: _router(random, []),
+        "link": _link,
+    }
+
+
+def _costs(random: Random, with_drafts: bool) -> Block:
+    costs: Block = {
+        "step_s": random.choice((1e-3, 7e-3)),
+        "per_token_s": random.choice((0.0, 2e-5)),
+        "per_context_s": random.choice((0.0, 3e-7)),
+        "per_pair_s": random.choice((0.0, 1e-8)),
+    }
+    return costs | {"kinks": None if with_drafts or random.random() < 0.7 else random.choice((7, 64))}
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -297,11 +346,12 @@ def _control(random: Random) -> Block:
     }
 
 
-def _scale(plan: Block) -> None:
-    """Let pools of a few plans scale. It is drawn by the plan itself, so that other plans keep their numbers."""
+def _scale(plan: Block) -> bool:
+    """Let pools of a few plans scale, and return True if any does. It is drawn by the plan itself, so that other plans
+    keep their numbers."""
     random = Random(f"grows {plan}")
     if random.random() > 0.2 or not plan.keys().isdisjoint(("events", "control", "local_prefill")):
-        return
+        return False
     for pool in plan["pools"]:
         if random.random() < 0.7:
             tokens = () if "speculation" in pool else ("kv_cache", "kv_demand")
@@ -322,6 +372,7 @@ def _scale(plan: Block) -> None:
                 "max_instances": pool["instances"] + random.randint(0, 2),
                 "stabilise_s": random.choice((0.0, 0.05)),
             }
+    return any("autoscaling" in pool for pool in plan["pools"])
 
 
 def _stages(random: Random, pool: str) -> list[Block]:
@@ -414,7 +465,12 @@ def _graph(random: Random) -> list[Block]:
 
 def check(number: int) -> World:
     """Check the world of a number. Raise AssertionError if jumps and single steps differ or a law is violated."""
-    world = drawn(number)
+    return check_world(drawn(number), f"plan {number}")
+
+
+def check_world(world: World, name: str) -> World:
+    """Check a world, and return it with its outcome; `name` begins the messages. Raise AssertionError if jumps and
+    single steps differ or a law is violated."""
     try:
         stepped = _run(world, single_steps=True)
     except UsageError as error:  # all instances leave, so that nothing is answered
@@ -422,13 +478,25 @@ def check(number: int) -> World:
             _run(world, single_steps=False)
         return world
     jumped = _run(world, single_steps=False)
-    for name in COLUMNS:
-        one, other = (getattr(run.outcome, name).tolist() for run in (stepped, jumped))
-        assert one == other, f"plan {number}: {name} differs between single steps {one} and jumps {other}"
-    for name, of in SAME.items():
+    for column in COLUMNS:
+        one, other = (getattr(run.outcome, column).tolist() for run in (stepped, jumped))
+        assert one == other, f"{name}: {column} differs between single steps {one} and jumps {other}"
+    for number, of in SAME.items():
         one, other = of(stepped.outcome), of(jumped.outcome)
-        assert one == other, f"plan {number}: {name} differs between single steps {one} and jumps {other}"
+        assert one == other, f"{name}: {number} differs between single steps {one} and jumps {other}"
+    jumped.summary(noise=False)
     return world._replace(outcome=jumped.outcome)
+
+
+def stored(number: int, why: str) -> str:
+    """Return the line of plans.jsonl for the world of a number that failed."""
+    return json.dumps({"number": number, "why": why, **drawn(number).recipe._asdict()})
+
+
+def past(path: Path = PAST) -> dict[int, Recipe]:
+    """Return the worlds that failed once, by the numbers that they had then."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["number"]: Recipe(**{key: row[key] for key in Recipe._fields}) for row in rows}
 
 
 SAME: dict[str, Any] = {
@@ -455,6 +523,8 @@ def features(world: World) -> set[str]:
         "sessions": stream.turns is not None,
         "families": stream.graph is not None,
         "prefix caching": stream.hash_ids is not None and any(cache.prefix_caching for cache in caches),
+        "fragments": world.recipe.fragments > 0 and "-v-" in plan.name,
+        "combined fragments": world.recipe.fragments > 1,
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
         "apart": len(pools) > 1 and pools[0].role == "prefill",
@@ -493,4 +563,4 @@ def _run(world: World, *, single_steps: bool) -> Result:
     deployment, stream = world.deployment, world.stream
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(AUDIT, "1")
-        return deployment.simulate(stream, single_steps=single_steps, seed=world.seed)
+        return deployment.simulate(stream, single_steps=single_steps, seed=world.recipe.seed)

@@ -11,9 +11,11 @@ import pytest
 from tests.worlds import plans, worlds
 
 NIGHTLY = 1000
+STORED = (132, 69, 24)
+"""Plans of three fragments, of an autoscaled pool that drafts, and of one that does not."""
 FEATURES = {
     "sessions", "families", "prefix caching", "tiers", "drafts", "apart", "local prefill", "control", "events",
-    "autoscaling", "started", "drained",
+    "autoscaling", "fragments", "combined fragments", "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "async", "swap", "messages", "preempted", "resent",
 }  # fmt: skip
@@ -25,9 +27,22 @@ def test_what_failed_once_holds(number: int) -> None:
     worlds.run_clusters(number, 20)
 
 
-@pytest.mark.parametrize("number", worlds.past(worlds.PAST_PLANS))
+@pytest.mark.parametrize("number", plans.past())
 def test_a_plan_that_failed_once_holds(number: int) -> None:
-    plans.check(number)
+    plans.check_world(plans.made(plans.past()[number]), f"plan {number}")
+
+
+def test_a_stored_plan_is_the_one_that_was_drawn(tmp_path: Path) -> None:
+    for number in STORED:
+        world = plans.drawn(number)
+        file = tmp_path / "plans.jsonl"
+        file.write_text(plans.stored(number, "why") + "\n")
+        again = plans.made(plans.past(file)[number])
+        assert again.deployment.plan == world.deployment.plan
+        ends = [plans.check_world(of, "plan").outcome for of in (again, world)]
+        assert ends[0] is not None
+        assert ends[1] is not None
+        assert ends[0].finish.tolist() == ends[1].finish.tolist()
 
 
 def test_a_few_random_clusters_hold() -> None:

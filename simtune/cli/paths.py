@@ -1,0 +1,24 @@
+"""Files and folders given as options and arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class PathText(click.Path):
+    """A path; the empty text is rejected, which would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a path."""
+        if value == "":
+            self.fail("is empty; name a file or folder, or leave it out.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = PathText(path_type=Path)
+FILE = PathText(dir_okay=False, path_type=Path)
+TEXT = PathText()
+"""A path that stays text: of a file that may be given in other ways as well."""
