@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.errors import UsageError
+from simtune.results.result import parts_of
+from simtune.sim.deployment import Deployment
 from simtune.specs.catalog import load_workload
 from simtune.specs.study import Confirmation, StudyLimits
 from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
@@ -57,8 +60,8 @@ def test_the_rate_holds_on_draws_that_the_search_has_not_seen(tuned: Tuned) -> N
     rate = tuned.chosen.rate_rps
     fresh = [tried for tried in tuned.chosen.tried if tried.draw]
     # Twice if the first draws are too short to show that the plan keeps up.
-    held = [(tried.draw, tried.met) for tried in fresh if tried.rate_rps == rate]
-    assert held in ([(1, True), (2, True)], [(1, True), (2, True)] * 2)
+    held = sorted((tried.draw, tried.met) for tried in fresh if tried.rate_rps == rate)
+    assert held in ([(1, True), (2, True)], [(1, True), (1, True), (2, True), (2, True)])
     # 60 requests of one draw promise more than 1,000 of another hold.
     once = optimize(asked(confirm=Confirmation(draws=0)), jobs=1)
     assert once.confirmed is None
@@ -122,6 +125,12 @@ def test_each_part_of_a_long_draw_must_keep_the_slo(tuned: Tuned) -> None:
     assert Simulation(deployment, burst, q.study.slo, None, part=601).run().met
 
 
+@functools.cache
+def deployed() -> Deployment:
+    (candidate,) = space_for(asked()).candidates
+    return asked().deploy(candidate, 8192)
+
+
 @given(
     at=st.integers(0, 1100),
     size=st.integers(2, 120),
@@ -129,10 +138,9 @@ def test_each_part_of_a_long_draw_must_keep_the_slo(tuned: Tuned) -> None:
     limit=st.sampled_from([{"p90": 0.3}, {"p99": 1.0}, {"mean": 0.2}]),
 )
 def test_a_run_that_ends_with_its_part_is_judged_as_the_whole_run_is(
-    tuned: Tuned, at: int, size: int, part: int, limit: dict[str, float]
+    at: int, size: int, part: int, limit: dict[str, float]
 ) -> None:
-    q = asked(slo=Slo(ttft_s=limit))
-    deployment = q.deploy(next(iter(tuned.rows)).candidate, 8192)
+    q, deployment = asked(slo=Slo(ttft_s=limit)), deployed()
     arrival_s = np.arange(1200) / 4.0
     arrival_s[at : at + size] = arrival_s[at]
     stream = replace(build_stream(LOAD, None, requests=1200, seed=0), arrival_s=np.sort(arrival_s))
@@ -141,7 +149,9 @@ def test_a_run_that_ends_with_its_part_is_judged_as_the_whole_run_is(
     missed, by = missed_in_part(whole, part)
     assert finding.met == (whole.meets_slo and not missed)
     if whole.meets_slo:
-        assert finding.missed_by == by
+        # The first of its parts, or another one that was lost before.
+        assert (finding.missed_by > 0) == (by > 0)
+        assert finding.missed_by in (0, *(item.stop - item.start for item in parts_of(1200, part)))
 
 
 def test_rates_near_one_that_short_draws_do_not_decide_are_drawn_long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +215,7 @@ def test_a_fresh_draw_is_simulated_once_for_plans_that_must_do_the_same(rate_rps
     alone = plans()[1]
     simulated = FreshDraws(q, Evaluator(None, None)).on_draws(alone, rate_rps, 400)
     assert (simulated.confirmed, simulated.missed) == (implied.confirmed, implied.missed)
-    assert alone.row.tried == second.row.tried
+    assert sorted(alone.row.tried) == sorted(second.row.tried)
     assert alone.row.simulations == first.row.simulations
 
 

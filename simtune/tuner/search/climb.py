@@ -87,9 +87,7 @@ class Simulation:
             result = self._simulated(stream)
         reason = violation(result) or ("" if self.draws is None else too_short(result))
         missed_by = len(result.stream) if reason else 0
-        # A run that is given up because of one of its parts may miss nothing as a whole.
-        lost = result.outcome.aborted and all(limit.met for limit in result.limits)
-        if self.part is not None and (lost or not reason):
+        if self.part is not None and (not reason or lost_in_part(result)):
             reason, missed_by = missed_in_part(result, self.part)
         return SimulationFinding(
             met=not reason,
@@ -121,12 +119,19 @@ def longer(result: Result, requests: int) -> int | None:
     return math.ceil(requests * factor)
 
 
+def lost_in_part(result: Result) -> bool:
+    """True if a run was given up, and not because all of its requests miss the SLO: a part of it does."""
+    return result.outcome.aborted and not result.lost_in(None)
+
+
 def missed_in_part(result: Result, requests: int) -> tuple[str, int]:
     """Return which part of a run misses the SLO, and its requests, if the run is cut into as many equal parts of
     `requests` requests or more as it has; empty and 0 if none does. A class that no request of a part belongs to is not
-    judged there."""
+    judged there, and of a run that was given up only the part that was lost is."""
     count = len(result.stream)
     for part in parts_of(count, requests):
+        if result.outcome.aborted and not result.lost_in(part):
+            continue
         missed = [str(limit) for limit in result.limits_of(part) if limit.value_s is not None and not limit.met]
         if missed:
             reason = f"in requests {part.start + 1:,} to {part.stop:,} of {count:,}: " + "; ".join(missed)
