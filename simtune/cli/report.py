@@ -49,13 +49,13 @@ def report(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool)
         from simtune.report.index import render as render_index
 
         page = render_index(first.resolve().name, read_all(inside), [*map(read_sweep, sweeps)], pages(inside))
-        _write(out or first / "index.html", page)
+        _write_alone(out or first / "index.html", page, as_json)
     elif first.is_file() or ((first / VALIDATION).is_file() and not (first / "summary.json").is_file()):
         raise UsageError(f"{first}: {PAGES_OF_THEIR_OWN}")
     else:
         from simtune.report.page import render
 
-        _write(first / "report.html", render(read_run(first)))
+        _write_alone(first / "report.html", render(read_run(first)), as_json)
 
 
 def _sweeps(folders: Sequence[Path], out: Path | None, as_json: bool) -> None:
@@ -105,6 +105,13 @@ def _compare(compared: Compared, out: Path | None, as_json: bool) -> None:
 def _check(out: Path | None, force: bool) -> None:
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out}: exists; give --force to replace it, or name another file")
+
+
+def _write_alone(file: Path, page: str, as_json: bool) -> None:
+    """Write a page that no table comes with."""
+    _write(file, page, words_apart=as_json)
+    if as_json:
+        print_json({"report": str(file)})
 
 
 def _write(file: Path, page: str, words_apart: bool = False) -> None:

@@ -246,8 +246,10 @@ class _Targets:
         for file in (self.timeline, self.per_request):
             if file is not None and file.exists() and not force:
                 raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
-        if self.per_request is not None and self.per_request.suffix not in (".csv", ".jsonl", ".parquet"):
-            raise UsageError(f"{self.per_request}: end the name in .csv, .jsonl or .parquet")
+        if self.per_request is not None:
+            from simtune.runs.request_columns import check_format
+
+            check_format(str(self.per_request))
 
     def need_no_columns(self, worlds: int | None) -> None:
         """Raise UsageError for options that need more than --stream keeps."""

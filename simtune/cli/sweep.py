@@ -78,10 +78,13 @@ def sweep(  # noqa: PLR0913 - one for each option
     """
     from simtune.report.sweep_page import table
     from simtune.runs.grid_sweep import Base, Point, axis, points
+    from simtune.runs.parquet import require
     from simtune.runs.sweep_files import write_sweep
 
     if parquet and out is None:
         raise UsageError("--parquet needs a folder: --out runs/NAME")
+    if parquet:
+        require("--parquet")
     axes = [axis(text) for text in texts]
     base = Base(model, hardware, workload, plan, rate, requests, seed)
     todo = [Point(base, values, settings) for values in points(axes, zipped)]

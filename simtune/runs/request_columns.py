@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from simtune.arrays import Array
 from simtune.errors import UsageError
 from simtune.results.result import Result
+from simtune.runs import parquet
 from simtune.runs.schema import RequestRow
 from simtune.runs.tables import columns, to_csv
 
@@ -71,6 +71,14 @@ def requests_csv(result: Result) -> str:
     return to_csv(tuple(_names(result)), _rows(result))
 
 
+def check_format(name: str) -> None:
+    """Raise UsageError, before any work, if requests cannot be written to a file of this name."""
+    if not name.endswith((".csv", ".jsonl", ".parquet")):
+        raise UsageError(f"{name}: end the name in .csv, .jsonl or .parquet")
+    if name.endswith(".parquet"):
+        parquet.require(f"{name}: Parquet", ", or name a .csv")
+
+
 def requests_file(name: str, result: Result) -> bytes:
     """Return the requests in the format of the file's ending: .csv, .jsonl or .parquet. Raises UsageError for any other
     ending.
@@ -82,12 +90,6 @@ def requests_file(name: str, result: Result) -> bytes:
         rows = (dict(zip(names, row, strict=True)) for row in _rows(result))
         return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     if name.endswith(".parquet"):
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise UsageError(f"{name}: Parquet needs pyarrow; pip install 'simtune[parquet]', or name a .csv") from None
-        sink = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table(requests_table(result)), sink)
-        return sink.getvalue()
+        check_format(name)
+        return parquet.table_bytes(requests_table(result))
     raise UsageError(f"{name}: end the name in .csv, .jsonl or .parquet")

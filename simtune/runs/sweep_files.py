@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simtune.errors import Problem, SpecError, UsageError
+from simtune.errors import Problem, SpecError
+from simtune.runs import parquet
 from simtune.runs.files import write_file
 from simtune.runs.tables import to_csv
 from simtune.specs.input_files import csv_rows, read_text
@@ -80,19 +80,14 @@ def _value(cell: str, file: str, key: str, line: int) -> float | int | bool | No
     raise SpecError(Problem(file, f"must be a number, true, false or empty, not {cell!r}", key, line))
 
 
-def write_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], page: str, parquet: bool) -> None:
+def write_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], page: str, as_parquet: bool) -> None:
     """sweep.csv, sweep.html and, if asked for, sweep.parquet. Raises UsageError if pyarrow is missing for it."""
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "error"))
     columns.append("error")
     write_file(folder / TABLE, to_csv(columns, ([row.get(key) for key in columns] for row in rows)))
     write_file(folder / PAGE, page)
-    if parquet:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise UsageError("--parquet needs pyarrow; pip install 'simtune[parquet]'") from None
-        sink = io.BytesIO()
-        table = pyarrow.table({key: [row.get(key) for row in rows] for key in columns})
-        pyarrow.parquet.write_table(table, sink)
-        write_file(folder / "sweep.parquet", sink.getvalue())
+    if as_parquet:
+        parquet.require("--parquet")
+        write_file(
+            folder / "sweep.parquet", parquet.table_bytes({key: [row.get(key) for row in rows] for key in columns})
+        )

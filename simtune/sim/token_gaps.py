@@ -84,7 +84,7 @@ class TokenGaps:
         if cut and self._is_halted(step, started):
             return
         if self._lost or self._paused or step.paused:
-            self._note_returning(step, started, decodes)
+            self._note_returning(step, started)
         if not self.waiting:
             recorder.note_intervals(time, decodes)
         elif step.num_decodes > step.discarded:
@@ -99,13 +99,16 @@ class TokenGaps:
         if step.num_decodes <= step.discarded:
             self.wait(started)
             going_on = {request.id for request in sampled if request.emitted + 1 < request.output_tokens}
-            self._joined.append(Joined(ended, ended, going_on))
+            # A core of prompts alone has nobody whose last token it would have to remember.
+            if going_on:
+                self._joined.append(Joined(ended, ended, going_on))
 
-    def _note_returning(self, step: Step, started: int, decodes: int) -> None:
+    def _note_returning(self, step: Step, started: int) -> None:
         """Note requests that decode in this step, and did not in the last one, or the other way round."""
         if self._lost and step.admitted:
             self._note_swapped_in(step)
-        if decodes:
+        # Also if all that decode in the step get their first tokens: the others pause.
+        if step.num_decodes > step.discarded:
             self._note_paused([request.id for request in step.paused if request.emitted], started)
 
     def _note_swapped_in(self, step: Step) -> None:

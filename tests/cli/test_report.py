@@ -21,6 +21,8 @@ def test_runs_are_compared_and_listed(desk: Desk, call: Callable[..., Said]) -> 
     assert 'href="b/report.html"' in Path("runs/index.html").read_text()
     document = call("report", "runs/a", "runs/b", "--json").json
     assert document["a"]["price, USD an hour"] == 3.0
+    assert call("report", "runs", "--json").json == {"report": str(Path("runs") / "index.html")}
+    assert call("report", "runs/a", "--json").json == {"report": str(Path("runs/a") / "report.html")}
     before = Path("runs/a/report.html").read_bytes()
     assert call("report", "runs/a").code == 0
     assert Path("runs/a/report.html").read_bytes() == before

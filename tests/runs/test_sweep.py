@@ -166,7 +166,7 @@ def test_a_table_is_kept_as_parquet_too(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     rows = [{"rate": "2", "saturated": False, "num_gpus": 1, "error": None}]
     parquet = pytest.importorskip("pyarrow.parquet")
-    write_sweep(tmp_path / "s", rows, "page", parquet=True)
+    write_sweep(tmp_path / "s", rows, "page", as_parquet=True)
     assert parquet.read_table(tmp_path / "s" / "sweep.parquet").to_pylist() == rows
 
 

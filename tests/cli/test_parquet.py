@@ -1,0 +1,44 @@
+"""Parquet without pyarrow is refused before anything is simulated, and leaves nothing."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import call
+
+LOAD = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat", "--requests", "20")
+
+
+@pytest.fixture
+def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *more: Any, **named: Any) -> Any:
+        if name.split(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("no_pyarrow")
+def test_a_sweep_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+    answer = call("sweep", *LOAD, "--over", "rate=2,4", "--out", tmp_path / "out", "--parquet", "--jobs", 1)
+    assert answer.code == 2
+    assert "--parquet needs pyarrow; pip install 'simtune[parquet]'" in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_pyarrow")
+def test_requests_are_refused_before_they_are_simulated(tmp_path: Path) -> None:
+    answer = call("simulate", *LOAD, "--out", tmp_path / "out", "--per-request", tmp_path / "requests.parquet")
+    assert answer.code == 2
+    assert "requests.parquet: Parquet needs pyarrow; pip install 'simtune[parquet]', or name a .csv" in answer.err
+    assert not (tmp_path / "out").exists()
