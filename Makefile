@@ -125,7 +125,7 @@ $(VLLM)/.installed:
 	touch $@
 
 # The releases of engines that presets are of, unpacked beside it without what they need to run: their own parsers read
-# what is written for them (tests/emit, -m slow).
+# what is written for them (tests/emit, -m slow), and vLLM 0.33's scheduler steps beside simtune's (tests/engine, -m slow).
 releases: $(VLLM)/releases/.unpacked
 
 UNPACK = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM)/releases

@@ -17,6 +17,7 @@ Feature = Literal[
     "prefix_caching",
     "reserve_full_isl",
     "safety_margin",
+    "self_preemption",
     "speculation",
     "swap",
     "watermark",
@@ -28,10 +29,11 @@ SETTINGS_OF: dict[Feature, frozenset[str]] = {
     "cascade_attention": frozenset(),
     "dynamic_chunks": frozenset({"linear_tokens"}),
     "long_prefills": frozenset({"long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"}),
-    "prefill_interval": frozenset({"prefill_schedule_interval"}),
+    "prefill_interval": frozenset({"prefill_schedule_interval", "prefill_steps_aligned"}),
     "prefix_caching": frozenset({"prefix_caching", "hash_block_tokens"}),
     "reserve_full_isl": frozenset({"scheduler_reserve_full_isl"}),
     "safety_margin": frozenset({"safety_margin"}),
+    "self_preemption": frozenset({"self_preemption_ends_step"}),
     "speculation": frozenset({"speculation"}),
     "swap": frozenset({"preemption"}),
     "watermark": frozenset({"watermark_blocks"}),
@@ -73,8 +75,8 @@ class PolicyTraits:
     left the first stage, unless a plan sets `chunk_pipeline`."""
     first_come: ClassVar[bool] = False
     """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
-    admitted while a preempted one waits; unless a `long_prefill_token_threshold` lets short prompts overtake. Not
-    inherited: a derived policy may have another order."""
+    admitted while a preempted one waits; unless a `long_prefill_token_threshold` or a `prefill_schedule_interval` lets
+    short prompts overtake. Not inherited: a derived policy may have another order."""
     recomputes: bool = True
     """True if a request may lose its blocks and compute all its tokens again, in one step without chunked prefill."""
 

@@ -1,9 +1,10 @@
-"""vLLM V1's schedulers (release 0.32): first come first served, and priorities.
+"""vLLM V1's schedulers (releases 0.32 and 0.33): first come first served, and priorities.
 
 Residents come first, in order of admission, prompt or decode alike: each gets its next tokens while the token budget
 lasts. If one finds too few free KV blocks, residents are preempted until it has enough: the newest, or with priorities
 the least urgent, even if that one already has its tokens of this step. If the victim is the one in need itself, those
-behind it get no tokens in this step. A step that preempts admits no request.
+behind it get no tokens in this step, unless `self_preemption_ends_step` is off, as in release 0.33 with priorities. A
+step that preempts admits no request.
 
 Otherwise waiting requests are admitted in order while seats, budget and memory last: one is admitted only if all its
 known tokens would fit the free blocks (`scheduler_reserve_full_isl`) and leave the watermark, but takes blocks only for
@@ -49,7 +50,9 @@ class VllmSettings(BatchSettings, total=False):
     long_prefill_token_threshold: int
     long_prefill_token_threshold_adaptive: bool
     prefill_schedule_interval: int
+    prefill_steps_aligned: bool
     scheduler_reserve_full_isl: bool
+    self_preemption_ends_step: bool
 
 
 class Scheduled(NamedTuple):
@@ -62,12 +65,19 @@ class Scheduled(NamedTuple):
 
 
 def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
-    """Admit waiting requests, unless the coming step has no prompts; return the number admitted."""
-    if scheduler._defers:
-        return 0
+    """Admit waiting requests; return the number admitted."""
     newcomers = scheduler._schedule_waiting(chunks, token_budget) if scheduler.waiting else 0
-    scheduler._cadence.backlogged = bool(scheduler.waiting)
+    if not scheduler._defers:
+        scheduler._cadence.backlogged = bool(scheduler.waiting)
     return newcomers
+
+
+def _note_prompts(scheduler: VllmFcfs, chunks: list[Chunk], newcomers: int) -> None:
+    """Let the cadence count from the coming step if it has prompts; the last `newcomers` chunks are of newcomers."""
+    residents = len(chunks) > newcomers or scheduler._gave_back
+    scheduler._gave_back = False
+    if scheduler.decoding.count or chunks:
+        scheduler._cadence.note(scheduler.decoding, residents, chunks[len(chunks) - newcomers :])
 
 
 def _until_prompts(scheduler: VllmFcfs, step: Step) -> Step:
@@ -85,7 +95,7 @@ class VllmFcfs(BatchScheduler):
     """First come, first served. See the module for the rule."""
 
     offers = BatchScheduler.offers | {
-        "active_seqs", "cascade_attention", "long_prefills", "prefill_interval", "reserve_full_isl"
+        "active_seqs", "cascade_attention", "long_prefills", "prefill_interval", "reserve_full_isl", "self_preemption"
     }  # fmt: skip
     first_come = True
     chunks_follow = True
@@ -96,11 +106,16 @@ class VllmFcfs(BatchScheduler):
         long_prefill_token_threshold: int = 0,
         long_prefill_token_threshold_adaptive: bool = False,
         prefill_schedule_interval: int = 1,
+        prefill_steps_aligned: bool = False,
         scheduler_reserve_full_isl: bool = True,
+        self_preemption_ends_step: bool = True,
         **settings: Unpack[BatchSettings],
     ) -> None:
-        """Limit the tokens of a prompt in a step to a threshold above 0, unless it is the only request. Raises
-        ValueError, also for a threshold that cuts drafts."""
+        """Limit the tokens of a prompt in a step to a threshold above 0, unless it is the only request. See
+        `PromptCadence` for the interval, `aligned` or not. `self_preemption_ends_step`: a resident that is preempted
+        for blocks of its own is the last that a step looks at (vLLM up to 0.32).
+
+        Raises ValueError, also for a threshold that cuts drafts."""
         super().__init__(**settings)
         speculation = settings.get("speculation")
         if speculation is not None and 0 < long_prefill_token_threshold <= speculation.max_drafts:
@@ -110,12 +125,16 @@ class VllmFcfs(BatchScheduler):
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.scheduler_reserve_full_isl = scheduler_reserve_full_isl
-        self._adaptive, self._cadence = long_prefill_token_threshold_adaptive, PromptCadence(prefill_schedule_interval)
+        self.self_preemption_ends_step = self_preemption_ends_step
+        self._adaptive = long_prefill_token_threshold_adaptive
+        self._cadence = PromptCadence(prefill_schedule_interval, prefill_steps_aligned)
         self._longest_chunk = long_prefill_token_threshold or self.max_model_len
-        self._overtakes = long_prefill_token_threshold > 0
+        # In a step without prompts a newcomer with one token to compute passes the prompts that wait for their turn.
+        self._overtakes = long_prefill_token_threshold > 0 or prefill_schedule_interval > 1
         # the victim is the prompt in prefill, or the request that began to decode last
         self._newest_goes = not self._overtakes
         self._seats, self._defers = 0, False  # admissions so far; whether the coming step has no prompts
+        self._gave_back = False  # whether a prompt was preempted that already had tokens in the coming step
 
     def schedule(self) -> Step | None:
         """Return the next step: residents first, then those that wait. See `Scheduler.schedule`."""
@@ -126,13 +145,15 @@ class VllmFcfs(BatchScheduler):
             if step is not None:
                 return step
         while True:
-            if self._overtakes:
+            if self.long_prefill_token_threshold:
                 self._longest_chunk = self._longest_now()
             self._defers = self._cadence.defers(self.decoding, self._settling)
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
             newcomers = 0 if preempting else _admit(self, chunks, token_budget)
+            if self._cadence.interval > 1:
+                _note_prompts(self, chunks, newcomers)
             if self.decoding.count or chunks:
                 step = self._step(chunks, newcomers, repeats=not preempting)
                 return _until_prompts(self, step)
@@ -219,7 +240,9 @@ class VllmFcfs(BatchScheduler):
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
             token_budget += self._make_room(request, new_blocks, running, scheduled)
             if request not in running:
-                break
+                if self.self_preemption_ends_step:
+                    break
+                continue  # the more urgent ones behind it may fit into the blocks that it gave back
             scheduled[request] = self._give(request, num_tokens, new_blocks)
             token_budget -= num_tokens + extra_slots
         self._left_out.add((r for r in running if r not in scheduled), self.decoding, self._settling)
@@ -255,6 +278,7 @@ class VllmFcfs(BatchScheduler):
                 if given_back.chunk is None:
                     self.kv.give(given_back.new_blocks)
                 else:
+                    self._gave_back = True
                     # a prompt's blocks are freed with its other blocks, under their names
                     victim.reserved_tokens = max(victim.reserved_tokens, self._needs.slots(victim.computed, tokens))
             self._preempt(victim, tokens)
@@ -284,6 +308,9 @@ class VllmFcfs(BatchScheduler):
                 past += hit_blocks * block_size + hit.copied_tokens
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
+            # A step without prompts has room for a request that computes its newest token only, as all others do.
+            if self._defers and past < known_tokens - 1:
+                break
             # Of the whole prompt, not of its rest: what is found in the cache has blocks as well.
             all_blocks = -(-known_tokens // block_size)
             # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
@@ -316,6 +343,10 @@ class VllmFcfs(BatchScheduler):
     def _padding_after(self, past: int) -> int:
         """Placeholder drafts beside the one token that a newcomer has left to compute."""
         return self._needs.padding_after(past) if past or self.decoding.count else 0
+
+    def _lose_residents(self) -> list[Request]:
+        self._cadence.restart()
+        return super()._lose_residents()
 
     def _enter(self, request: Request) -> None:
         self._seats += 1

@@ -178,6 +178,12 @@ class Batching(Part):
         description="vLLM policies: false: a request is admitted if the tokens of its first step fit the KV cache; "
         "true (default): only if all its known tokens do",
     )
+    self_preemption_ends_step: bool | None = Field(
+        None,
+        description="vLLM's priorities: true (default, releases up to 0.32): a resident that is preempted because its "
+        "own next block is missing is the last that gets tokens in that step; false (0.33): the more urgent ones "
+        "behind it get theirs",
+    )
     prediction_sigma: LogSigma = Field(
         0.5, description="error of predicted output lengths, for policies that use them: log standard deviation"
     )

@@ -596,6 +596,7 @@ def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message:
             "policy vllm-fcfs predicts no output lengths; leave prediction_sigma out, or choose "
             "shortest-predicted-first",
         ),
+        (("batching.self_preemption_ends_step=always",), "batching.self_preemption_ends_step"),
         (("research.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or remove it"),
         (
             (

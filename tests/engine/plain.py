@@ -76,6 +76,8 @@ class PlainEngine:
         threshold: int = 0,
         reserve_full_isl: bool = True,
         interval: int = 1,
+        aligned: bool = False,
+        self_preemption_ends: bool = True,
         adaptive: bool = False,
     ) -> None:
         self.block_size, self.max_num_seqs, self.budget, self.chunked = block_size, max_num_seqs, budget, chunked
@@ -85,6 +87,7 @@ class PlainEngine:
         self.drops_last_hit, self.by_batch = drops_last_hit, by_batch
         self.threshold, self.reserve_full_isl = threshold, reserve_full_isl
         self.interval, self.adaptive, self.steps, self.bound = interval, adaptive, 0, False
+        self.aligned, self.last_prompt, self.self_preemption_ends = aligned, -interval, self_preemption_ends
         self.waiting: list[PlainRequest] = []
         self.running: list[PlainRequest] = []
         self.queue = list(range(blocks))  # free blocks, the next one to take first
@@ -164,8 +167,8 @@ class PlainEngine:
         threshold = self.threshold if everybody > 1 else 0
         if threshold and self.adaptive:
             threshold = max(threshold, self.budget // everybody)
-        aligned = self.steps % self.interval == 0
-        defers = not aligned and not self.bound and any(request.decoding for request in self.running)
+        due = self.steps % self.interval == 0 if self.aligned else self.steps + 1 - self.last_prompt >= self.interval
+        defers = not due and not self.bound and any(request.decoding for request in self.running)
         self.short = self.rested = prefills = False
         i = 0
         while i < len(self.running) and left > self.extra:
@@ -212,18 +215,23 @@ class PlainEngine:
                 if victim is request:
                     break
             if request not in self.running:
-                break
+                if self.self_preemption_ends:
+                    break
+                continue
             self._take(request, more)
             self._schedule(step, request, tokens)
             prefills = prefills or not request.decoding
             left -= tokens + self.extra
             i += 1
         residents = len(step.scheduled)
-        if not (self.short or defers):
+        admits_prompt = False
+        if not self.short:
             while self.waiting and left > self.extra and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
                 found = self._found(request)
                 past = len(found) * self.block_size if found else request.computed
+                if defers and past < request.known - 1:
+                    break
                 request.padding = 0
                 tokens = request.known - past
                 if 0 < threshold < tokens:
@@ -252,8 +260,12 @@ class PlainEngine:
                 self._take(request, self._more(request, past, tokens))
                 self._schedule(step, request, tokens)
                 step.admitted[request.id] = past
+                admits_prompt = admits_prompt or past < request.known - 1
                 left -= tokens + self.extra
-            self.bound = bool(self.waiting)
+            if not defers:
+                self.bound = bool(self.waiting)
+        if step.scheduled and (prefills or admits_prompt):
+            self.last_prompt = self.steps + 1
         step.free, step.running, step.waiting = self.free, len(self.running), len(self.waiting) + self.stale
         for request in self.running:
             if request.id not in step.scheduled:

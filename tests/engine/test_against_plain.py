@@ -91,6 +91,8 @@ class World:
             threshold=f.get("long_prefill_token_threshold", 0),
             reserve_full_isl=f.get("scheduler_reserve_full_isl", True),
             interval=f.get("prefill_schedule_interval", 1),
+            aligned=f.get("prefill_steps_aligned", False),
+            self_preemption_ends=f.get("self_preemption_ends_step", True),
             adaptive=f.get("long_prefill_token_threshold_adaptive", False),
         )
 
@@ -117,7 +119,16 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "threshold": lambda rng: threshold(rng),
     "threshold, async": lambda rng: {"async_scheduling": True} | threshold(rng),
     "adaptive threshold": lambda rng: {"long_prefill_token_threshold_adaptive": True} | threshold(rng),
+    "priority of 0.33": lambda rng: {"priority": True, "self_preemption_ends_step": False},
+    "priority of 0.33, caching, async": lambda rng: {
+        "priority": True,
+        "prefix_caching": True,
+        "async_scheduling": True,
+        "self_preemption_ends_step": False,
+    },
+    "priority of 0.33, threshold": lambda rng: threshold(rng) | {"priority": True, "self_preemption_ends_step": False},
     "interval": lambda rng: interval(rng),
+    "interval, caching": lambda rng: {"prefix_caching": True} | interval(rng),
     "interval, async": lambda rng: {"async_scheduling": True} | interval(rng),
     "interval, threshold": lambda rng: interval(rng) | threshold(rng),
     "interval, drafts": lambda rng: {"async_scheduling": rng.random() < 0.5} | interval(rng) | drafting(rng),
@@ -131,7 +142,11 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def interval(rng: random.Random) -> dict[str, Any]:
-    return {"prefill_schedule_interval": rng.choice([2, 3, 7]), "priority": rng.random() < 0.5}
+    return {
+        "prefill_schedule_interval": rng.choice([2, 3, 7]),
+        "prefill_steps_aligned": rng.random() < 0.5,
+        "priority": rng.random() < 0.5,
+    }
 
 
 def threshold(rng: random.Random, least: int = 1) -> dict[str, Any]:

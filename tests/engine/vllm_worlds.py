@@ -35,6 +35,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+RELEASE = tuple(map(int, vllm.__version__.split(".")[:2]))
 LONGEST = 96
 EMPTY = 5
 """So many steps of nobody in turn never happen: the first may preempt, the next hears of the last step."""
@@ -51,7 +52,7 @@ def options_of(world: random.Random) -> dict[str, Any]:
     chunked = world.random() < 0.8
     budget = world.choice([5, 14, 33, 64, 200]) if chunked else LONGEST + world.randint(0, 64)
     most = -(-LONGEST // block_size)
-    return {
+    options: dict[str, Any] = {
         "scheduling_policy": world.choice(["fcfs", "priority"]),
         "max_num_seqs": min(world.choice([1, 3, 8, 12]), budget),
         "max_num_batched_tokens": budget,
@@ -66,6 +67,20 @@ def options_of(world: random.Random) -> dict[str, Any]:
         "async_scheduling": world.random() < 0.5,
         "num_lookahead_tokens": 0,
         "spec": None,
+    }
+    return options | _newer_options_of(world, options["max_num_seqs"])
+
+
+def _newer_options_of(world: random.Random, seats: int) -> dict[str, Any]:
+    """Settings of releases since 0.31. An engine without data parallelism has the interval since 0.33; the ranks of
+    one, whose steps an engine core counts for all of them, since 0.24."""
+    interval = world.choice([1, 1, 2, 3, 7])
+    alone = world.random() < 0.5
+    return {
+        "max_num_active_seqs": world.choice([None, None, 1, min(2, seats), min(5, seats)]),
+        "long_prefill_token_threshold_adaptive": world.random() < 0.3,
+        "prefill_schedule_interval": 1 if alone and RELEASE < (0, 33) else interval,
+        "data_parallel_size": 1 if alone else 2,
     }
 
 
@@ -100,6 +115,9 @@ class Engine:
     """A scheduler of vLLM, and a runner that makes tokens up."""
 
     def __init__(self, options: dict[str, Any], model: ModelConfig) -> None:
+        interval = options["prefill_schedule_interval"]
+        # Ranks that count their steps together pass their decision to the scheduler, in place of the setting.
+        self._aligned = interval if options["data_parallel_size"] > 1 else 1
         scheduling = SchedulerConfig(
             max_num_seqs=options["max_num_seqs"],
             max_num_batched_tokens=options["max_num_batched_tokens"],
@@ -111,6 +129,9 @@ class Engine:
             watermark=options["watermark"],
             scheduler_reserve_full_isl=options["scheduler_reserve_full_isl"],
             async_scheduling=options["async_scheduling"],
+            max_num_active_seqs=options["max_num_active_seqs"],
+            long_prefill_token_threshold_adaptive=options["long_prefill_token_threshold_adaptive"],
+            prefill_schedule_interval=interval if options["data_parallel_size"] == 1 else 1,
         )
         cache = CacheConfig(
             block_size=options["block_size"],
@@ -165,9 +186,9 @@ class Engine:
         )  # fmt: skip
         self.scheduler.add_request(request)
 
-    def step(self) -> tuple[SchedulerOutput, dict[str, Any]]:
+    def step(self, number: int) -> tuple[SchedulerOutput, dict[str, Any]]:
         """What is scheduled now, and the line that says it; nothing is scheduled where no request is in it."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(number % self._aligned != 0)
         past = {new.req_id: new.num_computed_tokens for new in batch.scheduled_new_reqs}
         cached = batch.scheduled_cached_reqs
         admitted = past | {
@@ -210,7 +231,7 @@ def log_of(number: int, model: ModelConfig) -> list[dict[str, Any]]:
         while left and (left[0]["at_step"] <= len(steps) or engine.idle):
             left[0]["at_step"] = len(steps)  # never idle: a log does not say what was heard before one came
             engine.add(left.pop(0))
-        batch, line = engine.step()
+        batch, line = engine.step(len(steps))
         if batch.total_num_scheduled_tokens:
             steps.append({"step": len(steps), **line, "emit": dict.fromkeys(line["emit"], 1)})
             under_way.append((batch, line))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simtune.costs.compiled import LinearCosts
+from simtune.engine import Request, VllmFcfs
 from simtune.errors import Infeasible
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
@@ -53,6 +54,37 @@ def test_chunks_beside_decodes_come_every_so_many_steps(interval: int) -> None:
     first_chunk = -(-2 // interval) * interval
     assert result.first_token_s[1] == pytest.approx((first_chunk + 2 * interval + 1) * STEP_S)
     assert result.finish_s[0] == pytest.approx(60 * STEP_S)
+
+
+def test_the_interval_is_counted_from_the_last_step_with_a_prompt() -> None:
+    """The second prompt comes when the interval is over, and is computed at once; the third waits for five steps."""
+    arrivals = [0.0, 7.5 * STEP_S, 9.5 * STEP_S]
+    result = simulated(stream_of(arrivals, [8, 8, 8], [60, 20, 2]), prefill_schedule_interval=5)
+    assert result.first_token_s == pytest.approx([STEP_S, 9 * STEP_S, 14 * STEP_S])
+
+
+@pytest.mark.parametrize(("aligned", "steps"), [(False, [0, 3, 6]), (True, [0, 4, 8])])
+def test_ranks_that_count_together_have_prompts_in_steps_of_certain_numbers(aligned: bool, steps: list[int]) -> None:
+    """Requests of two tokens that come before the steps 0, 2 and 5."""
+    scheduler = VllmFcfs(
+        num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128,
+        prefill_schedule_interval=3 if not aligned else 4, prefill_steps_aligned=aligned,
+    )  # fmt: skip
+    coming, joined = {0: 0, 2: 1, 5: 2}, []
+    for number in range(10):
+        if number in coming:
+            scheduler.add(Request(coming[number], 20, 40))
+        step = scheduler.schedule()
+        assert step is not None
+        joined += [number for _ in step.admitted]
+        scheduler.complete()
+    assert joined == steps
+
+
+def test_a_step_without_prompts_admits_a_request_that_computes_one_token() -> None:
+    """It decodes as the others do: here its prompt has one token."""
+    result = simulated(stream_of([0.0, 1.5 * STEP_S], [8, 1], [60, 2]), prefill_schedule_interval=10)
+    assert result.first_token_s[1] == pytest.approx(3 * STEP_S)
 
 
 def test_a_backlog_lifts_the_cadence() -> None:

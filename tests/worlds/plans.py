@@ -202,6 +202,7 @@ def _pool(random: Random, model: str) -> Block:
         ("prefill_interval", "prefill_schedule_interval", (2, 5)),
         ("active_seqs", "max_num_active_seqs", (3,)),
         ("reserve_full_isl", "scheduler_reserve_full_isl", (False,)),
+        ("self_preemption", "self_preemption_ends_step", (False,)),
         ("safety_margin", "safety_margin", (0.0, 0.2)),
     ):
         if feature in offers and random.random() < 0.2:

@@ -159,6 +159,7 @@ class PlanBounds(LoneRequests):
         in_order = (
             POLICY.find(pool.pool.spec.batching.policy).first_come
             and not pool.pool.spec.batching.long_prefill_token_threshold
+            and (pool.pool.spec.batching.prefill_schedule_interval or 1) == 1
             # A core computes several chunks at a time then.
             and not pool.pool.chunks_follow
             # Requests that are rejected leave their place to those behind them.

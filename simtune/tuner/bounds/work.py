@@ -139,6 +139,7 @@ class PoolWork:
             batching.policy in CUTTING_LAST
             and batching.chunk_pipeline != "dynamic"
             and not batching.long_prefill_token_threshold
+            and (batching.prefill_schedule_interval or 1) == 1
             and spec.speculation is None
         )
         return np.where((chunks <= 1) & uncut, floor_s, followed)

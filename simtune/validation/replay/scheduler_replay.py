@@ -9,6 +9,7 @@ If a log has drafts, the numbers that the target accepted are taken from the log
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,6 +28,7 @@ from simtune.engine import (
 )
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs.base import Count, NonNegative
+from simtune.specs.catalog import load_engine
 from simtune.validation.replay.step_log import LoggedStep, StepLog, describe
 
 
@@ -283,7 +285,11 @@ class _VllmOptions(_ReplayOptions):
     free_blocks_at_start: Count
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    max_num_active_seqs: Count | None = None
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    prefill_schedule_interval: Count = 1
+    data_parallel_size: Count = 1
     watermark: NonNegative = 0.0
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool
@@ -298,7 +304,7 @@ class _VllmOptions(_ReplayOptions):
         plain: dict[str, Any] = {
             "num_blocks": self.free_blocks_at_start,
             "block_size": self.block_size,
-            "max_num_seqs": self.max_num_seqs,
+            "max_num_seqs": min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs),
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "chunked_prefill": self.enable_chunked_prefill,
@@ -320,11 +326,22 @@ class _VllmOptions(_ReplayOptions):
             # The watermark is a share of all blocks, the engine's own included.
             watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            prefill_schedule_interval=self.prefill_schedule_interval,
+            prefill_steps_aligned=self.data_parallel_size > 1,
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            self_preemption_ends_step=_self_preemption_ends_step(log),
             prefix_caching=self.enable_prefix_caching,
             async_scheduling=self.async_scheduling,
             speculation=drafting,
         )
+
+
+def _self_preemption_ends_step(log: StepLog) -> bool:
+    """Return the rule of the release that wrote a log, as its preset has it; of the newest if none is stated."""
+    release = re.search(r"\d+(\.\d+)+", log.header.package)
+    batching = load_engine(f"vllm@{release[0]}" if release else "vllm").pool["batching"]
+    return batching.get("self_preemption_ends_step") is not False
 
 
 class _TransformersOptions(_ReplayOptions):
