@@ -51,6 +51,8 @@ the sweep without Dynamo had in those months."""
 LAUNCHED_DIVISION = {("h200-sxm", 1024): (1, 8), ("h200-sxm", 8192): (8, 1)}
 """Attention's tp and data-parallel size of prefill instances by card and prompt tokens, as launch files have them where
 the table, which has labels of the sweep, differs (left_out of inferencex-deepseek-v3-fp8-h200-trtllm-pd)."""
+FIRST_SGLANG_FILE = "2026"
+"""Launch files of SGLang are of February 2026; before, pools were divided otherwise, by scripts that are not public."""
 UNDRAFTED, UNKNOWN = "no drafts", "drafts unknown"
 
 
@@ -72,14 +74,20 @@ class PooledRun(PlainRun):
 
     @cached_property
     def launch(self) -> LaunchFacts | None:
-        """Launch facts of prefill and decode pools of its card, engine, model and format; None if there are none."""
-        key = self.hardware, self.row["engine"], self.model, number_format(self.served)
+        """Launch facts of prefill and decode pools of its card, engine, release, model and format; None if there are
+        none."""
+        if self.row["engine"] == "sglang" and self.row["measured"] < FIRST_SGLANG_FILE:
+            return None
+        key = self.hardware, self.release, self.model, number_format(self.served)
         of_pools = (facts for facts in every_launch() if facts.disaggregated)
-        return next((f for f in of_pools if (f.hardware, f.engine.partition("-")[0], f.model, f.weights) == key), None)
+        return next((f for f in of_pools if (f.hardware, f.engine, f.model, f.weights) == key), None)
 
     @property
     def drafting(self) -> Drafting | None:
-        """What its launch file states of drafts."""
+        """What its launch file states of drafts; configurations of SGLang had none in 2025 (nvidia-master.yaml of
+        November: spec-decoding none)."""
+        if self.row["engine"] == "sglang" and self.row["measured"] < FIRST_SGLANG_FILE:
+            return "never"
         return None if self.launch is None else self.launch.drafting(LoadShape.of(workload_of(self), None))
 
     @property
