@@ -24,6 +24,7 @@ from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
 from simtune.specs.base import override
 from simtune.specs.catalog import (
+    LikeLaunch,
     beside,
     engine_family,
     engine_name,
@@ -170,7 +171,7 @@ def load_specs(
 def _plan_like(
     plan: str | Plan | None,
     launch: LaunchFacts | None,
-    over: Callable[[EnginePreset], EnginePreset] | None,
+    over: LikeLaunch | None,
     settings: Sequence[str],
 ) -> Plan | None:
     """Return a plan, given by its file or as an object, filled in by its engines' presets or what `over`, of the

@@ -159,6 +159,7 @@ class LikeRun(PlainRun):
             and launch.engine.startswith(family)
             and launch.weights == weights
             and launch.name.startswith(ORIGINS[self.row["origin"]])
+            and not launch.disaggregated
         )
         of_card = [launch for launch in fitting if (launch.hardware == self.hardware) != self.other_card]
         return of_card[0] if of_card else None

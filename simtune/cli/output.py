@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from simtune.sim.deployment import Deployment
     from simtune.specs.base import Spec
     from simtune.specs.hardware import Hardware
+    from simtune.specs.pool import Role
     from simtune.specs.traces import Trace
     from simtune.specs.workload import Workload
 
@@ -173,6 +174,9 @@ def note_estimates(deployment: Deployment) -> None:
         click.echo(f"note: estimated from the data sheet, not fitted: {', '.join(estimated)}", err=True)
 
 
+_DRAFTING = {"always": "servers had drafts for this load", "both": "servers were run with drafts and without"}
+
+
 def note_launch(like: str | None, workload: Workload, trace: Trace | None) -> None:
     """On stderr, what the launch facts of --like set for a load, and what they could not."""
     if like is None:
@@ -181,12 +185,22 @@ def note_launch(like: str | None, workload: Workload, trace: Trace | None) -> No
     from simtune.specs.launch import LoadShape
 
     launch = load_launch(like)
-    settings, unknown = launch.settings(LoadShape.of(workload, trace))
-    click.echo(f"note: like {launch.name} ({launch.model} on {launch.hardware}): {_in_words(settings)}", err=True)
-    if unknown:
+    load = LoadShape.of(workload, trace)
+    roles: tuple[Role, ...] = ("prefill", "decode") if launch.disaggregated else ("mixed",)
+    by_users: dict[str, None] = {}
+    for role in roles:
+        settings, unknown = launch.settings(load, role)
+        by_users |= dict.fromkeys(unknown)
+        pools = f", {role} pools" if launch.disaggregated else ""
+        click.echo(
+            f"note: like {launch.name} ({launch.model} on {launch.hardware}{pools}): {_in_words(settings)}", err=True
+        )
+    if (drafting := launch.drafting(load)) in ("always", "both"):
+        click.echo(f"note: {launch.name}: {_DRAFTING[drafting]}; a plan that drafts says so itself", err=True)
+    if by_users:
         click.echo(
             f"note: the load has no number of users (arrivals: closed_loop), so these are the engine's own: "
-            f"{'; '.join(unknown)}",
+            f"{'; '.join(by_users)}",
             err=True,
         )
 

@@ -124,6 +124,11 @@ class Scheduler(PolicyTraits, ABC):
         self._reserved[request] = None
         return True
 
+    def steps_to_handover(self, *, planned: bool = False) -> int:
+        """Return the decode steps until the engine looks for requests whose KV cache is computed elsewhere; 0 if it
+        looks before the next step. With `planned` the next step is planned, and counts."""
+        return int(planned)
+
     def receive(self, request: Request) -> None:
         """Let an expected request, whose KV cache has come, decode from the next step on.
 

@@ -105,6 +105,8 @@ class Inbox:
 
     waiting: deque[KvTransfer] = field(default_factory=deque)
     """Transfers that still wait for room, oldest first."""
+    polled: int = 0
+    """Number of these, the oldest ones, that the engine has seen: some engines look for requests every few steps."""
     arrived: list[Request] = field(default_factory=list)
     """Requests whose KV cache has arrived; they join the batch before the next step."""
     dropped: list[Request] = field(default_factory=list)
@@ -140,7 +142,10 @@ class Inbox:
     def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
         """Reserve seats and blocks for requests handed over, oldest first, and start the transfers of their KV
         caches."""
-        while self.waiting and scheduler.expect(self.waiting[0].request):
+        if not scheduler.steps_to_handover():
+            self.polled = len(self.waiting)
+        while self.waiting and self.polled > 0 and scheduler.expect(self.waiting[0].request):
+            self.polled -= 1
             transfer = self.waiting.popleft()
             transfer.sending = True
             # The request has its seat from now on, though its KV cache is still to come.
@@ -425,6 +430,8 @@ class EngineCore:
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
             most = step.repeat
+            if len(self.inbox.waiting) > self.inbox.polled:
+                most = min(most, self.scheduler.steps_to_handover(planned=True))
             self.timer.decode(step, most if most == 1 or self.may_jump(step) else 1, time)
         if self.inbox.unheard:
             # It ends with the first tokens of requests that have joined.

@@ -68,14 +68,17 @@ class ForkedConnector:
 
 
 class Links:
-    """Factory of the links of a plan: one per sending instance, or a single one for all that share it."""
+    """Factory of the links of a plan: one per sending instance, or data-parallel rank of it, or a single one for all
+    that share it."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, str, int], TransferLink] = {}
+        self._made: dict[tuple[int, str, int, int], TransferLink] = {}
 
-    def out_of(self, core: EngineCore, way: KvLink, bytes_per_s: float) -> TransferLink:
-        """Return the link over which an instance sends. A shared link has the rate of the first instance that sends."""
-        key = (id(way), "", 0) if way.shared else (id(way), core.pool, core.instance)
+    def out_of(self, core: EngineCore, way: KvLink, bytes_per_s: float, *, by_rank: bool = False) -> TransferLink:
+        """Return the link over which a core sends: that of its instance or, with `by_rank`, of the core alone. A shared
+        link has the rate of the first instance that sends."""
+        rank = core.virtual_engine if by_rank else 0
+        key = (id(way), "", 0, 0) if way.shared else (id(way), core.pool, core.instance, rank)
         if key not in self._made:
             self._made[key] = TransferLink(bytes_per_s, len(self._made))
         return self._made[key]

@@ -254,6 +254,10 @@ class DpGroup(SharedStepping):
     """Data-parallel attention over experts that all share: cores step together, each step as long as the longest.
 
     Experts compute the tokens of all cores in a step, if the costs model the effect of that (`GroupCosts`).
+
+    A core that decodes beside others flies: its step repeats from one step of the group to the next, without scheduler,
+    until its last repetition or an event that its scheduler would notice. Cores that draft do not fly, and no core does
+    if every step is recorded.
     """
 
     def __init__(self) -> None:
@@ -262,25 +266,135 @@ class DpGroup(SharedStepping):
         self._under_way = 0  # how many cores run a step
         self._single = False
         """True while cores plan steps that several of them are likely to run: each then lasts one repetition."""
+        self._flying: list[GroupFlight] = []
+        """Cores whose steps are under way together, in order of cores; empty if a core jumps or each runs one step."""
+        self._deliver: Deliver | None = None
+        self._drafts = False
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
         self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
+        self._drafts = self._drafts or core.scheduler.drafting
         return super().join(core)
 
     def may_jump(self, core: EngineCore) -> bool:
-        """True if no other core is likely to run a step."""
+        """True if no other core is likely to run a step, or if cores may fly."""
         return not self._single and super().may_jump(core)
 
     def start(self, now: int, core: EngineCore) -> None:
         """Start all cores, unless a step of the group is running."""
+        if not self._under_way and (end := self._begin(now)) is not None:
+            self._flying[0].core.launch(end)
+
+    def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
+        """End the step of a core; with the last one begin the next steps, after all other events of this instant."""
+        if self._flying:
+            self._deliver = deliver
+            self._land(now, deliver)
+            return
+        core.conclude(now, deliver)
+        self._under_way -= 1
         if self._under_way:
             return
+        if self._agenda.has_more_at(now):
+            core.wake(now)
+        else:
+            self.start(now, core)
+
+    def cut(self, now: int, core: EngineCore, repetitions: int) -> None:
+        """Let a jump or a flight end after `repetitions` repetitions."""
+        if not self._flying:
+            core.shorten(repetitions)
+        elif repetitions < core.time.repetitions:
+            core.time.repetitions = repetitions
+
+    def reset(self) -> None:
+        """Mark all cores as running no step."""
+        self._under_way = 0
+        self._flying = []
+
+    def wakes(self, now: int, core: EngineCore) -> None:
+        """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
+        if self._jumping is not None and self._jumping.step is not None:
+            time = self._jumping.time
+            self._jumping.shorten(time.reaching(now - self._jumping.started)[0])
+
+    def _begin(self, now: int) -> int | None:
+        """Let all cores begin a step, or another repetition; return the tick of its end if they fly, else None."""
+        flying = self._still_flying(now)
         # Jumps are cut to one repetition beside other cores. Most of the time of a group with drafts went into timing
         # repetitions that no core ran.
-        self._single = sum(member.scheduler.num_running > 0 for member in self.cores) > 1
+        one_by_one = self.stepwise or self._drafts
+        self._single = one_by_one and sum(member.scheduler.num_running > 0 for member in self.cores) > 1
         # All plan before any is timed: a step with experts depends on the tokens of all groups.
-        planned = [member for member in self.cores if member.plan(now)]
+        planned = [member for member in self.cores if member.step is None and _plan(now, member)]
+        if len(flying) == 1 and not planned:
+            # It jumps from here on.
+            self._conclude(now, flying.pop())
+            planned = [member for member in self.cores if member.step is None and _plan(now, member)]
+        if one_by_one or len(planned) + len(flying) < 2:
+            self._run_alone(now, planned)
+            return None
+        self._jumping = None
+        flying += [GroupFlight(member, self._costs[member.virtual_engine]) for member in planned]
+        flying.sort(key=lambda flight: flight.core.number)
+        self._flying, self._under_way = flying, len(flying)
+        everybodys = sum(flight.tokens for flight in flying)
+        longest = max(flight.ticks(everybodys) for flight in flying)
+        for flight in flying:
+            flight.repeat(now + longest)
+        return now + longest
+
+    def _still_flying(self, now: int) -> list[GroupFlight]:
+        """Return the flights that go on after a step of the group; end those that an event of this instant has cut."""
+        flying, self._flying = self._flying, []
+        for flight in flying:
+            if flight.is_over and flight.core.step is not None:
+                self._conclude(now, flight)
+        return [flight for flight in flying if not flight.is_over]
+
+    def _conclude(self, now: int, flight: GroupFlight) -> None:
+        """Let a flight end with the repetition that has just ended."""
+        flight.core.time.repetitions = len(flight.ends)
+        assert self._deliver is not None
+        flight.core.conclude(now, self._deliver)
+
+    def _land(self, now: int, deliver: Deliver) -> None:
+        """End a step of the group, and further ones as long as nothing else happens before."""
+        agenda = self._agenda
+        heap = agenda.heap
+        # From here on nothing is held back in the agenda, so the heap alone shows what comes first.
+        agenda.hold(None)
+        while True:
+            # As many events as if each core had one.
+            agenda.handled += self._under_way - 1
+            self._under_way = 0
+            landed = [flight.core for flight in self._flying if flight.is_over]
+            for core in landed:
+                core.conclude(now, deliver)
+            if heap[0][0] == now:
+                # A core that flies on cannot be woken.
+                self._wake(now, landed)
+                return
+            end = self._begin(now)
+            if end is None:
+                return
+            lead = self._flying[0].core
+            if heap[0] < (end, STEP_END, lead.number, lead.version):
+                lead.launch(end)
+                return
+            agenda.handled += 1
+            now = end
+
+    def _wake(self, now: int, landed: list[EngineCore]) -> None:
+        """Let the group begin its next step after all other events of this instant."""
+        if not landed:
+            self._conclude(now, self._flying[0])
+            landed = [self._flying[0].core]
+        landed[-1].wake(now)
+
+    def _run_alone(self, now: int, planned: list[EngineCore]) -> None:
+        """Let a core jump, or several run one step each."""
         if self._single and len(planned) == 1:
             self._single = False
             _retime(planned[0])
@@ -298,27 +412,6 @@ class DpGroup(SharedStepping):
         for member in planned:
             member.launch(now + member.time.total)
 
-    def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
-        """End the step of a core; with the last one begin the next steps, after all other events of this instant."""
-        core.conclude(now, deliver)
-        self._under_way -= 1
-        if self._under_way:
-            return
-        if self._agenda.has_more_at(now):
-            core.wake(now)
-        else:
-            self.start(now, core)
-
-    def reset(self) -> None:
-        """Mark all cores as running no step."""
-        self._under_way = 0
-
-    def wakes(self, now: int, core: EngineCore) -> None:
-        """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
-        if self._jumping is not None and self._jumping.step is not None:
-            time = self._jumping.time
-            self._jumping.shorten(time.reaching(now - self._jumping.started)[0])
-
     def _share_experts(self, core: EngineCore, tokens: int, everybodys: int) -> None:
         """Correct the planned step of a core with `tokens` tokens for the tokens that all cores have in theirs."""
         step, time, costs = core.step, core.time, self._costs[core.virtual_engine]
@@ -330,6 +423,52 @@ class DpGroup(SharedStepping):
         if second - first != time.slope:
             time.repetitions = 1
         time.first = first
+
+
+class GroupFlight:
+    """A core's step and its repetitions in steps that it takes together with other cores."""
+
+    __slots__ = ("_costs", "_first", "_shape", "_slope", "core", "ends", "tokens")
+
+    def __init__(self, core: EngineCore, costs: GroupCosts | None) -> None:
+        """Begin the flight of a core that has planned a step."""
+        step, time = core.step, core.time
+        assert step is not None
+        self.core, self.tokens = core, _tokens(core)
+        self._costs = costs if step.part == (0, 1) else None
+        self._first, self._slope = time.first, time.slope
+        self._shape = step.num_decodes + len(step.chunks), bool(step.chunks)
+        self.ends: list[int] = []
+        """Ends of the repetitions, the last of which may be running, in ticks after the first began."""
+        if time.repetitions > 1:
+            time.ends = self.ends
+
+    def repeat(self, end: int) -> None:
+        """Run the next repetition, which ends at a tick."""
+        ticks = end - self.core.started
+        self.ends.append(ticks)
+        if self.core.time.ends is None:
+            self.core.time.take(ticks)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the latest repetition is the last one."""
+        return len(self.ends) >= self.core.time.repetitions
+
+    def ticks(self, everybodys: int) -> int:
+        """Return the ticks of the next repetition if no other core takes longer; `everybodys` are the tokens of all."""
+        ticks = self._first + len(self.ends) * self._slope
+        if self._costs is None:
+            return ticks
+        num_seqs, with_chunks = self._shape
+        return self._costs.together(ticks, self.tokens, num_seqs, everybodys, with_chunks)
+
+
+def _plan(now: int, core: EngineCore) -> bool:
+    """Let a core plan its next step; True if it has one."""
+    # The list belongs to an earlier flight.
+    core.time.ends = None
+    return core.plan(now)
 
 
 def _retime(core: EngineCore) -> None:

@@ -30,7 +30,7 @@ from simtune.sim.router import Router
 from simtune.sim.world import World
 from simtune.specs.model import Model
 from simtune.specs.plan import Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
-from simtune.specs.pool import Role
+from simtune.specs.pool import Pool, Role
 from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
@@ -224,10 +224,13 @@ def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: B
         block_bytes, layers = sum(kv_block_bytes(m, pool.spec) for m in sent), sum(m.num_layers for m in sent)
         ways = {target.name: plan.way(pool.spec.name, target.name) for target in plan.pools if target.role == "decode"}
         terms = {to: transfer_terms(sent, pool, way) for to, way in ways.items()}
+        shares = {to: _rate_share(sent, pool.spec, plan.pool(to), way) for to, way in ways.items()}
         for core in by_pool[pool.spec.name]:
             by_target = {
                 to: KvConnector(
-                    links.out_of(core, way, terms[to].bytes_per_s),
+                    links.out_of(
+                        core, way, terms[to].bytes_per_s * shares[to], by_rank=_has_rates_by_rank(pool.spec, way)
+                    ),
                     block_bytes=block_bytes,
                     setup=round(terms[to].setup_s * TICKS_PER_SECOND),
                     descriptors=round(terms[to].block_s * TICKS_PER_SECOND),
@@ -236,6 +239,30 @@ def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: B
                 for to, way in ways.items()
             }
             core.connector = next(iter(by_target.values())) if plan.links is None else ForkedConnector(by_target)
+
+
+def _rate_share(sent: Sequence[Model], source: Pool, target: Pool, way: KvLink) -> float:
+    """Return the rate at which a KV cache is sent over that of all GPUs of a prefill instance.
+
+    A cache is sent by the GPUs that have it, those of one data-parallel rank, at most as many as receive it. Of latent
+    attention every GPU has the whole vector, so each GPU of the receiving rank gets it whole: `needSendCache` in
+    cpp/tensorrt_llm/batch_manager/mlaCacheFormatter.cpp of TensorRT-LLM, `required_dst_info_num` in
+    srt/disaggregation/common/conn.py of SGLang. A rate that is stated, measured or of a shared link counts as it is.
+    """
+    if way.bytes_per_s is not None or way.costs is not None or way.shared:
+        return 1.0
+    senders, receivers = (pool.model_devices // pool.parallelism.attention_dp for pool in (source, target))
+    kinds = {group.attention.kind for model in sent for group in model.layers}
+    copies = target.parallelism.tp if kinds <= _LATENT else 1
+    return min(senders, receivers) / (copies * source.model_devices)
+
+
+def _has_rates_by_rank(pool: Pool, way: KvLink) -> bool:
+    """True if each data-parallel rank sends over links of its own GPUs."""
+    return pool.parallelism.attention_dp > 1 and way.bytes_per_s is None and way.costs is None
+
+
+_LATENT = {"mla", "compressed", "none"}
 
 
 def _sent(plan: Plan, model: Model, pool: DeployedPool) -> list[Model]:

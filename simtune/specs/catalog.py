@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs import hf, yamlfile
@@ -26,6 +26,7 @@ from simtune.specs.input_files import decoded, read_bytes, read_text
 from simtune.specs.launch import LaunchFacts
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.pool import Role
 from simtune.specs.preset import NO_ENGINE, EngineFamily, EnginePreset, merged
 from simtune.specs.schema_versions import REWRITE, schema_problem
 from simtune.specs.study import Study
@@ -36,6 +37,14 @@ from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 
 S = TypeVar("S", bound=Spec)
+
+
+class LikeLaunch(Protocol):
+    """Function that puts launch facts in place of an engine's defaults, for a pool of a role."""
+
+    def __call__(self, preset: EnginePreset, *, role: Role = "mixed") -> EnginePreset:
+        """Return the preset with the launch facts over it."""
+
 
 _SPECS: tuple[type[Spec], ...] = (
     Model,
@@ -292,7 +301,7 @@ def load_plan(
     reference: str,
     settings: Sequence[str] = (),
     check: SpecCheck | None = None,
-    like: Callable[[EnginePreset], EnginePreset] | None = None,
+    like: LikeLaunch | None = None,
 ) -> Plan:
     """Load a plan from its file, filled in if a pool names an engine, by its preset or what `like` makes of it. Raises
     SpecError, also for what `check` finds.
@@ -306,7 +315,7 @@ def with_engines(
     document: yamlfile.Document,
     key: str = "pools",
     folder: Path = Path(),
-    like: Callable[[EnginePreset], EnginePreset] | None = None,
+    like: LikeLaunch | None = None,
 ) -> yamlfile.Document:
     """Return a plan's document in which settings that a pool leaves out are those of its engine; pools without an
     engine are unchanged. `key` has the pools, `fixed` in a study, whose names that are paths are relative to `folder`.
@@ -328,9 +337,7 @@ def with_engines(
     return replace(document, data={**data, key: filled})
 
 
-def _with_engine(
-    pool: Any, model: Any, folder: Path, like: Callable[[EnginePreset], EnginePreset] | None = None
-) -> Any:
+def _with_engine(pool: Any, model: Any, folder: Path, like: LikeLaunch | None = None) -> Any:
     """A pool that names an engine and hardware, of a plan that names a model, filled in; any other as it is."""
     if not isinstance(pool, dict):
         return pool
@@ -343,7 +350,8 @@ def _with_engine(
     pp = parallelism.get("pp") if isinstance(parallelism, dict) else None
     # Another value is refused when the plan is read.
     stages = pp if isinstance(pp, int) else 1
-    preset = load_engine(engine) if like is None else like(load_engine(engine))
+    role: Role = next((r for r in get_args(Role) if r == pool.get("role")), "mixed")
+    preset = load_engine(engine) if like is None else like(load_engine(engine), role=role)
     filled: dict[str, Any] = merged(pool, preset.settings(load_hardware(hardware).device, served, stages))
     return filled if preset.asked is None else {**filled, "engine": preset.name}
 

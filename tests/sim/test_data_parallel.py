@@ -14,6 +14,7 @@ from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
+from simtune.engine import Step
 from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.stepping import DpGroup
@@ -23,9 +24,9 @@ from tests.costs.made_up import hardware, model, moe, pool
 from tests.sim.worlds import Setting, settings
 
 
-def run(world: Setting, *, single_steps: bool = False) -> tuple[Outcome, list[EngineCore]]:
+def run(world: Setting, *, single_steps: bool = False, record: bool = True) -> tuple[Outcome, list[EngineCore]]:
     cores = world.make_cores(DpGroup())
-    return World(cores, world.stream, single_steps=single_steps, record=True).run(), cores
+    return World(cores, world.stream, single_steps=single_steps, record=record).run(), cores
 
 
 def columns(outcome: Outcome) -> list[list[int]]:
@@ -43,6 +44,51 @@ def test_steps_of_a_dp_group_begin_and_end_together_and_jumps_are_exact(world: S
     assert all(core.scheduler.kv.free == core.scheduler.kv.total for core in cores)
     fits = world.stream.prompt_tokens + world.stream.output_tokens <= world.blocks * world.block_size
     assert ((jumped.finish >= 0) == fits).all()
+
+
+@given(settings() | settings(closed=True))
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_cores_that_fly_beside_one_another_are_exact(world: Setting) -> None:
+    """Recorded runs step one by one, others fly: every time and the number of steps are the same."""
+    world = replace(world, cores=world.cores + 1)
+    (flown, cores), (stepped, _) = run(world, record=False), run(world)
+    assert columns(flown) == columns(stepped)
+    assert flown.steps == stepped.steps
+    assert sorted(gaps_of(flown)) == sorted(gaps_of(stepped))
+    assert all(core.scheduler.kv.free == core.scheduler.kv.total for core in cores)
+
+
+def gaps_of(outcome: Outcome) -> list[int]:
+    """Return all times between tokens."""
+    return [
+        int(first + k * slope)
+        for first, slope, n, decodes in outcome.intervals
+        for k in range(n)
+        for _ in range(decodes)
+    ]
+
+
+def test_a_core_is_scheduled_anew_only_when_its_own_batch_changes() -> None:
+    """Answers of 400 and 100 tokens on two ranks: the first one's scheduler is asked at its beginning and its end."""
+    stream = stream_of([0.0, 0.0], [1, 1], [400, 100])
+    cores = Setting(100, 10, 4, 64, 2, LinearCosts(step_s=1.0, per_token_s=1.0), stream).make_cores(DpGroup())
+    asked = [0 for _ in cores]
+    for core in cores:
+        count_calls(core, asked)
+    outcome = World(cores, stream).run()
+    assert outcome.steps == 500
+    assert 0 < min(asked) <= max(asked) < 12
+
+
+def count_calls(core: EngineCore, asked: list[int]) -> None:
+    """Count the calls of a core's scheduler."""
+    schedule = core.scheduler.schedule
+
+    def counted() -> Step | None:
+        asked[core.virtual_engine] += 1
+        return schedule()
+
+    core.scheduler.schedule = counted  # type: ignore[method-assign]
 
 
 def test_a_long_prompt_on_one_rank_makes_the_others_wait() -> None:

@@ -12,10 +12,12 @@ from simtune.errors import SpecError, UsageError
 from simtune.specs.catalog import load_engine, load_hardware, load_launch, load_model, load_workload, names
 from simtune.specs.launch import LoadShape
 from simtune.specs.plan import Plan
+from simtune.specs.pool import Role
 from simtune.specs.workload import ClosedLoop, FixedLength, Poisson, Quantiles, Workload
 
 GPT_OSS = "inferencex-gpt-oss-120b-h200-vllm"
 MINIMAX = "inferencex-minimax-m2.5-fp8-b200-vllm"
+APART = "inferencex-deepseek-v3-fp8-h100-trtllm-pd"
 LONG = LoadShape(users=64, prompt=8192, output=1024)
 
 
@@ -33,14 +35,56 @@ def closed(users: int, prompt: int = 1024, output: int = 1024) -> Workload:
 @pytest.mark.parametrize("load", [LONG, LoadShape(None, 300, 100)], ids=["closed", "rate"])
 def test_every_launch_file_makes_a_plan_for_the_card_that_it_was_for(name: str, load: LoadShape) -> None:
     launch = load_launch(name)
-    preset = launch.over(load_engine(launch.engine), load)
     model, device = load_model(launch.model), load_hardware(launch.hardware).device
-    settings = preset.settings(device, model)
-    pool = {"hardware": launch.hardware, "engine": launch.engine, "instances": 1, **settings}
-    plan = Plan.model_validate({"name": "p", "model": launch.model, "pools": [pool]})
-    stated, unknown = launch.settings(load)
-    assert bool(unknown) <= (load.users is None)
-    assert plan.pools[0].kv_cache.memory_utilization == stated["kv_cache"]["memory_utilization"]
+    roles: tuple[Role, ...] = ("prefill", "decode") if launch.disaggregated else ("mixed",)
+    pools = []
+    for role in roles:
+        settings = launch.over(load_engine(launch.engine), load, role).settings(device, model)
+        pools.append(
+            {
+                "hardware": launch.hardware,
+                "engine": launch.engine,
+                "instances": 1,
+                "role": role,
+                "name": role,
+                **settings,
+            }
+        )
+    link = {"link": {}} if launch.disaggregated else {}
+    plan = Plan.model_validate({"name": "p", "model": launch.model, "pools": pools, **link})
+    for role, pool in zip(roles, plan.pools, strict=True):
+        stated, unknown = launch.settings(load, role)
+        assert bool(unknown) <= (load.users is None)
+        for key, value in stated.get("kv_cache", {}).items():
+            assert getattr(pool.kv_cache, key) == value
+
+
+def test_prefill_and_decode_pools_have_settings_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "schema: simtune/plan@1\nname: mine\nmodel: deepseek-v3\nlink: {}\npools:\n"
+        + "".join(
+            f"- {{name: {role}, role: {role}, hardware: h100-sxm, engine: trtllm-1.2, instances: 3,\n"
+            "   parallelism: {tp: 16, expert_parallel: true}}\n"
+            for role in ("prefill", "decode")
+        )
+    )
+    plan = load_specs(None, None, closed(30), file, like=APART).plan
+    assert plan is not None
+    prefill, decode = plan.pools
+    assert (prefill.batching.max_num_seqs, decode.batching.max_num_seqs) == (2, 8)
+    assert (prefill.async_scheduling, decode.async_scheduling) == (False, True)
+    assert not prefill.kv_cache.prefix_caching
+    assert not decode.kv_cache.prefix_caching
+    with pytest.raises(UsageError, match="a launch file of prefill and decode pools; give a plan that has such pools"):
+        load_specs(None, None, closed(30), like=APART)
+
+
+def test_a_file_states_for_which_loads_servers_drafted() -> None:
+    load = LoadShape(users=144, prompt=1024, output=1024)
+    stated = load_launch("inferencex-deepseek-v3-fp8-h200-trtllm-pd")
+    assert (stated.drafting(load), stated.drafting(LoadShape(72, 1024, 1024))) == ("both", "never")
+    assert load_launch(APART).drafting(LoadShape(None, 1024, 1024)) is None
 
 
 def test_settings_follow_the_load() -> None:
@@ -130,6 +174,9 @@ def test_refusals_say_what_would_do(tmp_path: Path) -> None:
         ("pool: {batching: {max_seqs: 3}}", "max_seqs"),
         ("pool: {}\ncases: [{when: users >, pool: {}}]", "is no expression"),
         ("pool: {}\ncases: [{when: tp > 4, pool: {}}]", "there is no setting 'tp'"),
+        ("pool: {}\ndecode: {batching: {max_seqs: 3}}", "max_seqs"),
+        ("pool: {}\ncases: [{when: users > 4, prefill: {kv_cache: {dtype: of_load}}}]", "prefill.kv_cache.dtype"),
+        ("pool: {}\ndrafts: sometimes", "drafts"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_with_its_line(line: str, problem: str, tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ class SglangScheduler(ListScheduler):
     allowed tokens that the others have delivered, those steps included. An idle engine starts anew.
 
     *Options.* Prompts of a step also end when `max_prefill_tokens` are reached. With `enable_mixed_chunk` all requests
-    decode beside prompts, in the same budget. The engine polls for newcomers before every `scheduler_recv_interval`-th
-    step that decodes, and after every one with prompts. Under overlap (`async_scheduling`) a newcomer waits for one
-    more dispatched step. A request may deliver the `max_tokens` that its client allows, up to `max_new_tokens` and
-    max_model_len.
+    decode beside prompts, in the same budget. The engine polls for newcomers, and for requests that are handed over to
+    it, before every `scheduler_recv_interval`-th step that decodes, and after every one with prompts. Under overlap
+    (`async_scheduling`) a newcomer waits for one more dispatched step. A request may deliver the `max_tokens` that its
+    client allows, up to `max_new_tokens` and max_model_len.
 
     *Drafts.* Every request that decodes has room for all drafts of a round before it runs, and prompts never share a
     step with them.
@@ -123,6 +123,13 @@ class SglangScheduler(ListScheduler):
         if not self.has_work:
             self._begin_anew()
         return progress
+
+    def steps_to_handover(self, *, planned: bool = False) -> int:
+        """Return the decode steps until the next poll; see `Scheduler.steps_to_handover`."""
+        if not any(request.decoding for request in self.residents):
+            return int(planned)
+        since = self._unpolled % self._interval
+        return self._interval - since if planned or since else 0
 
     def release(self, request: Request) -> None:
         """Free blocks that were held: a waiting request may find room now."""
