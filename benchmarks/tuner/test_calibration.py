@@ -42,6 +42,7 @@ from simtune.arrays import Array
 from simtune.costs.operators import Chip, operator_key
 from simtune.costs.predict import Predictor, Profile
 from simtune.errors import Infeasible
+from simtune.results.result import WHOLE
 from simtune.sim.drawn_worlds import Blueprint, PerturbedWorld, spreads
 from simtune.specs.acceptance import PerPosition
 from simtune.specs.hardware import Hardware, OperatorKind
@@ -171,7 +172,7 @@ def worth(
         if step**rung > sustained:
             return False
         stream = plan.stream.at_rate(step**rung)
-        return deployment.simulate(stream, slo, cores=plan.cores, stop_when_lost=True).meets_slo
+        return deployment.simulate(stream, slo, cores=plan.cores, until_lost=WHOLE).meets_slo
 
     rung = highest(meets, math.floor(math.log(plan.rate_rps) / math.log(step) + 1e-9))
     return 0.0 if rung is None else step**rung / plan.weight

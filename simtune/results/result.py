@@ -39,6 +39,8 @@ _SHOWN = ("requests", "offered_rate_rps", "request_throughput_rps", "goodput_rps
 
 
 _ALL = slice(None)
+WHOLE = 1 << 62
+"""Requests of a part that only all requests of a run come to (`parts_of`)."""
 
 
 @dataclass
@@ -499,7 +501,7 @@ class MissBudget:
 
 
 class PartBudgets:
-    """Stop condition that ends a run once its SLO cannot be met any more, by all requests or by one of several parts."""
+    """Stop condition that ends a run once its SLO cannot be met any more by all requests, or by one of their parts."""
 
     def __init__(self, stream: RequestStream, slo: Slo, parts: Sequence[slice]) -> None:
         """Judge `parts`, slices that cover all requests in order, each by itself."""

@@ -112,8 +112,7 @@ class Deployment:
         slo: Slo | None = None,
         *,
         cores: int | None = None,
-        stop_when_lost: bool = False,
-        part: int | None = None,
+        until_lost: int | None = None,
         record: bool = False,
         single_steps: bool = False,
         seed: int = 0,
@@ -124,9 +123,9 @@ class Deployment:
 
         `cores` runs only that number of cores (in whole instances), on their share of an open-loop stream, and scales
         up: under round robin instances do not disturb each other, and only the number of requests observed differs.
-        If they do (closed loops, other routers, several pools, instances that fail), all are run. `stop_when_lost`
-        ends the run once the SLO cannot be met: by all requests, or with `part` by one of the equal parts of so many
-        requests or more (`simtune.results.result.parts_of`). `seed` seeds routers and predictors. `watch` is called
+        If they do (closed loops, other routers, several pools, instances that fail), all are run. `until_lost` ends
+        the run once the SLO cannot be met by all requests, or by one of the equal parts of so many requests or more
+        (`simtune.results.result.parts_of`; WHOLE: by all alone). `seed` seeds routers and predictors. `watch` is called
         with progress.
         """
         slo, scale, offered_rate_rps = slo or Slo(), 1.0, stream.target_rate_rps
@@ -145,7 +144,9 @@ class Deployment:
                     stream,
                     single_steps=single_steps,
                     record=record,
-                    stop_when=watched(watch, len(stream), _lost(stream, slo, part) if stop_when_lost else None),
+                    stop_when=watched(
+                        watch, len(stream), None if until_lost is None else _lost(stream, slo, until_lost)
+                    ),
                 ).run()
             )
         # A run that was stopped early leaves requests waiting without any fault of a policy.
@@ -180,9 +181,11 @@ class Deployment:
         )
 
 
-def _lost(stream: RequestStream, slo: Slo, part: int | None) -> StopWhen:
-    """Return the condition that ends the run early, checked at every finished request."""
-    parts = [] if part is None else parts_of(len(stream), part)
+def _lost(stream: RequestStream, slo: Slo, part: int | None) -> StopWhen | None:
+    """Return the condition that ends the run early, checked at every finished request; None for no part."""
+    if part is None:
+        return None
+    parts = parts_of(len(stream), part)
     return PartBudgets(stream, slo, parts) if len(parts) > 1 else MissBudget(stream, slo)
 
 

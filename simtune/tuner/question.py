@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
-from simtune.results.result import Result
+from simtune.results.result import WHOLE, Result
 from simtune.sim.deployment import Deployment, deploy, length_limit
 from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import ROUTER
@@ -290,7 +290,7 @@ class Question:
     def judge(self, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
         """Simulate a candidate as `watch` does, until it cannot meet the SLO any more."""
         stream = self.stream(candidate, rate_rps)
-        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, stop_when_lost=True)
+        return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, until_lost=WHOLE)
 
 
 def _span_s(stream: RequestStream) -> float:

@@ -194,6 +194,7 @@ def test_a_plan_that_must_do_the_same_begins_and_ends_where_another_did() -> Non
     PlanJudge(q, cache, Evaluator(None, None), lambda: iter(()), lambda plan: None).judge(alone, None)
     assert (alone.row.rate_rps, alone.row.best) == (second.row.rate_rps, second.row.best)
 
+
 @pytest.mark.parametrize("rate_rps", [2.0, 60.0])
 def test_a_fresh_draw_is_simulated_once_for_plans_that_must_do_the_same(rate_rps: float) -> None:
     """Two numbers of seats, neither of which is reached."""

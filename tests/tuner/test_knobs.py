@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.protocol import StepCosts
+from simtune.results.result import WHOLE
 from simtune.sim.deployment import Deployment, compiled_costs, deploy
 from simtune.sim.drafting import Drafting
 from simtune.specs.acceptance import Acceptance, PerPosition
@@ -159,7 +160,7 @@ def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
             deployed(pool(128, 512, blocks, "prefill"), pool(seats, 1024, 6000, "decode")) for seats in (1, 4, 128, 256)
         ]
         misses = [
-            first_tokens_miss(plan, plan.simulate(requests, slo, stop_when_lost=stopped))
+            first_tokens_miss(plan, plan.simulate(requests, slo, until_lost=WHOLE if stopped else None))
             for plan in plans
             for stopped in (False, True)
         ]

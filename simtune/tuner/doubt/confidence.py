@@ -33,7 +33,7 @@ from pydantic import Field
 from simtune.arrays import Array
 from simtune.costs.basis import AskedCall
 from simtune.errors import UsageError
-from simtune.results.result import Result
+from simtune.results.result import WHOLE, Result
 from simtune.sim.deployment import Deployment
 from simtune.sim.drawn_worlds import ACCEPTANCE, Blueprint, DrawnWorlds, PerturbedWorld, spreads
 from simtune.sim.parallel import Jobs, executor, ordered_map
@@ -279,7 +279,7 @@ class _InWorld:
             if ladder.rate_rps(rung) > sustained:
                 return False
             stream = self.stream.at_rate(ladder.rate_rps(rung))
-            result = deployment.simulate(stream, self.slo, cores=cores, stop_when_lost=True, seed=self.seed)
+            result = deployment.simulate(stream, self.slo, cores=cores, until_lost=WHOLE, seed=self.seed)
             return result.meets_slo
 
         rung = highest(meets, ladder.below(near))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.results.result import Result, parts_of
+from simtune.results.result import WHOLE, Result, parts_of
 from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
@@ -103,7 +103,7 @@ class Simulation:
 
     def _simulated(self, stream: RequestStream) -> Result:
         at_rate = stream if self.rate_rps is None else stream.at_rate(self.rate_rps)
-        return self.deployment.simulate(at_rate, self.slo, cores=self.cores, stop_when_lost=True, part=self.part)
+        return self.deployment.simulate(at_rate, self.slo, cores=self.cores, until_lost=self.part or WHOLE)
 
 
 def longer(result: Result, requests: int) -> int | None:

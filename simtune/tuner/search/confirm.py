@@ -6,8 +6,8 @@ percentile of the SLO, or more; otherwise it is stepped down. A draw that is lon
 it must keep the SLO, since a burst hides in the percentile of a longer run. The draws must also show that the plan
 keeps up: the number of requests in the system, averaged over the draws, must stray less than the mean of as many free
 random walks does in all but a thousandth of cases. Near the capacity it strays more; then the draws are extended to
-MOST_REQUESTS, and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL. Rates of the plan that are
-a little lower are drawn at that length at once.
+MOST_REQUESTS, and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL. Rates of the plan that
+are a little lower are drawn at that length at once.
 """
 
 from __future__ import annotations
