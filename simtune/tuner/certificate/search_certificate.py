@@ -42,6 +42,10 @@ from simtune.tuner.trial import Confirmed, Trial, Tuned
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class Tried(Record):
     """A simulation of a plan."""
 
@@ -50,7 +54,9 @@ class Tried(Record):
     all_cores: bool = Field(description="whether all cores were simulated, where some can stand for all")
     draw: int = Field(0, description="of the requests: 0 is that of the search, others are fresh")
     requests: int | None = Field(None, description="over all cores, to begin with; null: the study's own number")
-    missed_by: int | None = Field(None, description="requests of the part that missed the SLO; null: no part did alone")
+    missed_by: int | None = Field(
+        None, description="requests of the part that missed the SLO; null: no part did alone", exclude_if=_is_none
+    )
 
 
 class PlanFate(Record):
