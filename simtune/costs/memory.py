@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.costs.layers import AttentionLayer, attention_layer
+from simtune.costs.layers import attention_layer
 from simtune.costs.sharding import check_parallelism
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, Dtype
@@ -192,17 +192,18 @@ def _cache(
     keys and values that a policy stores.
     """
     per_token = per_sequence = 0.0
-    layers: dict[int, AttentionLayer] = {}
+    layers: dict[int, tuple[float, float, float]] = {}
     for group in stage_layers(model, parallelism.pp)[stage]:
         if id(group) not in layers:
-            layers[id(group)] = attention_layer(model, group.attention, parallelism.tp)
-        layer = layers[id(group)]
-        values = layer.values_per_token * DTYPE_BYTES[kv_dtype] * held + layer.index_bytes
-        per_sequence += layer.state_bytes(model.dtype)
-        if longest is None or layer.window is None:
-            per_token += values
-        else:
-            per_sequence += values * min(layer.window, longest)
+            layer = attention_layer(model, group.attention, parallelism.tp)
+            values = layer.values_per_token * DTYPE_BYTES[kv_dtype] * held + layer.index_bytes
+            in_full = longest is None or layer.window is None
+            window = 0.0 if longest is None or layer.window is None else values * min(layer.window, longest)
+            layers[id(group)] = values if in_full else 0.0, layer.state_bytes(model.dtype), window
+        of_token, state, window = layers[id(group)]
+        per_token += of_token
+        per_sequence += state
+        per_sequence += window
     return per_token, per_sequence
 
 

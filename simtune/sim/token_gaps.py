@@ -99,7 +99,7 @@ class TokenGaps:
         if step.num_decodes <= step.discarded:
             self.wait(started)
             going_on = {request.id for request in sampled if request.emitted + 1 < request.output_tokens}
-            # A core of prompts alone has nobody whose last token it would have to remember.
+            # A core that only prefills never decodes: the list would grow with each of its steps.
             if going_on:
                 self._joined.append(Joined(ended, ended, going_on))
 

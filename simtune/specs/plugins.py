@@ -158,7 +158,8 @@ class PartKind(Generic[T]):
 # --- constructors -----------------------------------------------------------------------------------------
 
 
-def keywords(cls: type) -> dict[str, bool]:
+@functools.cache
+def keywords(cls: type) -> Mapping[str, bool]:
     """Return the keyword arguments of a class's constructor, and whether each is required; those that it passes on to
     its base classes are included.
     """

@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[Block, ...]] = {
 
 
 class Recipe(NamedTuple):
-    """What a world is made of, as JSON has it: it stays the same world if drawing changes what a number stands for."""
+    """Parts of a world, as JSON has them: it stays the same world if drawing changes what a number stands for."""
 
     plan: Block
     load: Block
@@ -480,11 +480,11 @@ def check_world(world: World, name: str) -> World:
         return world
     jumped = _run(world, single_steps=False)
     for column in COLUMNS:
-        one, other = (getattr(run.outcome, column).tolist() for run in (stepped, jumped))
-        assert one == other, f"{name}: {column} differs between single steps {one} and jumps {other}"
+        in_steps, in_jumps = (getattr(run.outcome, column).tolist() for run in (stepped, jumped))
+        assert in_steps == in_jumps, f"{name}: {column} differs between single steps {in_steps} and jumps {in_jumps}"
     for number, of in SAME.items():
-        one, other = of(stepped.outcome), of(jumped.outcome)
-        assert one == other, f"{name}: {number} differs between single steps {one} and jumps {other}"
+        in_steps, in_jumps = of(stepped.outcome), of(jumped.outcome)
+        assert in_steps == in_jumps, f"{name}: {number} differs between single steps {in_steps} and jumps {in_jumps}"
     jumped.summary(noise=False)
     return world._replace(outcome=jumped.outcome)
 
