@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Unpack
 
+from simtune.engine.batch import Batch
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.cadence import PromptCadence
 from simtune.engine.kv import NO_HIT
@@ -64,6 +65,22 @@ class Scheduled(NamedTuple):
     """Chunk of a prompt; None for a decode."""
 
 
+def _longest_now(scheduler: VllmFcfs) -> int:
+    """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
+    # Late arrivals count as waiting, as they do in the engine when it schedules.
+    if (num_requests := scheduler.num_running + scheduler.num_waiting) == 1:
+        return scheduler.max_model_len
+    share = scheduler.max_num_batched_tokens // max(num_requests, 1) if scheduler._adaptive else 0
+    return max(scheduler.long_prefill_token_threshold, share)
+
+
+def _wanted_by(scheduler: VllmFcfs, request: Request) -> int:
+    """Tokens that a resident computes in the coming step, if budget and blocks suffice."""
+    if request.decoding:
+        return scheduler.decoding.width_of(request)
+    return min(request.known_tokens - request.computed, scheduler._longest_chunk)
+
+
 def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
     """Admit waiting requests; return the number admitted."""
     newcomers = scheduler._schedule_waiting(chunks, token_budget) if scheduler.waiting else 0
@@ -78,6 +95,24 @@ def _note_prompts(scheduler: VllmFcfs, chunks: list[Chunk], newcomers: int) -> N
     scheduler._gave_back = False
     if scheduler.decoding.count or chunks:
         scheduler._cadence.note(scheduler.decoding, residents, chunks[len(chunks) - newcomers :])
+
+
+def _cut_to(scheduler: VllmFcfs, budget: int, num_tokens: int, padding: int, rest: int) -> int:
+    """Return the tokens of a newcomer in the coming step, of the `num_tokens` that it would take with its `padding`; 0
+    if it must wait. `rest` is what it has left to compute."""
+    # In a step without prompts a newcomer computes its newest token only, as all others do.
+    if scheduler._defers and rest > 1:
+        return 0
+    if num_tokens <= budget:
+        return num_tokens
+    # A padded newcomer is never cut, nor is a prompt without chunked prefill.
+    return 0 if padding or not scheduler.chunked_prefill else budget
+
+
+def _cut_drafts(batch: Batch, request: Request, num_tokens: int, wanted_tokens: int) -> None:
+    """Cut the drafts of a resident that gets fewer tokens than it wants, never the certain token."""
+    if num_tokens < wanted_tokens and request.decoding:
+        batch.cut(request, num_tokens)
 
 
 def _until_prompts(scheduler: VllmFcfs, step: Step) -> Step:
@@ -146,7 +181,7 @@ class VllmFcfs(BatchScheduler):
                 return step
         while True:
             if self.long_prefill_token_threshold:
-                self._longest_chunk = self._longest_now()
+                self._longest_chunk = _longest_now(self)
             self._defers = self._cadence.defers(self.decoding, self._settling)
             num_preempted = len(self._preempted)
             chunks, token_budget = self._schedule_running()
@@ -163,14 +198,6 @@ class VllmFcfs(BatchScheduler):
             self._left_out.rejoin(self.decoding)
             self._late.move_all(self._queue)
             self._settling.settle()
-
-    def _longest_now(self) -> int:
-        """Most tokens of a prompt in the coming step: a prompt that is alone keeps no other request waiting."""
-        # Late arrivals count as waiting, as they do in the engine when it schedules.
-        if (num_requests := self.num_running + self.num_waiting) == 1:
-            return self.max_model_len
-        share = self.max_num_batched_tokens // max(num_requests, 1) if self._adaptive else 0
-        return max(self.long_prefill_token_threshold, share)
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
@@ -230,29 +257,21 @@ class VllmFcfs(BatchScheduler):
                 break
             if request not in running or request in ended:
                 continue
-            wanted_tokens = self._wanted_by(request)
+            wanted_tokens = _wanted_by(self, request)
             if not wanted_tokens and batch.rests:
                 continue
             num_tokens = min(wanted_tokens, token_budget - extra_slots)
-            # The budget cuts drafts, never the certain token, as long as any is left.
-            if num_tokens < wanted_tokens and request.decoding:
-                batch.cut(request, num_tokens)
+            _cut_drafts(batch, request, num_tokens, wanted_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
             token_budget += self._make_room(request, new_blocks, running, scheduled)
-            if request not in running:
-                if self.self_preemption_ends_step:
-                    break
-                continue  # the more urgent ones behind it may fit into the blocks that it gave back
-            scheduled[request] = self._give(request, num_tokens, new_blocks)
-            token_budget -= num_tokens + extra_slots
+            if request in running:
+                scheduled[request] = self._give(request, num_tokens, new_blocks)
+                token_budget -= num_tokens + extra_slots
+            # Otherwise the more urgent ones behind it may fit into the blocks that it gave back.
+            elif self.self_preemption_ends_step:
+                break
         self._left_out.add((r for r in running if r not in scheduled), self.decoding, self._settling)
         return [part.chunk for part in scheduled.values() if part.chunk is not None], token_budget
-
-    def _wanted_by(self, request: Request) -> int:
-        """Tokens that a resident computes in the coming step, if budget and blocks suffice."""
-        if request.decoding:
-            return self.decoding.width_of(request)
-        return min(request.known_tokens - request.computed, self._longest_chunk)
 
     def _give(self, request: Request, num_tokens: int, new_blocks: int) -> Scheduled:
         """Take blocks for the next tokens of a resident."""
@@ -308,9 +327,6 @@ class VllmFcfs(BatchScheduler):
                 past += hit_blocks * block_size + hit.copied_tokens
                 # found blocks that other requests hold need no free block, idle ones do
                 room += hit_blocks - idle
-            # A step without prompts has room for a request that computes its newest token only, as all others do.
-            if self._defers and past < known_tokens - 1:
-                break
             # Of the whole prompt, not of its rest: what is found in the cache has blocks as well.
             all_blocks = -(-known_tokens // block_size)
             # blocks are taken for this chunk only, but all known tokens must fit if the setting asks for it
@@ -320,11 +336,9 @@ class VllmFcfs(BatchScheduler):
             if num_tokens == 1 and not num_residents:
                 padding = self._padding_after(past)
                 num_tokens += padding
-            if num_tokens > token_budget - extra_slots:
-                # a padded newcomer is never cut, nor is a prompt without chunked prefill
-                if padding or not self.chunked_prefill:
-                    break
-                num_tokens = token_budget - extra_slots
+            num_tokens = _cut_to(self, token_budget - extra_slots, num_tokens, padding, known_tokens - past)
+            if not num_tokens:
+                break
             as_whole = past + num_tokens + needs.lookahead == known_tokens
             blocks = all_blocks if as_whole else kv.blocks_for(needs.slots(past, num_tokens))
             if blocks > room:
