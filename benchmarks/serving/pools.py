@@ -84,7 +84,7 @@ class PooledRun(PlainRun):
 
     @property
     def drafting(self) -> Drafting | None:
-        """What its launch file states of drafts; configurations of SGLang had none in 2025 (nvidia-master.yaml of
+        """Statement of its launch file on drafts; configurations of SGLang had none in 2025 (nvidia-master.yaml of
         November: spec-decoding none)."""
         if self.row["engine"] == "sglang" and self.row["measured"] < FIRST_SGLANG_FILE:
             return "never"

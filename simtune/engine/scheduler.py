@@ -8,6 +8,7 @@ from collections import deque
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
+from simtune.engine.polls import Polls
 from simtune.engine.request import Request
 from simtune.engine.reservations import Reservations
 from simtune.engine.step import Progress, Step
@@ -43,6 +44,7 @@ class Scheduler(PolicyTraits, ABC):
 
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
+    polls: Polls | None = None  # of an engine that looks for new requests every few steps only
 
     def __init__(
         self,
@@ -123,11 +125,6 @@ class Scheduler(PolicyTraits, ABC):
         self.kv.take(blocks)
         self._reserved[request] = None
         return True
-
-    def steps_to_handover(self, *, planned: bool = False) -> int:
-        """Return the decode steps until the engine looks for requests whose KV cache is computed elsewhere; 0 if it
-        looks before the next step. With `planned` the next step is planned, and counts."""
-        return int(planned)
 
     def receive(self, request: Request) -> None:
         """Let an expected request, whose KV cache has come, decode from the next step on.

@@ -139,10 +139,18 @@ class Inbox:
         self.unheard = [request for request in self.unheard if not scheduler.emitted(request)]
         return Progress([*progress.first_token, *first], progress.finished)
 
-    def make_room(self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder) -> None:
+    def most_repetitions(self, step: Step, scheduler: Scheduler) -> int:
+        """Return how often a step may be repeated before the engine sees a request that waits."""
+        if scheduler.polls is None or len(self.waiting) <= self.polled:
+            return step.repeat
+        return min(step.repeat, scheduler.polls.steps_left)
+
+    def make_room(
+        self, now: int, scheduler: Scheduler, agenda: Agenda, recorder: Recorder, *, idle: bool = False
+    ) -> None:
         """Reserve seats and blocks for requests handed over, oldest first, and start the transfers of their KV
-        caches."""
-        if not scheduler.steps_to_handover():
+        caches. An `idle` engine polls."""
+        if idle or scheduler.polls is None or scheduler.polls.is_next:
             self.polled = len(self.waiting)
         while self.waiting and self.polled > 0 and scheduler.expect(self.waiting[0].request):
             self.polled -= 1
@@ -410,7 +418,7 @@ class EngineCore:
         only now."""
         self.gaps.note_idle(now, self.scheduler.num_running)
         if self.inbox.waiting:
-            self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
+            self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder, idle=True)
         if self.draining:
             self.agenda.post((now, DRAINED, self.number, 0))
 
@@ -429,9 +437,7 @@ class EngineCore:
             time.first = ticks if self.fetches is None else self.fetches.around(now, ticks)
             time.slope, time.repetitions, time.ends = 0, 1, None
         else:
-            most = step.repeat
-            if len(self.inbox.waiting) > self.inbox.polled:
-                most = min(most, self.scheduler.steps_to_handover(planned=True))
+            most = self.inbox.most_repetitions(step, self.scheduler)
             self.timer.decode(step, most if most == 1 or self.may_jump(step) else 1, time)
         if self.inbox.unheard:
             # It ends with the first tokens of requests that have joined.

@@ -326,24 +326,32 @@ class DpGroup(SharedStepping):
         # repetitions that no core ran.
         one_by_one = self.stepwise or self._drafts
         self._single = one_by_one and sum(member.scheduler.num_running > 0 for member in self.cores) > 1
-        # All plan before any is timed: a step with experts depends on the tokens of all groups.
-        planned = [member for member in self.cores if member.step is None and _plan(now, member)]
+        planned = self._planned(now)
         if len(flying) == 1 and not planned:
             # It jumps from here on.
             self._conclude(now, flying.pop())
-            planned = [member for member in self.cores if member.step is None and _plan(now, member)]
+            planned = self._planned(now)
         if one_by_one or len(planned) + len(flying) < 2:
             self._run_alone(now, planned)
             return None
         self._jumping = None
         flying += [GroupFlight(member, self._costs[member.virtual_engine]) for member in planned]
         flying.sort(key=lambda flight: flight.core.number)
+        return self._fly(now, flying)
+
+    def _planned(self, now: int) -> list[EngineCore]:
+        """Let all cores plan that run nothing, and return those that have a step. All plan before any is timed: a step
+        with experts depends on the tokens of all groups."""
+        return [member for member in self.cores if member.step is None and _plan(now, member)]
+
+    def _fly(self, now: int, flying: list[GroupFlight]) -> int:
+        """Let cores run a repetition together; return the tick of its end."""
         self._flying, self._under_way = flying, len(flying)
         everybodys = sum(flight.tokens for flight in flying)
-        longest = max(flight.ticks(everybodys) for flight in flying)
+        end = now + max(flight.ticks(everybodys) for flight in flying)
         for flight in flying:
-            flight.repeat(now + longest)
-        return now + longest
+            flight.repeat(end)
+        return end
 
     def _still_flying(self, now: int) -> list[GroupFlight]:
         """Return the flights that go on after a step of the group; end those that an event of this instant has cut."""

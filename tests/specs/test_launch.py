@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_every_launch_file_makes_a_plan_for_the_card_that_it_was_for(name: str, 
                 **settings,
             }
         )
-    link: dict[str, object] = {"link": {}} if launch.disaggregated else {}
+    link: dict[str, Any] = {"link": {}} if launch.disaggregated else {}
     plan = Plan.model_validate({"name": "p", "model": launch.model, "pools": pools, **link})
     for role, pool in zip(roles, plan.pools, strict=True):
         stated, unknown = launch.settings(load, role)

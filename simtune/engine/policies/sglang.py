@@ -9,6 +9,7 @@ from simtune.engine.kv import Hit
 from simtune.engine.policies.dynamic_chunks import DynamicChunks
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
 from simtune.engine.policy_traits import Feature, Settings
+from simtune.engine.polls import Polls
 from simtune.engine.radix import RadixCache
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
@@ -53,6 +54,7 @@ class SglangScheduler(ListScheduler):
     DECAY_STEPS = 600
     RETRACT_DECODE_STEPS = 20
     CLIP_MAX_NEW_TOKENS = 4096
+    polls: Polls
 
     def __init__(
         self,
@@ -68,15 +70,13 @@ class SglangScheduler(ListScheduler):
     ) -> None:
         """Make a scheduler. Raises ValueError for an option that is out of range."""
         super().__init__(**settings)
-        if scheduler_recv_interval < 1:
-            raise ValueError(f"scheduler_recv_interval ({scheduler_recv_interval}) must be at least 1")
         if schedule_conservativeness <= 0:
             raise ValueError(f"schedule_conservativeness ({schedule_conservativeness}) must be above 0")
         self._initial = min(self.INIT_NEW_TOKEN_RATIO * schedule_conservativeness, 1.0)
         self._least = self._initial * self.MIN_NEW_TOKEN_RATIO_FACTOR
         self._max_new_tokens = self.max_model_len if max_new_tokens is None else max_new_tokens
         self._max_prefill_tokens, self._mixes = max_prefill_tokens, enable_mixed_chunk and not self.drafting
-        self._interval = self._unpolled = scheduler_recv_interval  # steps since the engine looked for newcomers
+        self.polls = Polls(scheduler_recv_interval)
         self._page = min(self.kv.block_size, self.max_num_batched_tokens)  # a budget below a page counts as one
         self._chunks = DynamicChunks(self.max_num_batched_tokens, self._page, linear_tokens, smooth_factor)
         self._begin_anew()
@@ -115,21 +115,16 @@ class SglangScheduler(ListScheduler):
         step = self._under_way
         assert step is not None
         progress = super().complete(repetitions)
-        if not step.chunks:
+        if step.chunks:
+            self.polls.restart()
+        else:
             self._decoded += repetitions
-        self._unpolled = self._interval if step.chunks else self._unpolled + repetitions
+            self.polls.stepped(repetitions)
         if progress.finished:
             self._full = False
         if not self.has_work:
             self._begin_anew()
         return progress
-
-    def steps_to_handover(self, *, planned: bool = False) -> int:
-        """Return the decode steps until the next poll; see `Scheduler.steps_to_handover`."""
-        if not any(request.decoding for request in self.residents):
-            return int(planned)
-        since = self._unpolled % self._interval
-        return self._interval - since if planned or since else 0
 
     def release(self, request: Request) -> None:
         """Free blocks that were held: a waiting request may find room now."""
@@ -150,7 +145,8 @@ class SglangScheduler(ListScheduler):
         return was_resident
 
     def _begin_anew(self) -> None:
-        self._ratio, self._decoded, self._unpolled = self._initial, 0, self._interval
+        self._ratio, self._decoded = self._initial, 0
+        self.polls.restart()
         self._full = False  # seats or memory were short, and the batch has not shrunk since
 
     def _to_come(self, request: Request) -> int:
@@ -171,7 +167,7 @@ class SglangScheduler(ListScheduler):
             if not request.decoding:
                 scheduled[request] = min(request.known_tokens - request.computed, budget)
                 budget -= scheduled[request]
-        if not self._full and self._polls():
+        if not self._full and self.polls.due(any(request.decoding for request in self.residents)):
             self._admit(scheduled, budget, max(least, 0))
         return scheduled
 
@@ -211,20 +207,10 @@ class SglangScheduler(ListScheduler):
             budget -= tokens
             spare -= (free - self.kv.free) * page + answer_tokens
 
-    def _polls(self) -> bool:
-        """True if the engine polls for newcomers before this step: the first of every interval of steps that decode."""
-        if not any(request.decoding for request in self.residents):
-            self._unpolled = self._interval
-        self._unpolled = (self._unpolled - 1) % self._interval + 1
-        if self._unpolled < self._interval:
-            return False
-        self._unpolled = 0
-        return True
-
     def steady_steps(self, decoding: list[Request]) -> int:
         """Limit the steps to the next poll, if requests wait that were not considered."""
         steps = super().steady_steps(decoding)
-        return min(steps, self._interval - self._unpolled) if self.waiting and not self._full else steps
+        return min(steps, self.polls.steps_left) if self.waiting and not self._full else steps
 
     def _has_room(self, request: Request, hit: Hit, needed: int, spare: float) -> bool:
         """True if a newcomer fits by the estimate; a newcomer that is alone needs no estimate."""
