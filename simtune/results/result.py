@@ -350,16 +350,6 @@ class Result(RequestTimes, RunStatistics):
                     )
         return lines
 
-    def lost_in(self, part: slice | None) -> bool:
-        """True if the requests that are answered so far are enough for all requests, or those of a part, to miss the
-        SLO, whatever becomes of the others (`MissBudget`)."""
-        budget, outcome = MissBudget(self.stream, self.slo, part), self.outcome
-        answered = np.flatnonzero(self.completed)
-        if part is not None:
-            answered = answered[(answered >= part.start) & (answered < part.stop)]
-        columns = (column[answered].tolist() for column in (outcome.arrival, outcome.first_token, outcome.finish))
-        return any(map(budget, answered.tolist(), *columns))
-
     def distributions(self, noise: bool) -> dict[Metric, Distribution]:
         """Return the distribution of every metric."""
         by_metric = {metric: distribution(self.values(metric), noise=noise) for metric in METRICS}

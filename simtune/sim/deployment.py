@@ -124,7 +124,7 @@ class Deployment:
         `cores` runs only that number of cores (in whole instances), on their share of an open-loop stream, and scales
         up: under round robin instances do not disturb each other, and only the number of requests observed differs.
         If they do (closed loops, other routers, several pools, instances that fail), all are run. `until_lost` ends
-        the run once the SLO cannot be met by all requests, or by one of the equal parts of so many requests or more
+        the run once the SLO cannot be met by all requests, or by an equal part of that number or more
         (`simtune.results.result.parts_of`; WHOLE: by all alone). `seed` seeds routers and predictors. `watch` is called
         with progress.
         """
@@ -144,9 +144,7 @@ class Deployment:
                     stream,
                     single_steps=single_steps,
                     record=record,
-                    stop_when=watched(
-                        watch, len(stream), None if until_lost is None else _lost(stream, slo, until_lost)
-                    ),
+                    stop_when=watched(watch, len(stream), _lost(stream, slo, until_lost)),
                 ).run()
             )
         # A run that was stopped early leaves requests waiting without any fault of a policy.

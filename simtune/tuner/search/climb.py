@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from simtune.results.result import WHOLE, Result, parts_of
+import numpy as np
+
+from simtune.results.result import WHOLE, MissBudget, Result, parts_of
 from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
@@ -121,7 +123,18 @@ def longer(result: Result, requests: int) -> int | None:
 
 def lost_in_part(result: Result) -> bool:
     """True if a run was given up, and not because all of its requests miss the SLO: a part of it does."""
-    return result.outcome.aborted and not result.lost_in(None)
+    return result.outcome.aborted and not _lost_in(result, None)
+
+
+def _lost_in(result: Result, part: slice | None) -> bool:
+    """True if the requests that are answered so far are enough for all requests, or those of a part, to miss the SLO,
+    whatever becomes of the others."""
+    budget, outcome = MissBudget(result.stream, result.slo, part), result.outcome
+    answered = np.flatnonzero(result.completed)
+    if part is not None:
+        answered = answered[(answered >= part.start) & (answered < part.stop)]
+    columns = (column[answered].tolist() for column in (outcome.arrival, outcome.first_token, outcome.finish))
+    return any(map(budget, answered.tolist(), *columns))
 
 
 def missed_in_part(result: Result, requests: int) -> tuple[str, int]:
@@ -130,7 +143,7 @@ def missed_in_part(result: Result, requests: int) -> tuple[str, int]:
     judged there, and of a run that was given up only the part that was lost is."""
     count = len(result.stream)
     for part in parts_of(count, requests):
-        if result.outcome.aborted and not result.lost_in(part):
+        if result.outcome.aborted and not _lost_in(result, part):
             continue
         missed = [str(limit) for limit in result.limits_of(part) if limit.value_s is not None and not limit.met]
         if missed:

@@ -45,12 +45,9 @@ class PlanJudge:
             self.take(plan, None, self.simulated(plan, None))
             return
         lengths = short_lengths(self.question, plan.candidate)
-        climb = self._as_its_like(plan, low)
+        climb = self._as_its_like(plan, low) or self._begun(plan, low, lengths)
         if climb is None:
-            if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
-                return
-            hints = self._hints(plan, lengths[-1:]) if low is None else ()
-            climb = Climb(plan.ceiling_rps, self._step, low, hints=hints)
+            return
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
@@ -65,6 +62,13 @@ class PlanJudge:
         if climb.met is not None and plan.row.status == "infeasible":
             # The plan meets the SLO, but breaks a limit of the study.
             plan.row.best = None
+
+    def _begun(self, plan: BoundedCandidate, low: float | None, lengths: Sequence[int]) -> Climb | None:
+        """Begin with runs of the short `lengths`; return None if one of them rules the plan out."""
+        if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
+            return None
+        hints = self._hints(plan, lengths[-1:]) if low is None else ()
+        return Climb(plan.ceiling_rps, self._step, low, hints=hints)
 
     def _as_its_like(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
         """Begin with what simulations of plans that must do the same show, at no cost; return None if none of them met
