@@ -1,6 +1,6 @@
-"""Steps between a client and vLLM's engine core, counted on vLLM itself in a closed loop, against those of a simulation.
+"""Steps between a client and vLLM's engine core in a closed loop, counted on vLLM itself and in a simulation.
 
-`logs/vllm_closed_loop.json` has them by release, with asynchronous scheduling and without (see vllm_closed_loop.py):
+The file in `logs` has them by release, with asynchronous scheduling and without (the driver is vllm_closed_loop.py):
 
     VLLM_PYTHON=.venv-vllm/bin/python python -m pytest -m slow tests/engine/test_vllm_closed_loop.py
 
@@ -52,8 +52,8 @@ def stream(counted: dict[str, Any], users: int, front_end_s: float) -> RequestSt
     lengths = counted["lengths"]
     begins = [0.0] + [2 * user * STEP_S + front_end_s + 0.001 for user in range(1, users)]
     due = begins + [begins[-1]] * (len(lengths) - users)
-    made = stream_of(None, [prompt for prompt, _ in lengths], [output for _, output in lengths], users=users)
-    return replace(made, due_s=np.array(due))
+    requests = stream_of(None, [prompt for prompt, _ in lengths], [output for _, output in lengths], users=users)
+    return replace(requests, due_s=np.array(due))
 
 
 def simulated(counted: dict[str, Any], users: int) -> tuple[list[int], list[int]]:
@@ -61,11 +61,11 @@ def simulated(counted: dict[str, Any], users: int) -> tuple[list[int], list[int]
     and the sequences in each step."""
     release = counted["vllm"].rpartition(".")[0]
     preset = load_engine(f"vllm@{release}").settings(HARDWARE.device, MODEL)
-    own = {
+    settings = {
         "hardware": "h100-sxm", "instances": 1, "async_scheduling": counted["async_scheduling"], "max_model_len": 256,
         "batching": {"max_num_seqs": 8, "max_num_batched_tokens": 256}, "kv_cache": {"num_blocks": 400},
     }  # fmt: skip
-    plan = Plan.model_validate({"name": "p", "model": MODEL.name, "pools": [merged(own, preset)]}, strict=False)
+    plan = Plan.model_validate({"name": "p", "model": MODEL.name, "pools": [merged(settings, preset)]}, strict=False)
     front_end = plan.pools[0].front_end
     assert front_end is not None
     requests = stream(counted, users, front_end.request_s)
@@ -92,12 +92,14 @@ def test_no_step_lies_between_joining_and_the_first_token(counted: dict[str, Any
     assert counted["users"][users]["to_join"] == counted["users"][users]["to_first_token"]
 
 
-@pytest.mark.parametrize("counted", [pytest.param(one, id=one["vllm"]) for one in COUNTED if one["async_scheduling"]])
+@pytest.mark.parametrize(
+    "counted", [pytest.param(count, id=count["vllm"]) for count in COUNTED if count["async_scheduling"]]
+)
 def test_asynchronous_scheduling_adds_a_step_for_a_client_of_a_busy_engine(counted: dict[str, Any]) -> None:
     """A request that comes during a step joins the third: the next one is dispatched, and the one after it scheduled
     when that began. An idle engine computes it at once."""
-    other = next(one for one in COUNTED if one["vllm"] == counted["vllm"] and not one["async_scheduling"])
-    usual = [Counter(one["users"]["4"]["to_first_token"]).most_common(1)[0][0] for one in (other, counted)]
+    synchronous = next(count for count in COUNTED if count["vllm"] == counted["vllm"] and not count["async_scheduling"])
+    usual = [Counter(count["users"]["4"]["to_first_token"]).most_common(1)[0][0] for count in (synchronous, counted)]
     assert usual == [2, 3]
     assert set(counted["users"]["1"]["to_first_token"]) == {1}
 
@@ -113,17 +115,19 @@ def test_vllm_takes_the_stored_steps(release: str, asynchronous: bool, tmp_path:
         if not unpacked.is_dir():
             pytest.skip(f"{unpacked} is not there; make releases unpacks it")
         # The wheel for GPUs takes a processor only if its version says so.
-        named = tmp_path / "named" / f"vllm-{release}.0+cpu.dist-info"
-        named.mkdir(parents=True)
-        (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}.0+cpu\n")
-        environment["PYTHONPATH"] = f"{named.parent}{os.pathsep}{unpacked}"
+        version = tmp_path / "version" / f"vllm-{release}.0+cpu.dist-info"
+        version.mkdir(parents=True)
+        (version / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}.0+cpu\n")
+        environment["PYTHONPATH"] = f"{version.parent}{os.pathsep}{unpacked}"
     out = tmp_path / "out.json"
     subprocess.run([PYTHON, DRIVER, out, str(int(asynchronous))], check=True, cwd=tmp_path, env=environment)
     counted = json.loads(out.read_text())
     assert counted["vllm"].startswith(f"{release}.")
-    others = [one for one in COUNTED if (one["vllm"], one["async_scheduling"]) != (counted["vllm"], asynchronous)]
+    kept_counts = [
+        count for count in COUNTED if (count["vllm"], count["async_scheduling"]) != (counted["vllm"], asynchronous)
+    ]
     if os.environ.get("SIMTUNE_STORE"):
-        stored = sorted([*others, counted], key=lambda one: (one["vllm"], not one["async_scheduling"]))
+        stored = sorted([*kept_counts, counted], key=lambda count: (count["vllm"], not count["async_scheduling"]))
         STORED.write_text("[\n" + ",\n".join(map(json.dumps, stored)) + "\n]\n")
     else:
         assert counted in COUNTED

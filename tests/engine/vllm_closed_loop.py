@@ -137,10 +137,10 @@ async def closed_loop(engine: Any, users: int) -> list[tuple[float, float]]:
         await begun[place].wait()
         for number in numbers:
             prompt, output = lengths(number)
-            asked = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False)
+            sampling = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False)
             stamps = [time.monotonic()]
             words = {"prompt_token_ids": [2 + (number * 31 + i) % 900 for i in range(prompt)]}
-            async for answer in engine.generate(words, asked, f"{users}:{number}:"):
+            async for answer in engine.generate(words, sampling, f"{users}:{number}:"):
                 stamps.append(time.monotonic())
                 for later in range(len(answer.outputs[0].token_ids) // 2 + 1):
                     if number == 0 and later < users:
@@ -184,8 +184,8 @@ def main(out: Path, asynchronous: bool) -> None:
         async def run() -> dict[int, list[tuple[float, float]]]:
             engine = AsyncLLM(config, executor, log_stats=False)
             try:
-                asked = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
-                async for _ in engine.generate({"prompt_token_ids": [3, 4]}, asked, "0:0:"):
+                sampling = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+                async for _ in engine.generate({"prompt_token_ids": [3, 4]}, sampling, "0:0:"):
                     pass  # the first request is slow: what it needs is loaded
                 return {users: await closed_loop(engine, users) for users in USERS}
             finally:
