@@ -71,7 +71,7 @@ def _longest(lengths: Lengths, in_trace: Any) -> int:
 
 
 Drafting = Literal["always", "never", "both"]
-"""Whether servers were launched with drafts: with, without, or both for the same load."""
+"""Drafts of the servers that were launched: with, without, or both for the same load."""
 
 
 class LaunchCase(Part):

@@ -69,23 +69,23 @@ def gaps_of(outcome: Outcome) -> list[int]:
 
 
 def test_a_core_is_scheduled_anew_only_when_its_own_batch_changes() -> None:
-    """Answers of 400 and 100 tokens on two ranks: the first one's scheduler is asked at its beginning and its end."""
+    """Answers of 400 and 100 tokens on two ranks: the first one's scheduler is called at its beginning and its end."""
     stream = stream_of([0.0, 0.0], [1, 1], [400, 100])
     cores = Setting(100, 10, 4, 64, 2, LinearCosts(step_s=1.0, per_token_s=1.0), stream).make_cores(DpGroup())
-    asked = [0 for _ in cores]
+    calls = [0 for _ in cores]
     for core in cores:
-        count_calls(core, asked)
+        count_calls(core, calls)
     outcome = World(cores, stream).run()
     assert outcome.steps == 500
-    assert 0 < min(asked) <= max(asked) < 12
+    assert 0 < min(calls) <= max(calls) < 12
 
 
-def count_calls(core: EngineCore, asked: list[int]) -> None:
+def count_calls(core: EngineCore, calls: list[int]) -> None:
     """Count the calls of a core's scheduler."""
     schedule = core.scheduler.schedule
 
     def counted() -> Step | None:
-        asked[core.virtual_engine] += 1
+        calls[core.virtual_engine] += 1
         return schedule()
 
     core.scheduler.schedule = counted  # type: ignore[method-assign]

@@ -29,14 +29,14 @@ def transfers_s(model_name: str, engine: str, prefill: dict[str, Any], decode: d
     ]  # fmt: skip
     way = {"setup_s": 0.0, "descriptor_s": 0.0, **link}
     plan = Plan.model_validate({"name": "p", "model": model.name, "pools": pools, "link": way})
-    one = Workload(
+    load = Workload(
         name="one",
         requests=1,
         arrivals=ClosedLoop(users=1),
         prompt=FixedLength(tokens=8192),
         output=FixedLength(tokens=4),
     )
-    result = simtune.simulate(one, plan=plan, model=model, hardware=H200)
+    result = simtune.simulate(load, plan=plan, model=model, hardware=H200)
     return float(result.transfer_s[0])
 
 
@@ -63,7 +63,7 @@ def test_a_rank_sends_the_heads_that_it_has() -> None:
     ],
 )
 def test_latent_vectors_go_whole_to_every_gpu(prefill: dict[str, int], decode: dict[str, int], rate: float) -> None:
-    """With tp 8 on both sides each GPU sends its own copy to another one."""
+    """Each GPU sends its own copy to another one if tp is 8 on both sides."""
     pair_s = transfers_s("deepseek-v3", "trtllm-1.2", {"tp": 8}, {"tp": 8})
     sides = ({**side, "expert_parallel": True} for side in (prefill, decode))
     assert transfers_s("deepseek-v3", "trtllm-1.2", *sides) == pytest.approx(pair_s / rate, rel=1e-3)
@@ -78,8 +78,8 @@ def test_a_rate_that_is_stated_counts_as_it_is() -> None:
 
 
 def test_an_engine_that_polls_every_few_steps_takes_requests_over_later() -> None:
-    """With a poll before every tenth step a request that is handed over waits for 0 to 10 steps, about 5 in the mean;
-    first tokens come later by as much, and an idle engine polls at once."""
+    """A request that is handed over waits for 0 to 10 steps, about 5 in the mean, if the engine polls every tenth time;
+    an idle engine polls at once."""
     model = load_model("llama-3.1-8b")
     waits, steps_s = [], []
     for interval in (1, 10):
