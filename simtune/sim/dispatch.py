@@ -87,4 +87,6 @@ class Dispatcher:
 
     def resubmit(self, now: int, request: Request) -> None:
         """Route a request that a core had, to be recomputed."""
-        self.route(now, self._source.resubmitted(request))
+        # A token that was computed with the prompt and never delivered is lost with the core that held it.
+        delivered = self._recorder.first_token[request.id] >= 0
+        self.route(now, self._source.resubmitted(request, delivered=delivered))

@@ -151,10 +151,10 @@ class RequestSource:
             max_tokens=self._allowed(number),
         )
 
-    def resubmitted(self, request: Request) -> Request:
-        """Return a request to be recomputed; delivered tokens stay delivered."""
+    def resubmitted(self, request: Request, *, delivered: bool) -> Request:
+        """Return a request to be recomputed; delivered tokens stay delivered. It has none unless `delivered`."""
         number = request.id
-        emitted = request.known_tokens - self._prompt[number]
+        emitted = request.known_tokens - self._prompt[number] if delivered else 0
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
         fresh.blocks, fresh.deadline = request.blocks, request.deadline
         fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
