@@ -178,7 +178,9 @@ class BatchScheduler(Scheduler):
             step.admitted = [*map(request_of, admitted)]
             if self._preemption.swaps:
                 step.swapped_in_blocks = self._preemption.swap_in(admitted, self.kv)
-        if repeats and not chunks and not self._left_out:
+        if self._left_out:
+            step.paused = tuple(self._left_out)
+        elif repeats and not chunks:
             self._repeat(step, blocks)
         return step
 

@@ -453,6 +453,8 @@ class EngineCore:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False
+        if self.fetches is not None and self.fetches.shares_writes and self.scheduler.unsettled:
+            return False
         # Seats that are about to come free belong to the requests that wait in the inbox, so the core must stop there.
         return not (self.inbox.waiting and (self.scheduler.unsettled or step.preempted))
 

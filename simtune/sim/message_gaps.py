@@ -64,7 +64,10 @@ class MessageGaps(TokenGaps):
             self._answers.pop(request, None)
         for request in arrived:
             answer = self._answers[request] = SentAnswer()
-            if (first_token := recorder.first_token[request.id]) >= 0:
+            if request.emitted > 1:
+                # It has lost an instance: what it had by then is sent, and the wait since is no time between messages.
+                answer.sent, answer.at = request.emitted, now
+            elif (first_token := recorder.first_token[request.id]) >= 0:
                 answer.sent, answer.at = 1, first_token
             self._expect(request, answer, self._steps, request.emitted)
 

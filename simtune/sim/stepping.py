@@ -268,6 +268,10 @@ class DpGroup(SharedStepping):
         """True while cores plan steps that several of them are likely to run: each then lasts one repetition."""
         self._flying: list[GroupFlight] = []
         """Cores whose steps are under way together, in order of cores; empty if a core jumps or each runs one step."""
+        self._landing: list[EngineCore] = []
+        """Cores whose flights are over and that are still to be concluded at this instant, in order of cores."""
+        self._landed: EngineCore | None = None
+        """The last of those that landed together; None if all fly on."""
         self._deliver: Deliver | None = None
         self._drafts = False
 
@@ -311,7 +315,7 @@ class DpGroup(SharedStepping):
     def reset(self) -> None:
         """Mark all cores as running no step."""
         self._under_way = 0
-        self._flying = []
+        self._flying, self._landing = [], []
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
@@ -374,15 +378,17 @@ class DpGroup(SharedStepping):
         # From here on nothing is held back in the agenda, so the heap alone shows what comes first.
         agenda.hold(None)
         while True:
+            if not self._landing:
+                self._landing = [flight.core for flight in self._flying if flight.is_over]
+                self._landed = self._landing[-1] if self._landing else None
+            if not self._conclude_in_turn(now, deliver):
+                return
             # As many events as if each core had one.
             agenda.handled += self._under_way - 1
             self._under_way = 0
-            landed = [flight.core for flight in self._flying if flight.is_over]
-            for core in landed:
-                core.conclude(now, deliver)
             if heap[0][0] == now:
                 # A core that flies on cannot be woken.
-                self._wake(now, landed)
+                self._wake(now)
                 return
             end = self._begin(now)
             if end is None:
@@ -394,12 +400,28 @@ class DpGroup(SharedStepping):
             agenda.handled += 1
             now = end
 
-    def _wake(self, now: int, landed: list[EngineCore]) -> None:
+    def _conclude_in_turn(self, now: int, deliver: Deliver) -> bool:
+        """End the steps of the landing cores in order; False if an event that comes before one of them, such as the end
+        of a core of another instance, is to be handled first: then the agenda goes on with that core."""
+        landing, heap = self._landing, self._agenda.heap
+        while landing:
+            core = landing[0]
+            end = now, STEP_END, core.number, core.version
+            if heap[0] < end:
+                self._agenda.post(end)
+                self._agenda.handled -= 1
+                return False
+            del landing[0]
+            core.conclude(now, deliver)
+        return True
+
+    def _wake(self, now: int) -> None:
         """Let the group begin its next step after all other events of this instant."""
-        if not landed:
+        core = self._landed
+        if core is None:
+            core = self._flying[0].core
             self._conclude(now, self._flying[0])
-            landed = [self._flying[0].core]
-        landed[-1].wake(now)
+        core.wake(now)
 
     def _run_alone(self, now: int, planned: list[EngineCore]) -> None:
         """Let a core jump, or several run one step each."""

@@ -31,8 +31,11 @@ class TierLink:
 class TierFetches:
     """Tiers of one engine core with their links."""
 
-    def __init__(self, tiers: Sequence[Tier], links: Sequence[TierLink], one_by_one: bool) -> None:
+    def __init__(self, tiers: Sequence[Tier], links: Sequence[TierLink], one_by_one: bool, shares_writes: bool) -> None:
         self._tiers = [*zip(tiers, links, strict=True)]
+        self.shares_writes = shares_writes
+        """True if another core may look for what is written when a request leaves the scheduler: with asynchronous
+        scheduling a step after its last, which no jump may pass over."""
         self.one_by_one = one_by_one
         """True if no step may be repeated: a jump evicts the blocks of all its steps at once, before or after another
         core looks for them."""
@@ -60,6 +63,8 @@ class TierMaker:
     ) -> None:
         self._tiers, self._token_bytes, self._block_size = tiers, block_bytes / block_size, block_size
         self._one_by_one = self._shares_evictions(instances, cores_each)
+        computed = [tier for tier in tiers if tier.written == "computed"]
+        self._shares_writes = any(cores_each > 1 or (instances > 1 and tier.shared) for tier in computed)
         self._made: dict[tuple[str, int | None], tuple[TierStore, TierLink]] = {}
 
     def of_instance(self, instance: int) -> tuple[TierStack, TierFetches]:
@@ -72,7 +77,7 @@ class TierMaker:
             store, link = self._made[key]
             tiers.append(Tier(spec.name, store, spec.written, spec.shared))
             links.append(link)
-        return TierStack(tiers), TierFetches(tiers, links, self._one_by_one)
+        return TierStack(tiers), TierFetches(tiers, links, self._one_by_one, self._shares_writes)
 
     def _shares_evictions(self, instances: int, cores_each: int) -> bool:
         """True if what one core evicts from its device can reach a tier in which another core looks."""
