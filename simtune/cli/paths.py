@@ -9,12 +9,14 @@ import click
 
 
 class PathText(click.Path):
-    """A path; the empty text is rejected, which would be the working directory."""
+    """A path; the empty text is rejected, which would be the working directory, and what no file can be named."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a path."""
         if value == "":
             self.fail("is empty; name a file or folder, or leave it out.", param, ctx)
+        if isinstance(value, str) and "\0" in value:
+            self.fail(f"{value!r}: is no name of a file", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -86,7 +86,7 @@ def test_kernels_of_libraries_and_of_unknown_engines_are_nobodys_in_particular()
 
 def test_the_facts_of_a_profile_say_which_operators_are_of_another_engine() -> None:
     shown = dict(facts(for_engine(load_hardware("h100-sxm-sglang"))))["kernels of"]
-    others = "1 operator of TRTLLM 1.3.0rc20, 9 operators of VLLM"
+    others = "1 operator of TRTLLM 1.3.0rc20, 10 operators of VLLM"
     assert f"SGLang 0.5.14; kernels of another engine, in wider intervals: {others}" in shown
     assert dict(facts(load_hardware("h100-sxm")))["kernels of"] == "vLLM 0.24.0", "as read, before it is marked"
 
