@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import sys
@@ -79,3 +80,18 @@ def _few_objects_to_collect() -> Iterator[None]:
 def own_code_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Permission to import modules that files name."""
     monkeypatch.setenv("SIMTUNE_ALLOW_CODE", "1")
+
+
+@pytest.fixture
+def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every import of pyarrow fail, as without the extra."""
+    real = builtins.__import__
+
+    def without(name: str, *more: Any, **named: Any) -> Any:
+        if name.split(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)

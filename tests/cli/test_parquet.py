@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli.conftest import call
 
 LOAD = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--workload", "chat", "--requests", "20")
-
-
-@pytest.fixture
-def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *more: Any, **named: Any) -> Any:
-        if name.split(".")[0] == "pyarrow":
-            raise ImportError(name)
-        return real(name, *more, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.usefixtures("no_pyarrow")

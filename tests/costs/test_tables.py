@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -576,17 +574,8 @@ def test_parquet_is_read_as_csv_is(tmp_path: Path) -> None:
         read_tables([tmp_path])
 
 
-def test_parquet_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *more: Any, **named: Any) -> Any:
-        if name.split(".")[0] == "pyarrow":
-            raise ImportError(name)
-        return real(name, *more, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.mark.usefixtures("no_pyarrow")
+def test_parquet_without_its_extra_names_it(tmp_path: Path) -> None:
     path = tmp_path / "gemm_perf.parquet"
     path.write_bytes(b"PAR1")
     with pytest.raises(UsageError, match=r"gemm_perf\.parquet: .*pip install 'simtune\[parquet\]'"):
