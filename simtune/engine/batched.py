@@ -157,8 +157,7 @@ class BatchScheduler(Scheduler):
         return step
 
     def _step(self, chunks: list[Chunk], newcomers: int, repeats: bool) -> Step:
-        """Return the step of the batch and these chunks, the last ones those of newcomers; all blocks are taken
-        already.
+        """Return the step of the batch and these chunks, those of newcomers last; all blocks are taken already.
 
         With `repeats`, a step without chunks is repeated as long as members do the same and blocks suffice.
         """
@@ -230,8 +229,7 @@ class BatchScheduler(Scheduler):
         batch, settling = self.decoding, self._settling
         if settling.pending:
             settling.settle(batch.end_discarded() if step.discarded else ())
-        # The first one's blocks were taken with the step.
-        if repetitions > 1:
+        if repetitions > 1:  # The first one's blocks were taken with the step.
             self.kv.take(batch.blocks_for(repetitions - 1, 1))
         finished, first_token = batch.advance(repetitions), NO_REQUESTS
         if step.chunks:

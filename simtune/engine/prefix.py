@@ -176,13 +176,9 @@ class PrefixCache(KvBlocks):
             # An old entry: the run is held, or came free again later and stands further behind.
             if run.holders or run.queued:
                 continue
-            name = run.name
-            if tiers is not None and (name is None or isinstance(name, Request)):
-                # Block by block, so that it does not matter how many are needed at a time.
-                for _ in range(min(run.size, -blank)):
-                    tiers.note_evicted(None, self.block_size)
-            elif tiers is not None:
-                tiers.note_evicted(name, run.size * self.block_size)
+            name, gone = run.name, min(run.size, -blank)
+            if tiers is not None:
+                tiers.note_tail(None if isinstance(name, Request) else name, gone, run.size, self.block_size)
             blank += run.size
             if blank > 0:
                 run.size, blank = blank, 0

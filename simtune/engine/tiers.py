@@ -153,6 +153,15 @@ class TierStack:
         """Take in a block that the device evicts; one without a name takes room."""
         self._put(0, [object() if name is None else name], tokens, tokens)
 
+    def note_tail(self, name: Hashable | None, gone: int, size: int, block_size: int) -> None:
+        """Take in the last `gone` of `size` KV blocks under a name. Those without one go block by block, so that it
+        does not matter how many are needed at a time."""
+        if name is not None:
+            self.note_evicted(name, size * block_size)
+            return
+        for _ in range(gone):
+            self.note_evicted(None, block_size)
+
     def _put(self, number: int, names: Sequence[Hashable], unit: int, last_tokens: int) -> None:
         evicted, below = self.tiers[number].store.put(names, unit, last_tokens), number + 1
         if evicted and below < len(self.tiers) and self.tiers[below].written == "evicted":

@@ -414,8 +414,7 @@ class EngineCore:
         self.stepping.reset()
 
     def idle(self, now: int) -> None:
-        """Make room for waiting transfers when nothing can run: with asynchronous scheduling the last requests leave
-        only now."""
+        """Make room for waiting transfers when nothing can run: late requests of asynchronous scheduling leave now."""
         self.gaps.note_idle(now, self.scheduler.num_running)
         if self.inbox.waiting:
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder, idle=True)
@@ -453,10 +452,9 @@ class EngineCore:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False
-        if self.fetches is not None and self.fetches.shares_writes and self.scheduler.unsettled:
-            return False
         # Seats that are about to come free belong to the requests that wait in the inbox, so the core must stop there.
-        return not (self.inbox.waiting and (self.scheduler.unsettled or step.preempted))
+        awaited = self.inbox.waiting or (self.fetches is not None and self.fetches.shares_writes)
+        return not (awaited and (self.scheduler.unsettled or step.preempted))
 
     def _account(self, end: int) -> None:
         """Record the running step's repetitions, the last of which ends at tick `end`."""
