@@ -452,7 +452,7 @@ class EngineCore:
         """True if repetitions of a step may be run in one event."""
         if self._single_steps or not self.stepping.may_jump(self):
             return False
-        # Seats that are about to come free belong to the requests that wait in the inbox, so the core must stop there.
+        # Where a request leaves the core must stop: for those that wait in its inbox, or for what other cores may find.
         awaited = self.inbox.waiting or (self.fetches is not None and self.fetches.shares_writes)
         return not (awaited and (self.scheduler.unsettled or step.preempted))
 

@@ -143,10 +143,12 @@ def missed_in_part(result: Result, requests: int) -> tuple[str, int]:
     judged there, and of a run that was given up only the part that was lost is."""
     count = len(result.stream)
     for part in parts_of(count, requests):
-        if result.outcome.aborted and not _lost_in(result, part):
+        lost = result.outcome.aborted and _lost_in(result, part)
+        if result.outcome.aborted and not lost:
             continue
         missed = [str(limit) for limit in result.limits_of(part) if limit.value_s is not None and not limit.met]
-        if missed:
+        # A limit is counted in whole ticks, so that one may be lost by less than its value shows.
+        if missed or lost:
             reason = f"in requests {part.start + 1:,} to {part.stop:,} of {count:,}: " + "; ".join(missed)
             return reason + given_up(result), part.stop - part.start
     return "", 0

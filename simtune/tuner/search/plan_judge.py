@@ -82,7 +82,7 @@ class PlanJudge:
         plan.row.tried.append(Attempt(like.rate_rps, True))
         self.take(plan, like.rate_rps, like.finding)
         climb = Climb(plan.ceiling_rps, self._step, low, met=Rung(like.rate_rps, like.finding.strain))
-        worse = self.seen.lowest_missed(plan)
+        worse = self.seen.lowest_missed(plan, like.rate_rps)
         if worse is None or worse.rate_rps is None:
             return climb
         plan.row.tried.append(Attempt(worse.rate_rps, False))

@@ -19,7 +19,7 @@ from simtune.errors import UsageError
 from simtune.specs.plan import Plan
 from simtune.specs.row_journal import RowJournal
 
-SCHEMA = "simtune/journal@2"
+SCHEMA = "simtune/journal@3"
 
 R = TypeVar("R")
 

@@ -42,13 +42,14 @@ class SeenPlans:
         same = [item for item in self._met.get(plan.kind, ()) if plan.does_the_same(item.plan, item.finding)]
         return max(same, key=lambda item: item.rate_rps or 0.0, default=None)
 
-    def lowest_missed(self, plan: BoundedCandidate) -> SeenPlan | None:
-        """Return the simulation of full length at the lowest rate at which a plan that must do the same as this one
-        missed the SLO."""
+    def lowest_missed(self, plan: BoundedCandidate, above_rps: float) -> SeenPlan | None:
+        """Return the simulation of full length at the lowest rate above `above_rps` at which a plan that must do the
+        same as this one missed the SLO."""
         same = [
             item
             for item in self._of.get(plan.kind, ())
             if item.rate_rps is not None
+            and item.rate_rps > above_rps
             and not item.finding.met
             and item.proves_rps == item.rate_rps
             and plan.does_the_same(item.plan, item.finding)
