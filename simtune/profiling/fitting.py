@@ -29,7 +29,8 @@ def tables_of(journal: Journal, points: Sequence[MeasuredPoint] | None = None) -
     """Return the tables of all points of a journal, or of `points`."""
     content = own.tables(journal.header, journal.points if points is None else points, FILE)
     usable = {table.key: merge([table]) for table in content.tables if len(table)}
-    return Tables(dict(sorted(usable.items())), content.hosts[0] if content.hosts else None)
+    imbalance = next(iter(content.imbalance), None)
+    return Tables(dict(sorted(usable.items())), content.hosts[0] if content.hosts else None, imbalance)
 
 
 def predictors(journal: Journal) -> dict[str, Predictor]:

@@ -279,6 +279,20 @@ def _decode(task: MeasurementTask, operands: Operands, attend: Attend | None) ->
     return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, context_seen, d), task.dtype)]
 
 
+def uneven_decodes(
+    task: MeasurementTask, operands: Operands, attend: Attend | None = None, *, evenly: bool = False
+) -> list[Call]:
+    """Return decodes by `varlen` of contexts of the task's mean, one of them the longest; `evenly`, all of the mean."""
+    b, context, longest, h, hk, d = _sizes(task)
+    fewer = (b * context - longest) // max(1, b - 1)
+    lengths = [context] * b if evenly else [longest, *[max(1, fewer)] * (b - 1)]
+    ends = torch.arange(b + 1, dtype=torch.int32, device=operands.device)
+    spans = Spans(ends, ends * longest, torch.tensor(lengths, dtype=torch.int32, device=operands.device), 1, longest)
+    q = operands.fresh((b, h, d), task.dtype)
+    caches = operands.rotating((2, b * longest, hk, d), task.dtype)
+    return [partial(varlen, q, k, v, spans) for k, v in caches]
+
+
 def _paged(
     q: Tensor, operands: Operands, attend: Attend, shape: tuple[int, int, int, int], task: MeasurementTask
 ) -> list[Call]:
@@ -436,6 +450,7 @@ _CALLS: dict[str, Callable[[MeasurementTask, Operands, Attend | None], list[Call
     "quantise": _quantise,
     "prefill_attention": _prefill,
     "decode_attention": _decode,
+    "decode_imbalance": uneven_decodes,
     "tree_attention": _tree,
     "moe": _moe,
     "elementwise": _elementwise,

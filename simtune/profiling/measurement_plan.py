@@ -22,7 +22,7 @@ import numpy as np
 
 from simtune.costs.layers import attention_layer
 from simtune.costs.operators import OPERATORS, Setting, operator_key
-from simtune.costs.tables.own import PointRole
+from simtune.costs.tables.own import SHAPES, PointRole
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.model import (
     Attention,
@@ -46,6 +46,8 @@ WEIGHTS_SHARE = 0.4
 _TOKENS = (1, 2, *(n for i in range(1, 12) for n in (3 * 2 ** (i - 1), 2 ** (i + 1))), 6144, 8192)  # half octaves
 # Quarter octaves: kernels work in blocks.
 _PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))
+_UNEVEN = tuple((b, c, times * c) for b in (8, 16, 32, 64, 128) for c in (256, 1024) for times in (2, 4))
+"""Batches of decodes, their mean context and their longest."""
 _SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _CONTEXTS = tuple(round(2 ** (i / 2)) for i in range(8, 35))  # 16 to 131,072, half an octave apart
@@ -172,7 +174,12 @@ def spread(tasks: Sequence[MeasurementTask], count: int) -> list[MeasurementTask
 
 
 def work(task: MeasurementTask) -> tuple[float, float]:
-    """Return (flops, bytes) of a call of an operator; a copy and host work have no flops."""
+    """Return (flops, bytes) of a call of an operator; a copy and host work have no flops. Caches of unequal contexts
+    have room for the longest in every row."""
+    if task.kind == "decode_imbalance":
+        s = task.shape
+        row_bytes = 2 * s["kv_heads"] * s["head_dim"] * DTYPE_BYTES[task.dtype]
+        return 0.0, s["batch"] * s["longest"] * row_bytes
     if task.kind not in OPERATORS:
         return 0.0, 2.0 * task.shape.get("bytes", 0)
     shape = {name: np.array([float(value)]) for name, value in task.shape.items()}
@@ -230,6 +237,11 @@ class _AttentionCalls:
     def decode(self, batch: int, context: int, variant: str | None = None) -> MeasurementTask:
         """Return a decode of one token for each of `batch` sequences."""
         return self._task("decode_attention", {"batch": batch, "context": context}, context, variant)
+
+    def uneven(self, batch: int, context: int, longest: int) -> MeasurementTask:
+        """Return a decode of sequences of mean `context`, one of which has `longest` tokens and the others less."""
+        task = self._task("decode_imbalance", {"batch": batch, "context": context, "longest": longest}, longest)
+        return replace(task, shape={name: task.shape[name] for name in SHAPES[task.kind]})
 
     def prefill(self, tokens: int, past: int = 0) -> MeasurementTask:
         """Return a prefill of `tokens` tokens of one prompt behind `past` cached ones."""
@@ -401,6 +413,8 @@ class _Planner:
         self.check(chosen, 14, ("batch", "context"), calls.decode)
         paged = [calls.decode(b, c, "paged") for b, c in grid if b <= 32 and c <= 8192]
         self.add(paged, round(12 * density))
+        if self.apart and DTYPE_BYTES[calls.model.dtype] == 2:
+            self.add(calls.uneven(*sizes) for sizes in _UNEVEN if sizes[2] <= calls.longest)
         trees = [calls.tree(b, width, c) for b, c in grid[::2] for width in _WIDTHS if c > width]
         self.add(trees, round(24 * density))
 

@@ -21,7 +21,7 @@ from simtune.profiling import kernels
 from simtune.profiling.collectives import COLLECTIVES, Group
 from simtune.profiling.decoder import Decoder
 from simtune.profiling.kernels import ATTENTION, CANDIDATES, Attend
-from simtune.profiling.measurement_plan import Limits, MeasurementTask, products, work
+from simtune.profiling.measurement_plan import Limits, MeasurementTask, products, step_layers, work
 from simtune.profiling.operands import Operands
 from simtune.profiling.timing import (
     BUSY,
@@ -29,6 +29,7 @@ from simtune.profiling.timing import (
     AmongOthers,
     Call,
     CpuThread,
+    CpuWall,
     Measured,
     Sample,
     Timer,
@@ -65,6 +66,20 @@ class CudaEvents:
         return Sample(start.elapsed_time(end) * 1e-3 / count, True)
 
 
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """Return a graph of these calls, one after the other."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
 class CudaGraph(CudaEvents):
     """Timer by events around a captured graph that contains every call once: no launch is included."""
 
@@ -77,16 +92,7 @@ class CudaGraph(CudaEvents):
         """See `Timer`; the graph is captured if the calls are new, and replayed as a unit."""
         if self._captured is None or self._captured[0] is not calls:
             self._captured = None
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                calls[0]()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for call in calls:
-                    call()
-            self._captured = (calls, graph)
+            self._captured = (calls, captured(calls))
         graph = self._captured[1]
         replays = -(-count // len(calls))
         seconds, _ = super().sample([graph.replay], 0, replays)
@@ -219,9 +225,15 @@ class TorchRig(TorchDevice):
     def _measure(self, task: MeasurementTask) -> Measured:
         if task.kind in COLLECTIVES:
             return self._group(task).measure(task)
+        if task.kind == "decode_imbalance":
+            even, uneven = (
+                measure(self._timer, kernels.uneven_decodes(task, self._operands, evenly=evenly))
+                for evenly in (True, False)
+            )
+            return replace(uneven, even_s=even.seconds)
         calls = self._calls(task)
         if task.kind == "host":
-            return measure(cpu_timer(calls[0], 5)[0], calls) if self._cuda else self._host(task, calls[0])
+            return self._host_of_gpu(task, calls[0]) if self._cuda else self._host(task, calls[0])
         try:
             measured = measure(self._as_in_a_model(task), calls)
         except RuntimeError:
@@ -270,6 +282,26 @@ class TorchRig(TorchDevice):
         every = {name: sum(n * getattr(m, name) for n, m in parts) for name in ("seconds", "mad", "p10", "p90")}
         return replace(parts[0][1], **every)
 
+    def _host_of_gpu(self, task: MeasurementTask, between: Call) -> Measured:
+        """Measure work between two steps; with the launch of a graph of a whole step, and the wait for it beyond what
+        the GPU needs, if steps of the first model are measured."""
+        model, rows = next(iter(self._models.values())), round(task.shape["sequences"])
+        layers = step_layers(model, Limits(self._memory()[0], 0.0, 0.0, 0.0, 0.0))
+        if not layers:
+            return measure(cpu_timer(between, 5)[0], [between])
+        assert self._eager is not None
+        shape = {"layers": layers, "decodes": rows, "context": 512, "past": 0, "tokens": 0, "samples": rows}
+        graph = captured([self._step(replace(task, kind="step", shape=shape, variant=model.name))])
+
+        def step() -> None:
+            between()
+            graph.replay()
+            torch.cuda.synchronize()
+
+        gpu_s = measure(self._eager, [graph.replay]).seconds
+        whole = measure(CpuWall(), [step])
+        return replace(whole, **{name: max(0.0, getattr(whole, name) - gpu_s) for name in ("seconds", "p10", "p90")})
+
     def _group(self, task: MeasurementTask) -> Group:
         """Return the processes for the number of devices of a collective; the last ones are reused."""
         devices = round(task.shape.get("devices", 2))
@@ -309,7 +341,7 @@ class TorchRig(TorchDevice):
 
     def _kernel(self, task: MeasurementTask, call: Call) -> str | None:
         """Return the kernel that ran, by profiling one call for each operator."""
-        if task.kind in ("step", "copy", "host"):
+        if task.kind in ("step", "copy", "host", "decode_imbalance"):
             return None
         if task.operator not in self._names:
             self._names[task.operator] = _longest(call, self._cuda)

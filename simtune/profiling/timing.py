@@ -59,6 +59,8 @@ class Measured:
     eager: float | None = None
     """Seconds with every kernel launched separately, if `seconds` is that of a captured graph."""
     kernel: str | None = None
+    even_s: float | None = None
+    """Seconds with contexts of one length, if `seconds` is that of a batch of unequal contexts."""
 
 
 WARM_UP = 2

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Mod
 
 BASE = {"flops_per_s": 1e12, "bytes_per_s": 1e11, "overhead_s": 5e-6, "block_s": 1e-7, "overlap_p": 3.0}
 COST_S = 0.1
+UNEVEN_S = 4e-8
+"""Seconds for each token by which the longest context exceeds the mean."""
 
 
 def model(hidden: int = 1024, layers: int = 2) -> Model:
@@ -84,7 +87,11 @@ class PretendedRig:
         self.spent_s += COST_S
         self.measured.append(task)
         seconds = self.seconds(task) * self.disturb(task)
-        return Measured(seconds, 0.001 * seconds, 0.99 * seconds, 1.01 * seconds, 5, 1.0, "pretended", None, "pretend")
+        found = Measured(seconds, 0.001 * seconds, 0.99 * seconds, 1.01 * seconds, 5, 1.0, "pretended", None, "pretend")
+        if task.kind == "decode_imbalance":
+            excess_s = UNEVEN_S * (task.shape["longest"] - task.shape["context"])
+            return replace(found, seconds=seconds + excess_s, even_s=seconds)
+        return found
 
 
 def profile(rig: PretendedRig, out: Path, budget_s: float = 50.0, **more: Any) -> run.Profiled:

@@ -6,15 +6,16 @@
 A point has kind, dtype, shape and seconds, kv_dtype and variant if the operator needs them, and statistics of the
 measurement: mad, p10, p90 (seconds), n (samples), timer, kernel. A point of `role` validation or sentinel is for
 checking a fit and is not fitted; one that `failed` has a reason instead of a time. Besides the operators there
-are the kinds `host` (host time of a step with `sequences` sequences), `copy` (`bytes` within memory, or to and from the
-host) and `step` (a whole step of a model), of which only the first becomes a table. If a shape was measured several
-times, the lower median counts: disturbances lengthen a measurement. A last line cut short by an interruption is left
-out and counted.
+are the kinds `host` (host time of a step with `sequences` sequences), `decode_imbalance` (decode attention of a batch
+whose longest context exceeds the mean `context`, with `even_s`, its time if all had the mean), `copy` (`bytes` within
+memory, or to and from the host) and `step` (a whole step of a model), of which the first two become tables. If a shape
+was measured several times, the lower median counts: disturbances lengthen a measurement. A last line cut short by an
+interruption is left out and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -22,8 +23,9 @@ from typing import Any, Literal, Self, TypeVar, cast
 import numpy as np
 from pydantic import ConfigDict, ValidationError, model_validator
 
+from simtune.arrays import Array
 from simtune.costs.operators import OPERATORS, operator_key
-from simtune.costs.tables.common import FileContent, HostTable, Origin, Table, finish
+from simtune.costs.tables.common import FileContent, HostTable, ImbalanceTable, Origin, Table, finish
 from simtune.errors import Problem, SpecError
 from simtune.specs.base import Dtype, Part
 from simtune.specs.hardware import OperatorKind
@@ -44,6 +46,7 @@ NOISY = 0.05
 SHAPES: dict[str, tuple[str, ...]] = {
     **{kind: operator.shape for kind, operator in OPERATORS.items()},
     "host": ("sequences",),
+    "decode_imbalance": ("batch", "context", "longest", "heads", "kv_heads", "head_dim"),
     "copy": ("bytes",),
     "step": ("layers", "decodes", "context", "past", "tokens", "samples"),
 }
@@ -71,7 +74,7 @@ class MeasuredPoint(Part):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    kind: Literal[OperatorKind, "host", "copy", "step"]
+    kind: Literal[OperatorKind, "host", "decode_imbalance", "copy", "step"]
     dtype: Dtype
     kv_dtype: Dtype | None = None
     variant: str | None = None
@@ -153,6 +156,8 @@ def tables(header: MeasurementHeader, points: Sequence[MeasuredPoint], file: str
     for group in groups.values():
         if group[0].kind == "host":
             content.hosts.append(_host_table(group, origin, file))
+        elif group[0].kind == "decode_imbalance":
+            content.imbalance.append(_imbalance_table(group, header, origin, file))
         else:
             content.tables.append(_table(group, header, origin, file))
     return content
@@ -165,6 +170,26 @@ def _host_table(group: Sequence[MeasuredPoint], origin: Origin, file: str) -> Ho
         chosen = _lower_medians(group)
     sequences = np.array([p.shape["sequences"] for p in chosen])
     return HostTable(sequences, np.array([p.seconds for p in chosen], dtype=np.float64), origin, (file,))
+
+
+def _imbalance_table(
+    group: Sequence[MeasuredPoint], header: MeasurementHeader, origin: Origin, file: str
+) -> ImbalanceTable:
+    chosen = [p for p in _lower_medians(_quiet(group)) if p.number("even_s") > 0]
+
+    def column(make: Callable[[MeasuredPoint], float]) -> Array:
+        return np.array([make(p) for p in chosen], dtype=np.float64)
+
+    return ImbalanceTable(
+        mixed=np.zeros(len(chosen), dtype=np.bool_),
+        blocks=column(lambda p: p.shape["batch"] * p.shape["kv_heads"]),
+        excess_tokens=column(lambda p: p.shape["longest"] - p.shape["context"]),
+        balanced_s=column(lambda p: p.number("even_s")),
+        imbalanced_s=column(lambda p: p.seconds or 0.0),
+        origin=origin,
+        files=(file,),
+        device=header.device,
+    )
 
 
 def _table(group: Sequence[MeasuredPoint], header: MeasurementHeader, origin: Origin, file: str) -> Table:
