@@ -3,9 +3,8 @@
     python -m benchmarks.validation.torch_gpu --out runs/gpu
 
 Llama-3.1-8B with random weights is profiled; nothing of the engine is fitted. What the host takes to launch the kernels
-of a layer, and what it does for a step of decodes in a graph, is measured on the engine's decoder, without a load
-(`benchmarks.validation.gpu_host`). The three loads are then served for real, by the wall clock. Printed and written to
-DIR/served.json: predicted and measured means, the repeat noise, and every step.
+of a layer is measured on the engine's decoder, without a request. The three loads are then served for real, by the wall
+clock. Printed and written to DIR/served.json: predicted and measured means, the repeat noise, and every step.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import argparse
 import gc
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from benchmarks.validation import gpu_host
 from benchmarks.validation.loads import METRICS, at_once, errors, three_loads
-from simtune.costs.iteration import StepModel
 from simtune.profiling.timing import now
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy
@@ -29,12 +25,11 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import Batching, HostTimes, KvCache, Pool
+from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.research import Research, Runtime
 from simtune.validation.servers import torch_engine as engine
 from simtune.validation.servers.engine_clocks import WallClock
 from simtune.validation.servers.executed_scheduler import MeasuredStep
-from simtune.workload.requests import RequestStream
 
 MODEL = "llama-3.1-8b"
 SEATS, MAX_TOKENS, MAX_MODEL_LEN = 32, 512, 2048
@@ -60,9 +55,9 @@ def profile(model: Model, out: Path, budget_s: float) -> dict[str, Any]:
 
 
 def launches(model: Model) -> tuple[int, float]:
-    """Return the kernels of a layer of the engine's decoder, and the host's mean seconds to launch each.
+    """Return the kernels of a layer of the engine's decoder, and the host's seconds to launch each.
 
-    They are the difference between six layers and two, in steps of eight decodes that serve no request.
+    They are the difference between six layers and two, in a step of eight decodes that serves no request.
     """
     import torch
     from torch.profiler import ProfilerActivity
@@ -72,7 +67,7 @@ def launches(model: Model) -> tuple[int, float]:
 
     ids, positions, rows = torch.arange(8), torch.full((8,), 500), range(8)
     spans = [_TokenSpan(row, row, 500, 1) for row in rows]
-    kernels, seconds, typical = [], [], []
+    kernels, seconds = [], []
     for layers in (2, 6):
         few = model.model_copy(update={"layers": (model.layers[0].model_copy(update={"count": layers}),)})
         decoder = CachedDecoder(few, seats=8, max_model_len=1024, device="cuda")
@@ -89,17 +84,14 @@ def launches(model: Model) -> tuple[int, float]:
             torch.cuda.synchronize()
         kernels.append(sum(event.count for event in traced.key_averages()))
         times = []
-        for _ in range(200):
+        for _ in range(30):
             torch.cuda.synchronize()
             begin = now()
             call()
             times.append(now() - begin)
-        seconds.append(mean(times))
-        typical.append(median(times))
+        seconds.append(median(times))
     per_layer = round((kernels[1] - kernels[0]) / 4)
-    means, medians = ((s[1] - s[0]) / 4 / per_layer for s in (seconds, typical))
-    print(f"{per_layer} kernels a layer, {1e6 * means:.2f} us each to launch (median {1e6 * medians:.2f})")
-    return per_layer, means
+    return per_layer, (seconds[1] - seconds[0]) / 4 / per_layer
 
 
 def check_attention() -> float:
@@ -157,11 +149,8 @@ def check_graphs(executor: Any) -> float:
     return error
 
 
-def deployed(
-    model: Model, hardware: Hardware, graphs: bool, kernels: int, launch_s: float, host: HostTimes | None = None
-) -> Deployment:
-    """Return one instance; without graphs all steps, with them steps with prompts are launched kernel by kernel. `host`
-    replaces the profile's host times."""
+def deployed(model: Model, hardware: Hardware, graphs: bool, kernels: int, launch_s: float) -> Deployment:
+    """Return one instance; without graphs all steps, with them steps with prompts are launched kernel by kernel."""
     launched: dict[str, Any] = (
         {"prompt_launch_s": kernels * launch_s}
         if graphs
@@ -175,7 +164,6 @@ def deployed(
         max_model_len=MAX_MODEL_LEN,
         async_scheduling=False,
         cuda_graphs=graphs,
-        host=host,
         **launched,
     )
     return deploy(Plan(name="torch", model=model.name, pools=(pool,)), model, hardware)
@@ -184,27 +172,6 @@ def deployed(
 def _row(step: MeasuredStep) -> tuple[Any, ...]:
     work = step.work
     return work.num_decodes, work.context_tokens, work.chunks, work.num_samples, step.cpu_s, step.wall_s
-
-
-def serve(
-    executor: Any, deployment: Deployment, profiled: Deployment, name: str, stream: RequestStream, repeats: int
-) -> dict[str, Any]:
-    """Serve a load, print its errors, also by the host times of the profile alone, and return them with every step."""
-    measured, steps = list[Result](), []
-    for _ in range(repeats):
-        serving = engine.serve(deployment, stream, executor, clock=WallClock())
-        measured.append(serving.result)
-        steps += [_row(step) for step in serving.steps]
-    table, before = (errors(plan.simulate(stream), measured) for plan in (deployment, profiled))
-    graphs = deployment.pools[0].spec.cuda_graphs
-    for metric in METRICS:
-        said, seen, error, noise = table[metric]
-        print(
-            f"{'graphs' if graphs else 'eager':7}{name:9} {metric:5} {1e3 * said:8.1f} ms, measured "
-            f"{1e3 * seen:8.1f}: {error:+.1%} ± {noise:.1%}; by the profile alone {before[metric][2]:+.1%}",
-            flush=True,
-        )
-    return {"graphs": graphs, "load": name, "means": table, "by_profile": before, "steps": steps}
 
 
 def main() -> None:
@@ -222,26 +189,32 @@ def main() -> None:
         print(json.dumps(profile(model, given.profile, given.budget), indent=1))
     print(f"attention off by {check_attention():.2e}")
     kernels, launch_s = launches(model)
+    print(f"{kernels} kernels a layer, {1e6 * launch_s:.2f} us each to launch")
     hardware = load_hardware(str(given.profile))
     document: dict[str, Any] = {"kernels_per_layer": kernels, "launch_s": launch_s, "served": []}
-    loads, host = None, None
+    loads = None
     for graphs in (True, False):
-        profiled = deployed(model, hardware, graphs, kernels, launch_s)
-        executor = engine.executor(profiled, "cuda")
-        engine.serve(profiled, at_once(8, 5, PROMPT, (8, 32)), executor, clock=WallClock())
+        deployment = deployed(model, hardware, graphs, kernels, launch_s)
+        loads = loads or three_loads(deployment, at_once(given.requests, 0, PROMPT, OUTPUT), 1)
+        executor = engine.executor(deployment, "cuda")
+        engine.serve(deployment, at_once(8, 5, PROMPT, (8, 32)), executor, clock=WallClock())
         if graphs:
             print(f"graphs off by {check_graphs(executor):.2e}")
-            parts = gpu_host.decode_parts(executor, StepModel(model, hardware, profiled.pools[0].spec))
-            print(gpu_host.table(parts))
-            uneven = gpu_host.decode_parts(executor, StepModel(model, hardware, profiled.pools[0].spec), spread=0.9)
-            print(gpu_host.table(uneven))
-            host = gpu_host.host_times(parts, partial(gpu_host.scheduler_s, profiled))
-            print(f"host: {1e6 * host.step_s:.0f} us, {1e6 * host.per_sequence_s:.1f} a sequence", flush=True)
-            document |= {"parts": parts, "uneven": uneven, "host": host.model_dump()}
-        deployment = deployed(model, hardware, graphs, kernels, launch_s, host)
-        loads = loads or three_loads(deployment, at_once(given.requests, 0, PROMPT, OUTPUT), 1)
         for name, stream in loads.items():
-            document["served"].append(serve(executor, deployment, profiled, name, stream, given.repeats))
+            predicted, measured, steps = deployment.simulate(stream), list[Result](), []
+            for _ in range(given.repeats):
+                serving = engine.serve(deployment, stream, executor, clock=WallClock())
+                measured.append(serving.result)
+                steps += [_row(step) for step in serving.steps]
+            table = errors(predicted, measured)
+            for metric in METRICS:
+                said, seen, error, noise = table[metric]
+                print(
+                    f"{'graphs' if graphs else 'eager':7}{name:9} {metric:5} {1e3 * said:8.1f} ms, measured "
+                    f"{1e3 * seen:8.1f}: {error:+.1%} ± {noise:.1%}",
+                    flush=True,
+                )
+            document["served"].append({"graphs": graphs, "load": name, "means": table, "steps": steps})
         del executor
         gc.collect()  # it and its graphs refer to each other
     (given.out / "served.json").write_text(json.dumps(document))

@@ -66,6 +66,8 @@ CENTRES = 0.75
 _SMALLEST_SD = 1e-4
 # Points for which a residual is worth having, and rows a split must train on and test.
 _FEWEST = 15
+_FEWEST_IMBALANCED = 5
+"""Rows for one slope."""
 # Deviations of 10 % and more count linearly.
 _SCALE = 0.1
 # Kernels reach about 70 % of the data sheet.
@@ -526,7 +528,7 @@ def fit_imbalance(table: ImbalanceTable, form: OperatorForm, processors: int) ->
     error; None if no rows show it, or the kind does not depend on it.
     """
     rows = form.imbalanced(table.mixed, table.blocks, processors)
-    if rows.sum() < _FEWEST:
+    if rows.sum() < _FEWEST_IMBALANCED:
         return None
     balanced_s = table.balanced_s[rows]
     x, y = table.excess_tokens[rows] / balanced_s, table.imbalanced_s[rows] / balanced_s - 1

@@ -279,7 +279,7 @@ def _decode(task: MeasurementTask, operands: Operands, attend: Attend | None) ->
     return [partial(attend, q, k, v, None) for k, v in operands.rotating((2, b, hk, context_seen, d), task.dtype)]
 
 
-def uneven_decodes(
+def imbalanced_decodes(
     task: MeasurementTask, operands: Operands, attend: Attend | None = None, *, evenly: bool = False
 ) -> list[Call]:
     """Return decodes by `varlen` of contexts of the task's mean, one of them the longest; `evenly`, all of the mean."""
@@ -450,7 +450,7 @@ _CALLS: dict[str, Callable[[MeasurementTask, Operands, Attend | None], list[Call
     "quantise": _quantise,
     "prefill_attention": _prefill,
     "decode_attention": _decode,
-    "decode_imbalance": uneven_decodes,
+    "decode_imbalance": imbalanced_decodes,
     "tree_attention": _tree,
     "moe": _moe,
     "elementwise": _elementwise,

@@ -46,8 +46,8 @@ WEIGHTS_SHARE = 0.4
 _TOKENS = (1, 2, *(n for i in range(1, 12) for n in (3 * 2 ** (i - 1), 2 ** (i + 1))), 6144, 8192)  # half octaves
 # Quarter octaves: kernels work in blocks.
 _PROMPTS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(61)))
-_UNEVEN = tuple((b, c, times * c) for b in (8, 16, 32, 64, 128) for c in (256, 1024) for times in (2, 4))
-"""Batches of decodes, their mean context and their longest."""
+_IMBALANCED = tuple((pairs, c, times * c) for pairs in (256, 512, 1024) for c in (256, 1024) for times in (2, 4))
+"""Pairs of a sequence and a KV head, more than kernels split contexts of; their mean context, and the longest."""
 _SAMPLED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _CONTEXTS = tuple(round(2 ** (i / 2)) for i in range(8, 35))  # 16 to 131,072, half an octave apart
@@ -234,11 +234,16 @@ class _AttentionCalls:
         """Most context tokens that a token attends to."""
         return self.attention.window if isinstance(self.attention, Sliding) else self.model.max_position
 
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a rank."""
+        return max(1, self.attention.kv_heads // self.tp)
+
     def decode(self, batch: int, context: int, variant: str | None = None) -> MeasurementTask:
         """Return a decode of one token for each of `batch` sequences."""
         return self._task("decode_attention", {"batch": batch, "context": context}, context, variant)
 
-    def uneven(self, batch: int, context: int, longest: int) -> MeasurementTask:
+    def imbalanced(self, batch: int, context: int, longest: int) -> MeasurementTask:
         """Return a decode of sequences of mean `context`, one of which has `longest` tokens and the others less."""
         task = self._task("decode_imbalance", {"batch": batch, "context": context, "longest": longest}, longest)
         return replace(task, shape={name: task.shape[name] for name in SHAPES[task.kind]})
@@ -260,7 +265,7 @@ class _AttentionCalls:
     def _task(self, kind: str, sizes: dict[str, float], window: int, variant: str | None = None) -> MeasurementTask:
         heads = {
             "heads": self.attention.heads // self.tp,
-            "kv_heads": max(1, self.attention.kv_heads // self.tp),
+            "kv_heads": self.kv_heads,
             "head_dim": self.attention.head_dim,
         }
         dtype = self.model.dtype
@@ -292,8 +297,9 @@ class _Planner:
         rounds: list[list[MeasurementTask]] = [[] for _ in range(ROUNDS)]
         for tasks in self.lists:
             for at, task in enumerate(tasks):
-                # Host work takes no time to measure, and its line needs all of its few points.
-                rounds[0 if task.kind == "host" else _round_of(at, len(tasks))].append(task)
+                # Both take no time to measure, and a line needs all of their few points.
+                early = task.kind in ("host", "decode_imbalance")
+                rounds[0 if early else _round_of(at, len(tasks))].append(task)
         for tasks in rounds:
             self.rng.shuffle(tasks)
             tasks.sort(key=lambda task: task.kind == "step")
@@ -414,7 +420,10 @@ class _Planner:
         paged = [calls.decode(b, c, "paged") for b, c in grid if b <= 32 and c <= 8192]
         self.add(paged, round(12 * density))
         if self.apart and DTYPE_BYTES[calls.model.dtype] == 2:
-            self.add(calls.uneven(*sizes) for sizes in _UNEVEN if sizes[2] <= calls.longest)
+            heads = calls.kv_heads
+            self.add(
+                calls.imbalanced(pairs // heads, *sizes) for pairs, *sizes in _IMBALANCED if sizes[1] <= calls.longest
+            )
         trees = [calls.tree(b, width, c) for b, c in grid[::2] for width in _WIDTHS if c > width]
         self.add(trees, round(24 * density))
 

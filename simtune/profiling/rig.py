@@ -226,11 +226,11 @@ class TorchRig(TorchDevice):
         if task.kind in COLLECTIVES:
             return self._group(task).measure(task)
         if task.kind == "decode_imbalance":
-            even, uneven = (
-                measure(self._timer, kernels.uneven_decodes(task, self._operands, evenly=evenly))
+            even, imbalanced = (
+                measure(self._timer, kernels.imbalanced_decodes(task, self._operands, evenly=evenly))
                 for evenly in (True, False)
             )
-            return replace(uneven, even_s=even.seconds)
+            return replace(imbalanced, even_s=even.seconds)
         calls = self._calls(task)
         if task.kind == "host":
             return self._host_of_gpu(task, calls[0]) if self._cuda else self._host(task, calls[0])
@@ -299,8 +299,8 @@ class TorchRig(TorchDevice):
             torch.cuda.synchronize()
 
         gpu_s = measure(self._eager, [graph.replay]).seconds
-        whole = measure(CpuWall(), [step])
-        return replace(whole, **{name: max(0.0, getattr(whole, name) - gpu_s) for name in ("seconds", "p10", "p90")})
+        timed = measure(CpuWall(), [step])
+        return replace(timed, **{name: max(0.0, getattr(timed, name) - gpu_s) for name in ("seconds", "p10", "p90")})
 
     def _group(self, task: MeasurementTask) -> Group:
         """Return the processes for the number of devices of a collective; the last ones are reused."""

@@ -28,7 +28,7 @@ from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Mod
 
 BASE = {"flops_per_s": 1e12, "bytes_per_s": 1e11, "overhead_s": 5e-6, "block_s": 1e-7, "overlap_p": 3.0}
 COST_S = 0.1
-UNEVEN_S = 4e-8
+IMBALANCE_S = 4e-8
 """Seconds for each token by which the longest context exceeds the mean."""
 
 
@@ -89,7 +89,7 @@ class PretendedRig:
         seconds = self.seconds(task) * self.disturb(task)
         found = Measured(seconds, 0.001 * seconds, 0.99 * seconds, 1.01 * seconds, 5, 1.0, "pretended", None, "pretend")
         if task.kind == "decode_imbalance":
-            excess_s = UNEVEN_S * (task.shape["longest"] - task.shape["context"])
+            excess_s = IMBALANCE_S * (task.shape["longest"] - task.shape["context"])
             return replace(found, seconds=seconds + excess_s, even_s=seconds)
         return found
 

@@ -27,7 +27,7 @@ from simtune.profiling.run import SENTINEL_EVERY
 from simtune.profiling.timing import Measured
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.pool import Batching, Pool
-from tests.profiling.pretended import BASE, COST_S, UNEVEN_S, PretendedRig, model, profile
+from tests.profiling.pretended import BASE, COST_S, IMBALANCE_S, PretendedRig, model, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def test_a_run_finds_the_device_it_was_made_on(tmp_path: Path) -> None:
     assert found.hardware.operators["gemm.bf16"].base.flops_per_s == pytest.approx(BASE["flops_per_s"], rel=0.3)
     assert found.facts.device.flops_per_s["bf16"] <= 1.02 * BASE["flops_per_s"]
     assert found.hardware.host.provenance.kind == "measured"
-    assert found.hardware.operators["decode_attention.bf16"].uneven_s == pytest.approx(UNEVEN_S, rel=0.01)
+    assert found.hardware.operators["decode_attention.bf16"].uneven_s == pytest.approx(IMBALANCE_S, rel=0.01)
 
 
 def test_links_between_ranks_are_their_fastest_and_their_shortest_message() -> None:

@@ -119,12 +119,12 @@ def test_every_planned_kind_of_call_can_be_made(operands: Operands) -> None:
 def test_unequal_contexts_have_the_mean_of_equal_ones(operands: Operands) -> None:
     shape = {"batch": 8, "context": 20, "longest": 80, "heads": 4, "kv_heads": 2, "head_dim": 64}
     task = MeasurementTask("decode_imbalance", "bf16", shape, "bf16")
-    uneven, even = (
-        cast(Any, kernels.uneven_decodes(task, operands, evenly=evenly)[0]).args for evenly in (False, True)
+    imbalanced, even = (
+        cast(Any, kernels.imbalanced_decodes(task, operands, evenly=evenly)[0]).args for evenly in (False, True)
     )
-    assert uneven[3].lengths.tolist() == [80, *[11] * 7]
+    assert imbalanced[3].lengths.tolist() == [80, *[11] * 7]
     assert even[3].lengths.tolist() == [20] * 8
-    for q, k, _, spans in (uneven, even):
+    for q, k, _, spans in (imbalanced, even):
         assert len(q) == len(spans.lengths)
         assert len(k) == 8 * spans.longest
 
