@@ -48,14 +48,14 @@ MUTATED = (
 )  # fmt: skip
 TESTS = (
     "tests/engine", "tests/sim", "tests/worlds", "tests/speculation", "tests/golden", "tests/workloads", "tests/api",
-    "tests/testing", "tests/costs", "tests/specs", "tests/tuner",
+    "tests/testing", "tests/costs", "tests/specs", "tests/tuner", "tests/cases",
 )  # fmt: skip
 COPIED = ("simtune", "examples", "benchmarks", "tests", "pyproject.toml")
 BATCHES_S = (1.0, 5.0, 30.0)
 """Seconds of the first batches of tests that a mutant meets; a last one has all others."""
 FILE_S = 0.1
 """Rough time of importing a test file."""
-LONGER, LONGER_S = 10.0, 60.0
+LONGER, LONGER_S = 5.0, 15.0
 """A batch whose CPU time is beyond LONGER times its seconds, and LONGER_S more, does not end."""
 PASS = (0, 5)
 """Exit statuses of pytest: all tests pass; there are none."""
