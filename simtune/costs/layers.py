@@ -561,8 +561,7 @@ class _Linear(AttentionLayer):
             return np.broadcast_to(seconds, context.shape)
 
         def prefill_s(tokens: Array) -> Array:
-            seconds = several(1, np.maximum(tokens, 1)) - shortest_s
-            return np.where(tokens > 0, np.maximum(seconds, 0.0), 0.0)
+            return np.maximum(several(1, np.maximum(tokens, 1)) - shortest_s, 0.0)
 
         includes = frozenset({"conv"}) if convolved else frozenset[str]()
         return AttentionCosts(decode_s, prefill_s, shortest_s, np.zeros_like, includes=includes)

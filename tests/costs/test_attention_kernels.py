@@ -275,6 +275,7 @@ def test_what_residuals_know_of_the_work_of_a_call() -> None:
     assert decoded["last wave"] == pytest.approx(math.log2(16 / 10))
     assert decoded["eights"] == pytest.approx(1)
     assert (decoded["seen"], decoded["kv heads"], decoded["beyond 128"]) == (10, 1, 1)
+    assert decoded["group"] == 2, "four heads share a KV head"
     work = terms("decode_attention", Chip(), **shape)
     assert 2 ** decoded["flops"] == pytest.approx(work.flops)
     assert 2 ** decoded["bytes"] == pytest.approx(work.bytes)
@@ -282,6 +283,7 @@ def test_what_residuals_know_of_the_work_of_a_call() -> None:
     laid_out = features("prefill_attention", Setting.of(PROCESSORS, "bf16", None), **prompt)
     assert 2 ** laid_out["tiles"] == pytest.approx(2 * 20)  # 2,560 rows of either KV head by 128
     assert laid_out["last wave"] == pytest.approx(0)
+    assert {"tiles", "last wave"} <= features("prefill_attention", Setting.of(2, "bf16", None), **prompt).keys()
     one_core = features("decode_attention", Setting.of(1, "bf16", None), **shape)
     assert {"waves", "eights", "flops"}.isdisjoint(one_core)
 

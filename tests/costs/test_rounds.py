@@ -315,7 +315,9 @@ def test_without_drafts_a_round_is_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "its", [pool(), pool(cuda_graphs=False, async_scheduling=False), FEW_GRAPHS], ids=["graphs", "eager", "few graphs"]
+    "its",
+    [pool(), pool(cuda_graphs=False, async_scheduling=False), FEW_GRAPHS, pool(prompt_launch_s=1e-3)],
+    ids=["graphs", "eager", "few graphs", "prompts launched"],
 )
 @pytest.mark.parametrize("drafter", ["head", "model", "medusa", "n-gram"])
 def test_the_short_way_to_a_round_with_chunks_comes_to_the_same(drafter: str, its: Pool) -> None:

@@ -113,6 +113,16 @@ def test_shares_of_the_time_are_the_same_in_any_unit(unit: float) -> None:
     assert [(o.operator, o.share, o.log_sd) for o in found.operators] == [("gemm", 0.75, 0.0), ("attention", 0.25, 0.2)]
 
 
+def test_shares_have_six_digits() -> None:
+    gemm, attention = KindBasis(), KindBasis()
+    gemm.add(2.0, Basis.MEASURED, 0.0)
+    attention.add(1.0, Basis.EXTRAPOLATED, 1 / 7)
+    basis = summed([{"gemm": gemm, "attention": attention}])
+    assert basis is not None
+    assert (basis.measured, basis.extrapolated) == (0.666667, 0.333333)
+    assert [operator.log_sd for operator in basis.operators] == [0.0, 0.142857]
+
+
 TWO_APART = {"arrival_s": [0.0, 1.0], "prompt_tokens": [8, 8], "output_tokens": [4, 4]}
 
 

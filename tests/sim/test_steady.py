@@ -151,6 +151,14 @@ def test_requests_that_run_pile_up_too() -> None:
     assert result.too_few_for == ("p90", "p95", "p99")
 
 
+def test_a_stable_card_has_the_offered_rate_as_goodput() -> None:
+    """Its duration includes the last answer, so that the throughput of a short run is below the rate."""
+    result = chat_on_one_card(400, 2.5)
+    assert (result.steadiness, result.slo_attainment) == ("stable", 1.0)
+    assert result.goodput_rps == pytest.approx(2.5)
+    assert chat_on_one_card(100, 1000.0).too_few_for == ("p95", "p99"), "100 requests are enough for p90"
+
+
 @pytest.mark.slow
 def test_a_card_is_saturated_above_what_it_serves_and_stable_below() -> None:
     found = [chat_on_one_card(8000, rate).steadiness for rate in (5.0, 10.0, 40.0, 1000.0)]
