@@ -102,8 +102,8 @@ class Outcome:
     family_end: Ticks
     """Tick at which the family's last node was over."""
     resent: Ticks
-    """Times the request was sent again because an instance failed; waiting requests of instances that leave do not
-    count."""
+    """Times the request was sent again because an instance failed, or left with a KV cache that no decode instance was
+    up to take; waiting requests of instances that leave do not count."""
     refused: int
     """Requests that no instance accepts because they are too long."""
     stopped: dict[int, int]

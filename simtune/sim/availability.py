@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from simtune.engine import Request
-from simtune.sim.agenda import CHANGE, Agenda
+from simtune.sim.agenda import CHANGE, DRAINED, Agenda
 from simtune.sim.core import EngineCore, KvTransfer
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.handover import Handover, Routers
@@ -66,10 +66,12 @@ class Availability:
 
     def drained(self, now: int, number: int, version: int) -> None:
         """Let others replace an instance once all of its cores are drained; called when a draining core has nothing to
-        run."""
+        run, or a KV cache that no decode core is there to take."""
         if number not in self._draining:
             return
         core, change = self._draining[number]
+        if not self._decode_core_comes():
+            self._drop_unroutable(now, core)
         # KV caches that are still being sent keep the core busy, though it runs no step.
         if core.has_work or core.holding:
             return
@@ -107,6 +109,26 @@ class Availability:
                 self._dispatcher.resubmit(now, request)
             if core.step is None:
                 self.drained(now, core.number, 0)
+            elif self._handover.unroutable(core):
+                self._agenda.post((now, DRAINED, core.number, 0))
+
+    def _decode_core_comes(self) -> bool:
+        """True if a change is scheduled that brings a decode core up; one that waits for a drain is not yet."""
+        coming = (self._changes[number] for _, phase, number, _ in self._agenda.heap if phase == CHANGE)
+        decoding = self._routers.back.cores
+        return any(change.up and any(core in decoding for core in change.cores) for change in coming)
+
+    def _drop_unroutable(self, now: int, core: EngineCore) -> None:
+        """Send requests again whose KV caches no decode core is up to take: a prefill core that is to become one might
+        wait for itself, or for another one that waits for it. An orchestrator stops such an instance at the end of its
+        grace period, with the KV caches that it still holds."""
+        dropped = self._handover.drop_unroutable(now, core)
+        if not dropped:
+            return
+        core.notify(now)  # its blocks are free
+        for request in dropped:
+            self._recorder.resent[request.id] += 1
+            self._dispatcher.resubmit(now, request)
 
     def _fail(self, now: int, cores: Sequence[EngineCore]) -> None:
         """Fail cores with all they have; their requests are sent again, those furthest along first."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from simtune.engine import Request
-from simtune.sim.agenda import TRANSFER_END, Agenda
+from simtune.sim.agenda import DRAINED, TRANSFER_END, Agenda
 from simtune.sim.core import EngineCore, KvTransfer
 from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
@@ -103,6 +103,9 @@ class Handover:
         transfer.target = target = self._router.choose(transfer.request, now)
         if target is None:
             self._unroutable.append(transfer)
+            if transfer.source.draining:
+                # The instance leaves, and may be the only one that could become a decode instance.
+                self._agenda.post((now, DRAINED, transfer.source.number, 0))
             return
         self._recorder.core[transfer.request.id] = target.number
         target.offer(now, transfer)
@@ -112,6 +115,10 @@ class Handover:
         unroutable, self._unroutable = self._unroutable, []
         for transfer in unroutable:
             self.offer(now, transfer)
+
+    def unroutable(self, core: EngineCore) -> list[KvTransfer]:
+        """Return the transfers from a prefill core for which no decode core is up."""
+        return [transfer for transfer in self._unroutable if transfer.source is core]
 
     # --- transfers --------------------------------------------------------------------------------------------
 
@@ -176,6 +183,16 @@ class Handover:
             self._routers.over(now, transfer.request, core)
             self.offer(now, transfer)
 
+    def drop_unroutable(self, now: int, core: EngineCore) -> list[Request]:
+        """Cancel the transfers from a prefill core for which no decode core is up, and free their blocks. Return their
+        requests."""
+        transfers = self.unroutable(core)
+        for transfer in transfers:
+            self._cancel(now, transfer)
+            core.scheduler.release(transfer.held)
+            core.holding -= 1
+        return [transfer.request for transfer in transfers]
+
     def fail_source(self, now: int, core: EngineCore) -> list[Request]:
         """Cancel the transfers of a prefill core that is lost with its KV caches. Returns their requests."""
         lost = [transfer for transfer in self._transfers.values() if transfer.source is core]
@@ -202,6 +219,8 @@ class Handover:
     def _cancel(self, now: int, transfer: KvTransfer) -> None:
         """Cancel a transfer whose KV cache will never arrive."""
         del self._transfers[transfer.request.id]
+        # The request is computed again, and a prefix cache finds its prompt by these.
+        transfer.request.blocks = transfer.held.blocks
         target = transfer.target
         if target is not None:
             self._routers.over(now, transfer.request, target)

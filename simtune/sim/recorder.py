@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -32,6 +32,8 @@ COLUMNS = (
 """Columns of an outcome by request or family; the source of requests has the first, the recorder all others."""
 MOST_ROWS = 1 << 10
 """Most rows of intervals that are kept as tuples."""
+OFTEN = 1 << 10
+"""Preemptions of a request after each of which the run is checked for progress."""
 
 
 class Recorder:
@@ -53,6 +55,8 @@ class Recorder:
         self.steps = 0
         self.transferred_bytes = 0
         self.jumps = RecordedSteps() if record else None
+        self.often_preempted: Callable[[Request], None] = unchecked
+        """Called at every `OFTEN`-th preemption of a request."""
         self.rows: list[tuple[int, int, int, int]] = []
         """Intervals that are not packed yet: (first, slope, steps, decodes)."""
         self._intervals = array("q")
@@ -88,6 +92,8 @@ class Recorder:
         """Count a preemption of each of the requests."""
         for request in requests:
             self.preemptions[request.id] += 1
+            if self.preemptions[request.id] % OFTEN == 0:
+                self.often_preempted(request)
 
     def note_chunks(self, now: int, of_step: Iterable[Chunk]) -> tuple[list[tuple[int, int]], int, int]:
         """Record the requests whose first chunk begins now.
@@ -162,6 +168,10 @@ class Recorder:
         # A row for each step, as steps of such a jump follow no progression.
         rows[:, 1], rows[:, 3] = 0, np.repeat(decodes, steps)
         return rows
+
+
+def unchecked(request: Request) -> None:
+    """Check nothing: a `Recorder` outside a run."""
 
 
 def empty_column(n: int, value: int) -> array[int]:

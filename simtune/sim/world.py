@@ -32,11 +32,12 @@ from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.local_prefill import LocalPrefills
-from simtune.sim.recorder import MOST_ROWS, Recorder
+from simtune.sim.recorder import MOST_ROWS, Recorder, unchecked
 from simtune.sim.role_controller import Controller
 from simtune.sim.router import RoundRobin, Router
 from simtune.sim.run_ahead import run_ahead
 from simtune.sim.source import Hints, RequestSource
+from simtune.sim.stalls import Stalls
 from simtune.specs.plan import FirstToken, LocalPrefill
 from simtune.workload.requests import RequestStream
 
@@ -122,16 +123,19 @@ class World:
 
     def run(self) -> Outcome:
         """Run until every request is finished or refused, no core is up to serve the rest, or `stop_when` returns
-        True."""
+        True. Raise UsageError if steps would go on for ever without any progress."""
         self._source.begin()
         handlers = self._handlers()
         collects = gc.isenabled()
         # Requests are created by the million and none of them refers to itself, so the cyclic collector would only cost
         # time.
         gc.disable()
+        self._recorder.often_preempted = Stalls(self._agenda, self._cores, self._handover).check
         try:
             self._agenda.run(handlers)
         finally:
+            # The check refers to the cores, and these to the recorder: a circle would keep all of them.
+            self._recorder.often_preempted = unchecked
             if collects:
                 gc.enable()
         outcome = self._recorder.outcome(

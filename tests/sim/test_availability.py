@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
+from simtune.results.outcome import Outcome
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.deployment import deploy
@@ -123,3 +126,117 @@ def test_who_waits_behind_a_transfer_that_is_given_up_goes_at_the_end_of_the_ste
     ).run()
     assert outcome.resent.tolist() == [0, 1, 0]
     assert (outcome.transferred / TICKS_PER_SECOND).tolist()[::2] == [3.0, 14.0]
+
+
+def changing(front: list[EngineCore], back: list[EngineCore], changes: list[Change], arrivals: list[float]) -> Outcome:
+    """Requests of 4 tokens and 3 more, in steps of 1 s, sent at 4 bytes a second."""
+    for number, core in enumerate([*front, *back]):
+        core.number, core.pool = number, "decode" if core in back else "prefill"
+    requests = len(arrivals)
+    world = World(
+        [*front, *back],
+        stream_of(arrivals, [4] * requests, [3] * requests),
+        router=LeastOutstanding(front),
+        decode_router=LeastOutstanding(back),
+        changes=changes,
+    )
+    outcome = world.run()
+    for core in (*front, *back):
+        assert not core.has_work
+        assert not core.holding
+        assert core.scheduler.kv.free == core.scheduler.kv.total
+    return outcome
+
+
+def prefilling(link: int, up: bool = True) -> EngineCore:
+    return EngineCore(engine(), LinearCosts(step_s=1.0), up=up, connector=KvConnector(TransferLink(4.0, link), 1, 0, 0))
+
+
+def at(seconds: float) -> int:
+    return round(seconds * TICKS_PER_SECOND)
+
+
+@pytest.mark.parametrize("prefill_s", [0.25, 0.5, 0.75])
+def test_instances_that_change_roles_at_one_time_do_not_wait_for_each_other(prefill_s: float) -> None:
+    """The only decode instance leaves at 0.5 s and is up as a prefill instance at 1.5 s; the only prefill instance
+    leaves too, with a prompt that is done at 1 s. Only itself could become the decode instance that takes the
+    cache, so it drops it and is up at 2 s. The request is computed by the other one, from 1.5 s to 2.5 s, and its 5
+    tokens, with the one that was delivered, are sent by 3.75 s."""
+    front, back = [prefilling(0), prefilling(1, up=False)], [EngineCore(engine(), LinearCosts(step_s=1.0), up=up)
+                                                            for up in (True, False)]  # fmt: skip
+    second = at(1.0)
+    changes = [
+        Change(at(0.5), back[:1], up=False, then=front[1:], delay=second),
+        Change(at(prefill_s), front[:1], up=False, then=back[1:], delay=second),
+    ]
+    outcome = changing(front, back, changes, [0.0])
+    assert outcome.resent.tolist() == [1]
+    assert (outcome.first_token / TICKS_PER_SECOND).tolist() == [1.0]
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [3.75]
+    assert (outcome.finish / TICKS_PER_SECOND).tolist() == [4.75]
+
+
+def test_an_instance_that_leaves_waits_for_a_decode_instance_that_is_to_come_back() -> None:
+    """The decode instance fails at 0.5 s and is back at 10 s: the cache is kept until then, and sent by 11 s."""
+    front, back = [prefilling(0)], [EngineCore(engine(), LinearCosts(step_s=1.0), up=up) for up in (True, False)]
+    changes = [
+        Change(at(0.5), back[:1], up=False, lost=True),
+        Change(at(0.75), front, up=False, then=back[1:], delay=at(1.0)),
+        Change(at(10.0), back[:1], up=True),
+    ]
+    outcome = changing(front, back, changes, [0.0])
+    assert outcome.resent.tolist() == [0]
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [11.0]
+    assert (outcome.finish / TICKS_PER_SECOND).tolist() == [13.0]
+
+
+def test_a_cache_that_no_instance_takes_is_dropped_when_its_instance_begins_to_leave() -> None:
+    """The decode instance is lost for good before the first prompt is done at 1 s. At 1.5 s, in the step of the second
+    prompt, its instance begins to leave, so that the first one begins anew on the other; the second one follows when it
+    is done at 2 s, and the instance decodes from 3 s on."""
+    front, back = [prefilling(0), prefilling(1, up=False)], [EngineCore(engine(), LinearCosts(step_s=1.0), up=up)
+                                                            for up in (True, False)]  # fmt: skip
+    changes = [
+        Change(at(0.5), back[:1], up=False, lost=True),
+        Change(at(1.25), front[1:], up=True),
+        Change(at(1.5), front[:1], up=False, then=back[1:], delay=at(1.0)),
+    ]
+    outcome = changing(front, back, changes, [0.0, 1.0])
+    assert outcome.resent.tolist() == [1, 1]
+    # 5 tokens each, with the one that was delivered: 2 of them are sent from 3 s until the second prompt is done at
+    # 3.5 s, the other 3 at half the rate.
+    assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [5.0, 5.5]
+    assert (outcome.finish >= 0).all()
+
+
+def test_a_prompt_that_is_lost_on_its_way_is_found_in_the_cache_of_another_instance() -> None:
+    """The second prompt is the first one, which instance 0 has computed; instance 1 is lost at 2.5 s, with the second
+    one, which is being sent. Instance 0 finds it."""
+
+    def caching() -> VllmFcfs:
+        return VllmFcfs(
+            num_blocks=100,
+            block_size=4,
+            max_num_seqs=10,
+            max_num_batched_tokens=100,
+            max_model_len=100,
+            prefix_caching=True,
+        )
+
+    fronts = [
+        EngineCore(caching(), LinearCosts(step_s=1.0), connector=KvConnector(TransferLink(1.0, i), 4, 0, 0))
+        for i in range(2)
+    ]
+    back = EngineCore(engine(), LinearCosts(step_s=1.0))
+    fronts[1].number, back.number = 1, 2
+    stream = replace(stream_of([0.0, 1.0], [20, 20], [3, 3]), hash_ids=(tuple(range(5)),) * 2)
+    outcome = World(
+        [*fronts, back],
+        stream,
+        router=RoundRobin(fronts),
+        decode_router=LeastOutstanding([back]),
+        changes=[Change(at(2.5), fronts[1:], up=False, lost=True)],
+    ).run()
+    assert outcome.resent.tolist() == [0, 1]
+    assert (outcome.finish >= 0).all()
+    assert fronts[0].scheduler.kv.hit_tokens == 20, "of 21 tokens, with the one that was delivered"
