@@ -47,6 +47,17 @@ def merges(link: KvLink, pool: Pool) -> bool:
     return _family(pool) == "sglang" if link.merged is None else link.merged
 
 
+BOOTSTRAP_S = 0.1
+"""Seconds that two instances of SGLang take to agree on a handover. Measured pools of gpt-oss-120b on H200 needed about
+that much more than predicted; pools of DeepSeek-R1 on GB200 with 4 or 8 users, which had no part in it, 0.10 to 0.23 s
+where prompts are short or few (benchmarks/serving/pools.py)."""
+
+
+def bootstrap_s(pool: Pool) -> float:
+    """Return the seconds that the engine of a pool takes to agree on a handover with the decode instance."""
+    return BOOTSTRAP_S if _family(pool) == "sglang" else 0.0
+
+
 def _family(pool: Pool) -> EngineFamily | None:
     return engine_family(pool.engine)
 

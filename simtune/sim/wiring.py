@@ -22,7 +22,7 @@ from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
 from simtune.sim.front_end import FrontEnd
-from simtune.sim.kv_links import ForkedConnector, Links, first_token_of, merges
+from simtune.sim.kv_links import ForkedConnector, Links, bootstrap_s, first_token_of, merges
 from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.role_controller import Controller, RoleController, RoleCores
@@ -200,7 +200,7 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     pieces_s = pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s)
-    setup_s = base.overhead_s if link.setup_s is None else link.setup_s
+    setup_s = base.overhead_s + bootstrap_s(pool.spec) if link.setup_s is None else link.setup_s
     bytes_per_s = link.bytes_per_s or base.bytes_per_s * pool.spec.model_devices
     if merges(link, pool.spec):
         return Transfer(bytes_per_s, setup_s + pieces_s, 0.0)

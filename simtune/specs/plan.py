@@ -79,7 +79,11 @@ class KvLink(Part):
 
     path: str = "inter_node"
     bytes_per_s: Positive | None = Field(None, description="rate of one prefill instance, all its GPUs together")
-    setup_s: NonNegative | None = Field(None, description="seconds before the first byte of a transfer")
+    setup_s: NonNegative | None = Field(
+        None,
+        description="seconds before the first byte of a transfer; unless given the profile's, and with SGLang another "
+        "0.1, in which the instances agree on it",
+    )
     descriptor_s: NonNegative | None = Field(
         None, description="seconds for each piece of memory; there are blocks x layers x 2 of them"
     )

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import simtune
+from simtune.costs.predict import Profile
+from simtune.sim.kv_links import BOOTSTRAP_S
 from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.preset import merged
@@ -103,3 +105,14 @@ def test_an_engine_that_polls_every_few_steps_takes_requests_over_later() -> Non
     assert 3.5 * step_s < later.mean() < 6.5 * step_s
     assert later[0] == pytest.approx(0.0, abs=1e-9)
     assert later.max() < 12 * step_s
+
+
+@pytest.mark.parametrize(("engine", "agreed_s"), [("sglang-0.5", BOOTSTRAP_S), ("vllm-0.28", 0.0)])
+def test_instances_of_sglang_agree_on_a_handover_before_its_first_byte(engine: str, agreed_s: float) -> None:
+    parallel = {"tp": 4}
+    sizes = {"bytes_per_s": 1e15, "descriptor_s": 0.0}
+    without, by_default = (
+        transfers_s("llama-3.1-8b", engine, parallel, parallel, **sizes, setup_s=setup_s) for setup_s in (0.0, None)
+    )
+    setup_s = Profile(H200).predictor("kv_transfer", "bf16", variant="inter_node").operator.base.overhead_s
+    assert by_default - without == pytest.approx(setup_s + agreed_s, abs=0.002)
