@@ -268,7 +268,10 @@ class TestAfd:
         """Sixteen devices are two nodes; one attention device has the same rows to send either way."""
 
         def there_s(model: Model, devices: int) -> float:
-            groups = {"parallelism": {"attention_dp": 8}, "research": {"afd": {"ffn_devices": devices, "batches": 1}}}
+            groups: dict[str, Any] = {
+                "parallelism": {"attention_dp": 8},
+                "research": {"afd": {"ffn_devices": devices, "batches": 1}},
+            }
             apart = step_model(pool(**groups), model)._apart
             assert apart is not None
             return float(apart.part(np.array([1e-3]), np.array([4096.0])).there[0])

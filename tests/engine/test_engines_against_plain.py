@@ -71,7 +71,7 @@ def follow(policy: str, seed: int) -> None:
         most = min(told.get("max_new_tokens", longest), longest - prompt)
         load.append((at, number, prompt, rng.randint(1, most)))
     sent = step = done = 0
-    repeats, repeated = 0, {}
+    repeats, repeated = 0, dict[int, int]()
     while done < len(load):
         while sent < len(load) and (load[sent][0] <= step or sent == done):
             assert ours.add(Request(*load[sent][1:]))

@@ -173,4 +173,18 @@ SURVIVORS = (
         "5",
         "it decides how many rounds are drawn at a time, and each is drawn by its number",
     ),
+    Survivor(
+        "simtune/tuner/drafting/tree.py",
+        "better = with_y > best[y:]",
+        "with_y > best[y:]",
+        "with_y >= best[y:]",
+        "of trees that are equally good any one is the best",
+    ),
+    Survivor(
+        "simtune/sim/drafting/drawn_rounds.py",
+        "state += [states[after] if drafts >= num_needed else anew for drafts in range(window + 1)]",
+        "1",
+        "2",
+        "no more drafts are right than the window has, so that a further entry is never read",
+    ),
 )
