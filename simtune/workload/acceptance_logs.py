@@ -98,7 +98,8 @@ def _index(key: str) -> str:
 
 
 def _log(path: Path, text: str) -> Reading:
-    drafts, accepted = 0.0, [0.0] * 0
+    drafts = 0.0
+    accepted: list[float] = []
     for drafted, rates in _LOG_LINE.findall(text):
         shares = [float(r) for r in rates.split(",")]
         rounds = int(drafted) / len(shares)

@@ -75,6 +75,14 @@ class TestContextParallelism:
         assert one.attention.prefill(tokens) > least_s
         assert 0.4 * one.attention.prefill(tokens) < both.attention.prefill(tokens) < one.attention.prefill(tokens)
 
+    def test_ranks_on_two_nodes_send_over_the_link_between_them(self) -> None:
+        """Eight ranks of tensor parallelism fill a node of eight, so that the second rank of a context is elsewhere."""
+        plan, device = pool(parallelism={"tp": 8, "cp": 2}), load_hardware("h100-sxm")
+        wide = device.model_copy(update={"device": device.device.model_copy(update={"devices_per_node": 16})})
+        tokens = np.array([256.0])
+        apart, together = (StepModel(DENSE, each, plan).attention.prefill(tokens) for each in (device, wide))
+        assert apart > together
+
     @settings(max_examples=25)
     @given(compute=st.floats(0.1, 5), send=st.floats(0.1, 5), ranks=st.integers(2, 8))
     def test_a_ring_takes_its_longer_side_and_a_block_at_most(self, compute: float, send: float, ranks: int) -> None:
@@ -255,6 +263,21 @@ class TestAfd:
         part = apart.part(np.array([attention]), np.array([16.0]))
         whole = sum(step[kind] for kind in ("moe", "send")) + attention
         assert whole == pytest.approx(float(part.step_s(1)[0]), rel=1e-9)
+
+    def test_a_token_goes_once_to_each_node_with_an_expert_of_it(self) -> None:
+        """Sixteen devices are two nodes; one attention device has the same rows to send either way."""
+
+        def there_s(model: Model, devices: int) -> float:
+            groups: dict[str, Any] = {
+                "parallelism": {"attention_dp": 8},
+                "research": {"afd": {"ffn_devices": devices, "batches": 1}},
+            }
+            apart = step_model(pool(**groups), model)._apart
+            assert apart is not None
+            return float(apart.part(np.array([1e-3]), np.array([4096.0])).there[0])
+
+        assert there_s(EXPERTS, 16) > 1.5 * there_s(EXPERTS, 8)
+        assert there_s(DENSE, 16) == there_s(DENSE, 8)
 
     def test_feed_forward_blocks_leave_room_for_the_cache(self) -> None:
         together = pool(parallelism={"attention_dp": 8, "expert_parallel": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -188,6 +189,19 @@ def test_steps_beyond_the_log_are_less_sure_and_covered() -> None:
     off, stated = log_errors(fit, large)
     assert np.mean(off <= 1.645 * stated) >= 0.8
     assert stated.min() > max(fit.errors.inside.values())
+
+
+def test_a_step_just_beyond_the_log_is_as_sure_as_the_largest_ones() -> None:
+    """The error grows by a power of the octaves beyond the largest step, from the error of the largest steps on."""
+    fit = shared_fit()
+    off = fit.in_world(1.0, 0.0)
+    steps_of = [StepWork(1, context) for context in range(1, 2_000_000, 5000)]
+    sd = [math.log(off.seconds(step) / fit.seconds(step)) for step in steps_of]
+    first = next(value for value in sd if value > sd[0] + 1e-9)
+    largest = max(fit.errors.inside[False], fit.errors.beyond)
+    assert first == pytest.approx(largest, rel=0.1)
+    assert sd == sorted(sd)
+    assert sd[-1] > 1.5 * largest
 
 
 def test_worlds_of_steps_are_off_by_kind() -> None:

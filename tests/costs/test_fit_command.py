@@ -98,6 +98,7 @@ def test_what_became_of_the_rows_is_printed_and_stored(tables: Path) -> None:
     told = json.loads(run(tables, "--json").stdout)["profile"]["operators"]["gemm.bf16"]["provenance"]["note"]
     assert told.startswith("83 rows read, 79 used; 1 merged with another row of the same shape (median); 1 shapes have")
     assert "1 left out: no positive time; " in told
+    assert "random rows" not in told, "the base is fitted on all rows of a short table"
     assert "2 left out: more than 8 times off the rows around them" in told
     shown = run(tables, "--force").stdout
     assert "83 rows read, 79 used" in shown

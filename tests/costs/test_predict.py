@@ -11,7 +11,7 @@ import pytest
 
 from simtune.arrays import Array
 from simtune.cli.output import write_profile
-from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Predictor, Profile, typical_log_sd
+from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Predictor, Profile, octaves, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Arrays, Curve, Hardware, HoldOut, Interval, Operator, Provenance, Residual
@@ -54,6 +54,12 @@ def test_the_correction_holds_among_its_points_and_fades_beyond() -> None:
     edge = trusted.seconds(m=np.array([255.9, 256.0, 256.1]), n=64, k=32)
     assert np.ptp(np.log(edge)) < 2e-3, "there is no step where the measured box ends"
     assert trusted.inside(m=m, n=64, k=32).tolist() == [True, True, True, False]
+
+
+def test_octaves_beyond_a_limit_count_from_one() -> None:
+    assert octaves(8.0, 2.0) == 2
+    assert octaves(8.0, 1.0) == octaves(8.0, 0.25) == 3
+    assert octaves(2.0, 8.0) == octaves(0.5, 0.25) == 0
 
 
 def test_shapes_broadcast() -> None:

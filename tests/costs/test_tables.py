@@ -473,6 +473,7 @@ def test_llmservingsim_of_later_releases_tells_how_far_chunks_look_back(tmp_path
         "attention,128,320,0,0,1,12",
         "attention,0,0,3,1023,1,9",
         "attention,0,0,3,1023,4,11",
+        "attention,0,0,0,0,1,2",
         "indexer,0,0,3,8,1,9",
     )
     found = read_tables([write(tmp_path, "bf16/tp1/attention.csv", header, *rows)])
@@ -480,7 +481,8 @@ def test_llmservingsim_of_later_releases_tells_how_far_chunks_look_back(tmp_path
     assert (prefill.shape["tokens"].tolist(), prefill.shape["context"].tolist()) == ([128], [256 + 128])
     assert found.operators["decode_attention.bf16"].seconds.tolist() == pytest.approx([9e-6])
     assert found.notes == [
-        "attention.csv: 2 rows belong to no operator: an indexer, or several query tokens a sequence"
+        "attention.csv: 2 rows belong to no operator: an indexer, or several query tokens a sequence",
+        "attention.csv: 1 rows belong to no operator: an empty batch",
     ]
 
 

@@ -433,6 +433,14 @@ def test_tensorrt_llm_may_hold_prompts_back_for_more_to_come() -> None:
     assert many == [{0: 4}, {0: 1}, {0: 1}, {0: 1, 1: 4, 2: 3}, {0: 1}]
 
 
+def test_tensorrt_llm_holds_each_prompt_back_anew() -> None:
+    """Both 1 and 2 wait three steps beside a decode."""
+    waits = {"batch_wait_timeout_iters": 3, "batch_wait_max_tokens_ratio": 0.9, "max_new_tokens": 12}
+    steps = story("tensorrt-llm", (0, 4, 12), (2, 4, 1), (7, 4, 1), **waits)
+    served = [number for number, step in enumerate(steps) if 1 in step or 2 in step]
+    assert served == [5, 10]
+
+
 @pytest.mark.parametrize("policy", ["tensorrt-llm", "sglang"])
 def test_under_overlap_a_newcomer_waits_for_the_step_that_was_dispatched(policy: str) -> None:
     scheduler = made(policy, async_scheduling=True)

@@ -71,16 +71,21 @@ def follow(policy: str, seed: int) -> None:
         most = min(told.get("max_new_tokens", longest), longest - prompt)
         load.append((at, number, prompt, rng.randint(1, most)))
     sent = step = done = 0
+    repeats, repeated = 0, dict[int, int]()
     while done < len(load):
         while sent < len(load) and (load[sent][0] <= step or sent == done):
             assert ours.add(Request(*load[sent][1:]))
             plain.waiting.append(One(*load[sent][1:]))
             sent += 1
+            repeats = 0
         scheduled, preempted, finished = plain.step()
         given_step = ours.schedule()
         assert given_step is not None
         assert {r.id: n for r, n in ours.composition().items()} == scheduled
         assert [r.id for r in given_step.preempted] == preempted
+        if repeats:
+            assert (scheduled, preempted) == (repeated, []), "a repetition is the same step again"
+        repeats, repeated = max(repeats, given_step.repeat) - 1, scheduled
         assert sorted(r.id for r in ours.complete().finished) == sorted(finished)
         promised = ours.promised() if isinstance(ours, TensorRtLlmScheduler) else 0
         assert ours.kv.free - promised == plain.free

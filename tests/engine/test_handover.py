@@ -71,7 +71,12 @@ def test_an_expected_request_has_a_seat_and_blocks_and_decodes_when_it_is_receiv
 
 @pytest.mark.parametrize(
     ("changes", "room"),
-    [({"max_num_seqs": 1}, False), ({}, True), ({"num_blocks": 12, "watermark_blocks": 7}, False)],
+    [
+        ({"max_num_seqs": 1}, False),
+        ({}, True),
+        ({"watermark_blocks": 1}, True),
+        ({"num_blocks": 12, "watermark_blocks": 7}, False),
+    ],
 )
 def test_without_room_nothing_is_reserved(changes: dict[str, Any], room: bool) -> None:
     decode = engine(**changes)

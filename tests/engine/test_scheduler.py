@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import DecodeBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine.kv import KvBlocks
 from simtune.engine.policies.layer_preemption import PriorityLayers
+from simtune.engine.preemption import Recompute, Swap
+from simtune.engine.step import Chunk
 
 requests = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=25)
 
@@ -286,3 +289,9 @@ def test_the_rest_of_a_halted_step_is_run_once_when_its_prompts_are_aborted() ->
     admitting = scheduler.schedule()
     assert admitting is not None
     assert [chunk.request for chunk in admitting.chunks] == [newcomer]
+
+
+def test_no_block_comes_back_for_tokens_that_were_computed_again() -> None:
+    chunk = Chunk(Request(0, 8, 4), 4, 4)
+    assert Recompute().swap_in([chunk], KvBlocks(4, 2)) == 0
+    assert Swap().swap_in([chunk], KvBlocks(4, 2)) == 2

@@ -36,10 +36,11 @@ def serve(scheduler: Scheduler, paths: list[list[int]]) -> list[int]:
     found = []
     for number, path in enumerate(paths):
         names = tuple(tuple(path[: end + 1]) for end in range(len(path)))
-        scheduler.add(Request(number, 4 * len(path) + 1, 1, blocks=names))
+        scheduler.add(request := Request(number, 4 * len(path) + 1, 1, blocks=names))
         while (step := scheduler.schedule()) is not None:
             found += [chunk.past for chunk in step.chunks if chunk.request in step.admitted]
             scheduler.complete(step.repeat)
+        assert request.reserved_tokens == 0
     assert scheduler.kv.free == scheduler.kv.total
     return found
 
@@ -97,3 +98,12 @@ def test_a_shared_tier_outlives_an_instance() -> None:
     assert serve(scheduler, [[0, 0, 0]]) == [12]
     assert (own.hit_tokens, shared.hit_tokens) == (0, 12)
     assert serve(engine("sglang", 7, Tier("store", store, shared=True)), [[0, 0, 1]]) == [8]
+
+
+def test_a_block_that_grows_takes_the_room_of_its_new_tokens() -> None:
+    store = TierStore(8)
+    assert store.put(["a"], 4, 1) == []
+    assert store.put(["a"], 4, 3) == []
+    assert store.used == 3
+    assert store.put(["b", "c"], 4, 4) == [("a", 3)]
+    assert store.used == 8

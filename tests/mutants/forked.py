@@ -104,7 +104,15 @@ def as_in(root: Path, write_bytecode: bool = False) -> None:
 def run_pytest(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     """Return the exit status of pytest in this process."""
     plugged = [word for name in ("cacheprovider", "slipcover", "xdist") for word in ("-p", f"no:{name}")]
-    options = ["-x", "-q", *plugged, "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    options = [
+        "-x",
+        "-q",
+        "--rootdir",
+        os.getcwd(),
+        *plugged,
+        "-W",
+        "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+    ]
     return int(pytest.main([*options, *arguments], plugins=list(plugins)))
 
 

@@ -223,3 +223,8 @@ def test_clients_that_do_not_think_are_refused_if_they_could_be_rejected() -> No
 def test_pools_without_new_requests_have_no_limit(role: str, key: str) -> None:
     with pytest.raises(ValidationError, match="remove it"):
         plan_of(pool={"role": role}, **{key: 4})
+
+
+def test_a_load_of_which_no_request_fits_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"every request is longer than max_model_len \(20000 tokens\)"):
+        simulated(stream_of([0.0, 1.0], [30_000, 20_001], [3, 3]))

@@ -21,7 +21,14 @@ from simtune.specs.workload import (
     Workload,
 )
 from simtune.workload.length_fit import CLOSE, fit_lengths
-from simtune.workload.load import dispersion, kolmogorov_distance, load_facts, rates_over_time, shared_share
+from simtune.workload.load import (
+    dispersion,
+    kolmogorov_distance,
+    length_facts,
+    load_facts,
+    rates_over_time,
+    shared_share,
+)
 from simtune.workload.load_fit import fit_workload
 from simtune.workload.requests import build_stream
 from simtune.workload.sampling import lengths_at
@@ -139,3 +146,9 @@ def test_dispersion_is_one_for_poisson_and_zero_for_a_clock() -> None:
     assert dispersion(np.arange(10.0), 5.0) is None
     rates, width = rates_over_time(np.arange(100.0))
     assert rates.sum() * width == pytest.approx(100)
+
+
+def test_lengths_are_counted_in_forty_bins() -> None:
+    """Bins of short lengths would be narrower than a token, and are joined."""
+    assert len(length_facts(np.arange(1000, 100_000)).counts) == 40
+    assert len(length_facts(np.array([1, 2, 3, 4])).counts) == 4

@@ -66,6 +66,12 @@ def test_without_a_threshold_all_is_apart_and_without_a_limit_all_is_together(se
     assert local.outcome.transferred_bytes == 0
 
 
+def test_a_rule_that_keeps_no_prompt_leaves_the_load_of_the_router_as_it_was() -> None:
+    """No prompt is short enough to stay: each request is routed twice and counted once."""
+    stream = poisson(60, 300.0, 100, 20, 3)
+    assert same(apart(local_prefill={"below_tokens": 1}).simulate(stream), apart().simulate(stream))
+
+
 @given(st.integers(0, 20), st.integers(1, 300), st.one_of(st.none(), st.integers(0, 6)))
 @settings(max_examples=20, deadline=None)
 def test_every_request_is_answered_whoever_computes_its_prompt(seed: int, below: int, queue: int | None) -> None:

@@ -16,6 +16,7 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 from simtune.testing.clusters import stream_of
+from tests.costs.made_up import calibrated
 from tests.oracles.split import Asked, Share, SplitDevice
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("a100-sxm-80g")
@@ -61,6 +62,12 @@ def test_a_smaller_share_is_never_faster_and_never_slower_than_its_smallest_part
         for batch in (1, 32, 64):
             ratio = share.decode(batch, 1000 * batch)[0] / whole.decode(batch, 1000 * batch)[0]
             assert 0.98 < ratio < 1.02 / least
+
+
+def test_a_share_is_corrected_as_its_device_is() -> None:
+    device = calibrated(HARDWARE, decode=(1.5, 1e-3))
+    assert device.calibration is not None
+    assert share_of(device, 0.5, 0.5).calibration == device.calibration
 
 
 def test_other_worlds_are_of_the_same_shares() -> None:

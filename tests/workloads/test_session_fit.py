@@ -70,6 +70,17 @@ def test_turns_growth_pauses_and_sub_agents_are_found_again(trace: Trace) -> Non
     assert fitted.arrivals.kind in ("poisson", "gamma")
 
 
+def test_quantiles_are_as_few_as_describe_what_was_recorded() -> None:
+    """Evenly spread pauses, some of them 0, need ten steps and the tail."""
+    evenly = {"kind": "quantiles", "levels": [0.0, 1.0], "values": [0.0, 10.0]}
+    load = workload({"turns": 8, "pause_s": evenly}, arrivals={"kind": "poisson", "rate_rps": 0.5})
+    sessions = fit_workload(recorded(load, 100), "fitted").workload.sessions
+    assert sessions is not None
+    assert not isinstance(sessions.pause_s, float)
+    assert sessions.pause_s.kind == "quantiles"
+    assert len(sessions.pause_s.levels) == 13
+
+
 def test_a_fit_is_judged_by_sessions_that_were_held_out(trace: Trace) -> None:
     rows = {row.what.removeprefix("held out: "): row for row in fit_workload(trace, "fitted").agreements}
     assert all(row.what.startswith("held out") for row in rows.values())

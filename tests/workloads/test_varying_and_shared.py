@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
+from simtune.specs import room
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.columns import replay
 from simtune.specs.plan import Plan
@@ -222,6 +223,27 @@ def test_each_turn_begins_with_all_turns_before_it_and_their_answers() -> None:
         assert len(mine) == (stream.prompt_tokens[before] + 60) // 16
         assert then[: len(mine)] == mine
     assert not set(stream.hash_ids[0]) & {*stream.hash_ids[1], *stream.hash_ids[12]}
+
+
+def test_names_of_blocks_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two turns of 8,000 tokens one has 501 blocks and one 1,003. Names that take little are never refused."""
+    monkeypatch.setattr(room, "memory", lambda: (1e9, 0.0))
+
+    def drawn(requests: int) -> RequestStream:
+        workload = Workload(
+            name="w",
+            arrivals=Poisson(rate_rps=1.0),
+            prompt=FixedLength(tokens=8000),
+            output=FixedLength(tokens=24),
+            sessions=Sessions(follow="arrivals", concurrent=4, turns=2),
+        )
+        return build_stream(workload, None, requests=requests, seed=1)
+
+    stream = drawn(400)
+    assert stream.hash_ids is not None
+    assert sum(map(len, stream.hash_ids)) == 200 * (501 + 1003)
+    with pytest.raises(UsageError, match=r"names of 3,008,000 blocks that prompts share need about 114\.7 MiB"):
+        drawn(4000)
 
 
 def test_conversations_of_a_group_share_its_prefix() -> None:
