@@ -10,7 +10,7 @@ import click
 from simtune.cli.numbers import GPUS
 from simtune.cli.options import as_option, force_option, json_option, model_option, out_option, plan_option
 from simtune.cli.output import print_json, print_table, write_profile
-from simtune.cli.paths import PATH
+from simtune.cli.paths import PATH, TEXT
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ operator."""
 
 
 @click.command()
-@click.argument("profile", metavar="DIR")
+@click.argument("profile", metavar="DIR", type=TEXT)
 @click.option(
     "--measured",
     required=True,

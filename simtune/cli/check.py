@@ -9,10 +9,11 @@ import click
 
 from simtune.cli.options import json_option, set_option
 from simtune.cli.output import print_json, settings_of
+from simtune.cli.paths import TEXT
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=TEXT)
 @set_option
 @json_option
 def check(files: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> int:

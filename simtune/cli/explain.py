@@ -8,10 +8,11 @@ import click
 
 from simtune.cli.options import json_option
 from simtune.cli.output import print_json
+from simtune.cli.paths import TEXT
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN")
+@click.argument("plan", metavar="PLAN", type=TEXT)
 @json_option
 def explain(plan: str, as_json: bool) -> None:
     """Explain a PLAN and each of its settings for its model and hardware.

@@ -10,6 +10,7 @@ import click
 from simtune.cli.numbers import TRIALS, RealRange, WholeRange
 from simtune.cli.options import json_option, out_option, requests_option, vllm_python_option
 from simtune.cli.output import milliseconds, print_json, print_table, write_run
+from simtune.cli.paths import TEXT
 from simtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ COLUMNS = ("metric", "predicted ms", "measured ms", "error %", "repeat noise %",
 
 
 @click.command()
-@click.argument("study_file", metavar="STUDY")
+@click.argument("study_file", metavar="STUDY", type=TEXT)
 @out_option.but(required=True, help="Folder of all stages; a loop that it contains is continued.")
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True)
 @vllm_python_option

@@ -39,6 +39,7 @@ from simtune.cli.output import (
     write_run,
 )
 from simtune.cli.pace import Deadline, seconds_of
+from simtune.cli.paths import TEXT
 from simtune.errors import UsageError, plural
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _nearest(error: Infeasible) -> dict[str, Any] | None:
 
 
 @click.command()
-@click.argument("study_file", metavar="STUDY")
+@click.argument("study_file", metavar="STUDY", type=TEXT)
 @out_option
 @jobs_option.but(help="Processes; one per core by default. The result does not depend on it.")
 @click.option(

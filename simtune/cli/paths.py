@@ -9,12 +9,15 @@ import click
 
 
 class PathText(click.Path):
-    """A path; the empty text is rejected, which would be the working directory, and what no file can be named."""
+    """A path; rejected are the empty text, which would be the working directory, blanks, and what no file can be
+    named."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a path."""
-        if value == "":
+        if isinstance(value, str) and not value.strip():
             self.fail("is empty; name a file or folder, or leave it out.", param, ctx)
+        if isinstance(value, str) and value.endswith("/") and not self.dir_okay:
+            self.fail(f"{value!r}: is the name of a folder; name a file", param, ctx)
         if isinstance(value, str) and "\0" in value:
             self.fail(f"{value!r}: is no name of a file", param, ctx)
         return super().convert(value, param, ctx)

@@ -243,7 +243,9 @@ class _Targets:
             claim(self.out, force)
         elif self.leave_out:
             raise UsageError("--leave-out says what --out FOLDER lacks; give both")
-        for file in (self.timeline, self.per_request):
+        for option, file in (("--timeline", self.timeline), ("--per-request", self.per_request)):
+            if file is not None and file == self.out:
+                raise UsageError(f"{file}: is given to --out, which is a folder, and to {option}; name another file")
             if file is not None and file.exists() and not force:
                 raise UsageError(f"{file}: exists; give --force to replace it, or name another file")
         if self.per_request is not None:

@@ -120,7 +120,7 @@ def _simulated(todo: Sequence[Point], out: Path | None, jobs: int | None, quiet:
                 update(number + 1, len(todo), "")
         if all(row["error"] for row in rows):
             raise UsageError(rows[0]["error"])
-    except SimtuneError:
+    except (SimtuneError, OSError):
         if out is not None and is_new and all(row["error"] for row in rows):
             shutil.rmtree(out, ignore_errors=True)
         raise

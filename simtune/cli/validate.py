@@ -34,7 +34,7 @@ from simtune.cli.output import (
     progress,
     split_settings,
 )
-from simtune.cli.paths import PATH
+from simtune.cli.paths import PATH, TEXT
 from simtune.errors import UsageError, suggest
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def make_engine(choice: EngineChoice, experiment: Experiment) -> Engine:
 
 
 @click.command()
-@click.argument("plan_file", metavar="PLAN")
+@click.argument("plan_file", metavar="PLAN", type=TEXT)
 @workload_option.but(help="Load to send; not needed with --from.")
 @click.option(
     "--engine",

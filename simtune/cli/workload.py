@@ -203,7 +203,7 @@ def _scraped(scrapes: Sequence[Scrape], span: str | None, rate: float | None, ou
 
     name = Path(scrapes[0].file).name.split(".")[0]
     load = fit_scrapes(
-        scrapes, spec_name(name, "scrape"), span_s=None if span is None else duration_s(span), rate_rps=rate
+        scrapes, spec_name(name, "scrape"), span_s=None if span is None else duration_s(span, "--span"), rate_rps=rate
     )
     for note in load.notes:
         click.echo(f"note: {note}", err=True)

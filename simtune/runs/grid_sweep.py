@@ -216,7 +216,7 @@ def _number(what: str, text: str | None, kind: Callable[[str], Any]) -> Any:
         value = None if text is None else kind(text)
     except ValueError:
         word = "number" if kind is float else "whole number"
-        raise UsageError(f"{what} {shortened(text)}: must be a {word}") from None
+        raise UsageError(f"{what} {shortened(text)!r}: must be a {word}") from None
     if value is None:
         return None
     if value < 0 or (value == 0 and what != "seed"):

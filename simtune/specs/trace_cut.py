@@ -23,14 +23,14 @@ _LARGEST_FACTOR = 1e9
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 
 
-def duration_s(text: str) -> float:
-    """`90s`, `30m`, `1.5h`, `2d` or plain seconds. Raises UsageError."""
+def duration_s(text: str, option: str) -> float:
+    """Return `90s`, `30m`, `1.5h`, `2d` or plain seconds as seconds. Raises UsageError, which names the `option`."""
     matched = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
     if matched is None or (matched[2] or "s") not in _UNITS_S or not float(matched[1]) > 0:
-        raise UsageError(f"{shortened(text)}: write a time as 90s, 30m, 1.5h or 2d")
+        raise UsageError(f"{option} {shortened(text)!r}: write a time as 90s, 30m, 1.5h or 2d")
     seconds = float(matched[1]) * _UNITS_S[matched[2] or "s"]
     if seconds > LONGEST_TRACE_S:
-        raise UsageError(f"{shortened(text)}: must be at most {LONGEST_TRACE_S / DAY_S:,.0f} days")
+        raise UsageError(f"{option} {shortened(text)!r}: must be at most {LONGEST_TRACE_S / DAY_S:,.0f} days")
     return seconds
 
 
@@ -49,7 +49,7 @@ class Cut:
         if self.begin is not None or self.end is not None:
             trace = between(trace, self.begin, self.end, offset_s(self.utc_offset))
         if self.peak is not None:
-            trace = busiest(trace, duration_s(self.peak))
+            trace = busiest(trace, duration_s(self.peak, "--peak"))
         return trace if self.scale is None else scaled(trace, _factor(self.scale))
 
 
@@ -60,7 +60,9 @@ def _factor(text: str) -> float:
     except ValueError:
         factor = -1.0
     if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
-        raise UsageError(f"{shortened(text)}: write a factor of the rate as 2x or 0.5x, at most {_LARGEST_FACTOR:.0e}x")
+        raise UsageError(
+            f"--scale {shortened(text)!r}: write a factor of the rate as 2x or 0.5x, at most {_LARGEST_FACTOR:.0e}x"
+        )
     return factor
 
 
@@ -76,7 +78,7 @@ def offset_s(text: str) -> float:
     """`+02:00` as seconds ahead of UTC. Raises UsageError."""
     matched = re.fullmatch(r"([+-])(\d\d):?(\d\d)", text)
     if matched is None:
-        raise UsageError(f"{text}: write an offset from UTC as +02:00")
+        raise UsageError(f"--utc-offset {shortened(text)!r}: write an offset from UTC as +02:00")
     return (1 if matched[1] == "+" else -1) * (3600.0 * int(matched[2]) + 60.0 * int(matched[3]))
 
 
@@ -126,8 +128,8 @@ def between(trace: Trace, begin: str | None, end: str | None, utc_offset_s: floa
     clocks = [text is not None and ":" in text for text in (begin, end)]
     if any(clocks):
         return _daily(trace, arrival_s, begin or "00:00", end or "24:00", utc_offset_s)
-    begin_s = 0.0 if begin is None else duration_s(begin)
-    end_s = float(arrival_s[-1]) if end is None else duration_s(end)
+    begin_s = 0.0 if begin is None else duration_s(begin, "--from")
+    end_s = float(arrival_s[-1]) if end is None else duration_s(end, "--to")
     if not begin_s < end_s:
         raise UsageError(f"{begin} to {end}: the end must come after the beginning")
     rows = (arrival_s >= begin_s) & (arrival_s <= end_s)

@@ -101,7 +101,8 @@ class Answer:
 
 
 _KEYS = re.compile(
-    r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|hardware \S+|plan \S+|class \S+"
+    r"\b[a-z]+(_[a-z0-9]+)+\b|\b[a-z_]+\.[a-z_0-9]+\b|--[a-z]+|workload \S+|model \S+|hardware \S+|plan \S+|class \S+|"
+    r"(?:policy|rate|requests|seed) \S+"
 )
 
 
@@ -183,6 +184,9 @@ class Desk:
         if _was_slow(ended):
             self._renew()
             ended = self.ask(command, wall_per_cpu=SLOWEST)
+        if ended["code"] < 0 and ended["cpu_s"] > CPU_S - 1:
+            self._renew()
+            ended = self.ask(command, cpu_s=LONG_S)
         out, err = ((self.folder / name).read_text("utf-8", "replace")[-KEPT * 100 :] for name in ("stdout", "stderr"))
         left = {path.name for path in self.folder.iterdir()} - before - {"stdout", "stderr"}
         if ended["code"] in (0, 3, *_ANSWERS.get(command[0], ())):
@@ -190,7 +194,7 @@ class Desk:
         case = corpus.Case("options", command)
         accepted = tuple(options.impossible(command)) if ended["code"] == 0 else ()
         usage = (ended["code"], out, err, ended["cpu_s"], ended["memory"])
-        texts = tuple(word[:20] for word in command[1:] if word.strip())
+        texts = tuple(word.rstrip("/")[:20] for word in command[1:] if word.strip("/ "))
         return Answer(number, case, odd, *usage, tuple(sorted(left)), accepted, texts)
 
     def _renew(self) -> None:

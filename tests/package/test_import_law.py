@@ -6,10 +6,12 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.docs.reading import ROOT, module_names, modules
 
@@ -174,6 +176,15 @@ def test_hypothesis_is_for_those_who_test_only() -> None:
         if "hypothesis" in {found.split(".")[0] for found in imports(module)}
     }
     assert users == {"testing"}
+
+
+def test_what_every_installation_brings_is_imported() -> None:
+    """A dependency that only tests import belongs to the extra `dev`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {Requirement(line).name.lower() for line in project["dependencies"]}
+    heads = {name.split(".")[0] for module in modules().values() for name in imports(module)}
+    assert {"yaml" if name == "pyyaml" else name for name in names} - heads == set()
+    assert "simpy" not in heads
 
 
 def test_the_library_never_reads_argv() -> None:

@@ -210,9 +210,9 @@ def test_columns_of_a_profile_are_of_one_size(make: Any, told: str) -> None:
 @pytest.mark.parametrize("text", ["soon", "10 weeks", "-5s", "0s", "1:30"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match=r"write a time as 90s, 30m, 1\.5h or 2d"):
-        duration_s(text)
+        duration_s(text, "--from")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("250ms", 0.25), ("1.5h", 5400), ("2d", 172800), ("7", 7)])
 def test_times(text: str, seconds: float) -> None:
-    assert duration_s(text) == seconds
+    assert duration_s(text, "--from") == seconds

@@ -28,13 +28,13 @@ def made(times: list[float], began_s: float | None = None, **more: object) -> Tr
     ("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2d", 172800), ("250ms", 0.25)]
 )
 def test_times_are_written_with_their_unit(text: str, seconds: float) -> None:
-    assert duration_s(text) == seconds
+    assert duration_s(text, "--from") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-3m", "3 weeks", "h", "nan"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="write a time as 90s, 30m"):
-        duration_s(text)
+        duration_s(text, "--from")
 
 
 def test_times_in_words() -> None:
