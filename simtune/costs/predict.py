@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import NormalDist, median
@@ -380,7 +380,7 @@ def _check_names(
     operator: Operator, form: OperatorForm, setting: Setting, arrays: Mapping[str, NDArray[Any]] | None
 ) -> None:
     """Raise SpecError for a shape parameter or a feature that calls of the operator's kind do not have."""
-    for key, why in (*_unknown_shapes(operator, form), *_unknown_features(operator, form, setting)):
+    for key, why in (*_unknown_shapes(operator, form), *_unknown_features(operator, setting)):
         raise SpecError(Problem(_profile_beside(arrays), why, f"operators: {key}"))
 
 
@@ -396,8 +396,15 @@ def _unknown_shapes(operator: Operator, form: OperatorForm) -> Iterator[tuple[st
             yield "curves.at", f"a curve of {operator.kind} is at no {name}"
 
 
-def _unknown_features(operator: Operator, form: OperatorForm, setting: Setting) -> Iterator[tuple[str, str]]:
-    features = form.features({name: np.ones(1) for name in form.shape}, setting)
+@lru_cache(maxsize=256)
+def _feature_names(kind: OperatorKind, setting: Setting) -> tuple[str, ...]:
+    """Return the features of the calls of a kind of operator."""
+    form = OPERATORS[kind]
+    return tuple(form.features({name: np.ones(1) for name in form.shape}, setting))
+
+
+def _unknown_features(operator: Operator, setting: Setting) -> Iterator[tuple[str, str]]:
+    features = _feature_names(operator.kind, setting)
     names = [("joint_box", name) for name in operator.joint_box]
     names += [] if operator.residual is None else [("residual: features", name) for name in operator.residual.features]
     for key, name in names:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
-from simtune.costs.iteration import REDRAWN_KINDS
+from simtune.costs.iteration import REDRAWN_KINDS, StepModel
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
@@ -17,10 +16,11 @@ from simtune.sim.feasibility import check
 from simtune.sim.plan_parts import POLICY
 from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Pool, Role
+from simtune.specs.speculation import Speculation
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import PoolCapacity
 from simtune.tuner.doubt.margin import MEAN_OF, margin
-from simtune.tuner.drafting import Draft, RoundCost, round_costs, speculation_on
+from simtune.tuner.drafting import Draft, DraftContexts, DraftGrid, RoundCost, round_costs
 from simtune.tuner.question import Question
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
@@ -35,6 +35,43 @@ class Refused:
 
     status: str
     reason: str
+
+
+class NoCosts:
+    """Step costs of a deployment that is never run."""
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        """Raise NotImplementedError."""
+        raise NotImplementedError
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        """Raise NotImplementedError."""
+        raise NotImplementedError
+
+
+class DraftCache:
+    """Speculation of pools, chosen once for all that differ in nothing that the choice depends on."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._round_costs: dict[object, RoundCost] = {}
+        self._contexts: dict[int, DraftContexts] = {}
+        self._speculations: dict[tuple[object, DraftGrid], Speculation | None] = {}
+
+    def speculation(self, choice: PoolChoice, draft: Draft, pool: Pool, stream: RequestStream) -> Speculation | None:
+        """Return the best speculation of a pool for a load (`simtune.tuner.drafting.speculation_on`): computed once for
+        all pools of its cut that have the same batches. Raise Infeasible if the drafter does not work with the pool."""
+        if draft.choice.scheme is not None:
+            return draft.speculation(draft.choice.scheme)
+        model, hardware = self._question.model, self._question.hardware_of(choice)
+        contexts = self._contexts.get(len(stream)) or self._contexts.setdefault(len(stream), DraftContexts.of(stream))
+        grid = DraftGrid.of(draft, model, hardware, pool, contexts)
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
+        if key not in self._round_costs:
+            self._round_costs[key] = round_costs(draft, model, hardware, pool)
+        if (key, grid) not in self._speculations:
+            self._speculations[key, grid] = grid.speculation(draft, self._round_costs[key])
+        return self._speculations[key, grid]
 
 
 class PlanCache:
@@ -56,7 +93,7 @@ class PlanCache:
         self._streams: dict[int, RequestStream] = {}
         self._long_streams: dict[int, RequestStream] = {}
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
-        self._round_costs: dict[tuple[object, ...], RoundCost] = {}
+        self._drafts = DraftCache(question)
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
         self._known: dict[PoolChoice, DeployedPool] = {}
         """Pools that were deployed before: another number of instances shares everything but that number."""
@@ -91,6 +128,11 @@ class PlanCache:
         if refusal:
             return Refused("does_not_fit", refusal)
         return self._weighted(with_drafts) if with_drafts.of_kinds else with_drafts
+
+    def unfit(self, choice: PoolChoice, candidate: Candidate) -> str:
+        """Return why a pool of a candidate cannot be, or why drafting would not pay there; empty if it can."""
+        settled = self._settled_as(choice, candidate)
+        return settled.reason if isinstance(settled, Refused) else ""
 
     def _settled_as(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         """Return a pool as it is settled; cached by the object, which the plans of a space share."""
@@ -137,7 +179,7 @@ class PlanCache:
             if draft is None:
                 return choice
             stream = self.stream(candidate)
-            speculation = speculation_on(draft, q.model, hardware, pool, stream, partial(self._rounds, choice, draft))
+            speculation = self._drafts.speculation(choice, draft, pool, stream)
             if speculation is None:
                 return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
             choice = replace(choice, speculation=speculation)
@@ -158,23 +200,18 @@ class PlanCache:
         """Return the max_model_len of a pool."""
         return choice.shape.max_model_len or self.max_model_len
 
-    def _rounds(self, choice: PoolChoice, draft: Draft) -> RoundCost:
-        """Return the cost of the rounds of a pool: computed once for all pools of its cut with its drafter."""
-        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
-        if key not in self._round_costs:
-            hardware = self.question.hardware_of(choice)
-            self._round_costs[key] = round_costs(draft, self.question.model, hardware, self.pool(choice))
-        return self._round_costs[key]
-
     def _no_way(self, candidate: Candidate) -> str:
-        """Return why KV caches could not be sent from a prefill pool; empty if they can. Computed once for each
-        shape."""
+        """Return why KV caches could not be sent from a prefill pool, or why the profile has no costs of a pool; empty
+        if neither. Computed once for each shape that prefills."""
         if candidate.prefilling is None:
             return ""
         shape = candidate.prefilling.shape
         if shape not in self._ways:
             try:
-                self.deployment(candidate)
+                # Compiling step costs takes the most time of a deployment, and the plan may never be simulated.
+                costs = {self.pool(choice).name: NoCosts() for choice in candidate.pools}
+                for pool in self.question.deploy(candidate, self.max_model_len, costs).pools:
+                    StepModel(self.question.model, pool.hardware, pool.spec)
                 self._ways[shape] = ""
             except Infeasible as error:
                 self._ways[shape] = str(error)
@@ -308,6 +345,9 @@ def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:
 
 def _too_many(question: Question, candidate: Candidate) -> str:
     """Return of which hardware a candidate takes more than there is; empty if of none."""
+    if all(pool.speculation is None and pool.fixed is None for pool in candidate.pools):
+        # Instances were counted such that they fit.
+        return ""
     for entry in question.study.hardware:
         devices = sum(pool.devices for pool in candidate.pools if pool.shape.gpu == entry.profile)
         if devices > entry.devices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations, product
@@ -145,6 +146,63 @@ def test_pools_that_draft(speculation: Speculation, asynchronous: bool, role: Ro
         told, differ = told + tells, differ + (not same)
     assert told > 0
     assert differ > 0
+
+
+RESERVING: dict[str, dict[str, Any]] = {
+    "trtllm": {"policy": "tensorrt-llm", "chunked_prefill": False},
+    "trtllm chunked": {"policy": "tensorrt-llm"},
+    "trtllm in turn": {"policy": "tensorrt-llm", "options": {"context_chunking_policy": "EQUAL_PROGRESS"}},
+    "trtllm pauses": {"policy": "tensorrt-llm", "options": {"capacity_scheduler_policy": "MAX_UTILIZATION"}},
+    "sglang": {"policy": "sglang"},
+    "sglang whole": {"policy": "sglang", "chunked_prefill": False},
+    "sglang mixes": {"policy": "sglang", "options": {"enable_mixed_chunk": True}},
+    "sglang polls": {"policy": "sglang", "options": {"scheduler_recv_interval": 7, "max_prefill_tokens": 2000}},
+}
+"""Policies that reserve room for answers, in all of their ways."""
+
+
+@pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
+@pytest.mark.parametrize("name", RESERVING)
+def test_policies_that_reserve_room(name: str, role: Role) -> None:
+    """Random loads and limits: where two plans are told to do the same, every column is the same to the tick."""
+    rng, told, differ = random.Random(f"{name} {role}"), 0, 0
+    widest = [pool(256, 32_768, 20_000, role) for role in ("mixed", "prefill", "decode")]
+    costs: dict[str, StepCosts] = {p.name: compiled_costs(p, MODEL, HARDWARE, 4096) for p in widest}
+    for world, rate_rps in enumerate((4.0, 20.0, 80.0)):
+        caching, asynchronous = rng.random() < 0.5, rng.random() < 0.5
+        settings = RESERVING[name]
+        least = 1024 if settings.get("chunked_prefill", True) else 4096
+        changes: dict[str, Any] = {"async_scheduling": asynchronous}
+        limits = [
+            (rng.choice((2, 9, 24, 80, 256)), rng.choice((1, 2, 4, 8)) * least, rng.choice((500, 900, 3000, 12_000)))
+            for _ in range(4)
+        ]
+        # Limits of one kind alone, too: of all that differ one may be reached.
+        limits += [(seats, *limits[0][1:]) for seats in (9, 200)] + [
+            (*limits[0][:2], 20_000),
+            (256, least * 8, 9000),
+        ]
+        pools = [_cached(pool(*sizes, role, **settings), caching).model_copy(update=changes) for sizes in limits]
+        beside = {"prefill": pool(256, 1024, 12_000, "decode"), "decode": pool(64, 1024, 12_000, "prefill")}.get(role)
+        ends = [(its, beside) if role == "prefill" else (beside, its) for its in pools]
+        plans = [deployed(*filter(None, both), costs=costs) for both in ends]
+        requests = replace(stream(rate_rps), max_tokens=rng.choice((None, 400)))
+        outcomes = [plan.simulate(requests) for plan in plans]
+        for (one, its), (other, theirs) in permutations(zip(plans, outcomes, strict=True), 2):
+            same = all(np.array_equal(getattr(its.outcome, c), getattr(theirs.outcome, c)) for c in COLUMNS)
+            used = uses(one, its)
+            assert used is not None
+            tells = not tell_apart(other, used)
+            assert same or not tells, (world, one.pools, other.pools)
+            told, differ = told + tells, differ + (not same)
+    assert told > 0, "there were to be plans that are told what they do"
+    assert differ > 0, "there were to be plans that do something else"
+
+
+@pytest.mark.parametrize("settings", [{"policy": "tensorrt-llm", "options": {"batch_wait_timeout_iters": 3}}])
+def test_prompts_that_wait_for_a_fuller_step_tell_nothing(settings: dict[str, Any]) -> None:
+    deployment = deployed(pool(64, 1024, 6000, **settings))
+    assert uses(deployment, deployment.simulate(stream(3.0))) is None
 
 
 def test_policies_that_look_at_their_limits_tell_nothing() -> None:

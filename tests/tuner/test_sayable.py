@@ -55,10 +55,14 @@ def test_every_plan_of_a_space_can_be_written(policy: str) -> None:
     assert all(emitter.files(asked.plan(candidate, 1024), MODEL) for candidate in space.candidates)
     kept = {candidate.key for candidate in space.candidates}
     lost = [candidate for candidate in space_of(asked.study).candidates if candidate.key not in kept]
-    assert sum(space.refused.values()) == len(lost)
+    assert sum(space.refused.values()) + sum(space.unfit.values()) == len(lost)
+    refused = 0
     for candidate in lost:
         pools = asked.plan(candidate, 1024).pools
-        assert any(why for pool in pools for why in emitter.refusals(pool, MODEL, {}))
+        of_engine = any(why for pool in pools for why in emitter.refusals(pool, MODEL, {}))
+        assert of_engine or any(space.plan_cache.unfit(pool, candidate) for pool in candidate.pools)
+        refused += of_engine
+    assert sum(space.refused.values()) == refused
 
 
 def test_pipelines_are_searched_in_a_release_that_schedules_them_step_by_step() -> None:

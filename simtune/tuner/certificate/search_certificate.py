@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -35,7 +35,7 @@ from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import judged_together, num_draws, part_requests
 from simtune.tuner.search.most_users import UserLoad, run_at_load
 from simtune.tuner.space.candidates import Candidate
-from simtune.tuner.space.expressible import space_for
+from simtune.tuner.space.expressible import left_out_names, space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
 from simtune.tuner.trial import Confirmed, Trial, Tuned
 
@@ -316,8 +316,8 @@ class Audit:
         """Differences between the certificate and the computed claims, one sentence each."""
         self.bounds = self.allocations = 0
         """Number of bounds, and of bounds of classes, that were computed."""
-        self._candidates = space_for(question).candidates
-        self._plan_cache = PlanCache(question, self._candidates)
+        self.space = space_for(question)
+        self._candidates, self._plan_cache = self.space.candidates, self.space.plan_cache
         self._candidate_filter = CandidateFilter(question, self._plan_cache)
         self._closed: dict[str, tuple[set[str], float | None]] = {}
         """Names of the plans of each class that has a bound, and that bound."""
@@ -416,7 +416,7 @@ class Audit:
                 bounded_candidates.append((bounded_candidate, fate))
         for bounded_candidate, fate in sorted(bounded_candidates, key=lambda claim: bool(claim[1].same_as)):
             (self._check_twin if fate.same_as else self._check_plan)(bounded_candidate, fate)
-        self.problems += [f"{name} is in the certificate and not in the space" for name in sorted(claimed)]
+        self.problems += [f"{name} is in the certificate and not in the space" for name in foreign(claimed, self)]
 
     def _check_refused(self, row: Trial, fate: PlanFate) -> None:
         """Check that nothing is claimed of a plan that cannot meet the objective."""
@@ -555,6 +555,20 @@ class Audit:
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
         self.problems.same(f"{incumbent.plan}: value", incumbent.value, value)
+
+
+def foreign(claimed: Mapping[str, PlanFate], audit: Audit) -> list[str]:
+    """Return the plans that do not belong into a certificate, of those that are claimed besides the plans of the space.
+
+    Earlier versions listed every plan with a pool that does not fit; of such a plan only a bound may be claimed.
+    """
+    left_out = left_out_names(audit.question, audit.space) if claimed else set()
+    chosen = audit.certificate.incumbent.plan
+    return sorted(
+        name
+        for name, fate in claimed.items()
+        if name not in left_out or name == chosen or fate.simulated or fate.same_as
+    )
 
 
 def _confirmed_by(

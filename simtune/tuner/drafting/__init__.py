@@ -2,11 +2,12 @@
 
 from simtune.tuner.drafting.choose import Projection, RoundCost, Schedule, choose
 from simtune.tuner.drafting.facts import described
-from simtune.tuner.drafting.study_drafters import Draft, DraftContexts, round_costs, schedule, speculation_on
+from simtune.tuner.drafting.study_drafters import Draft, DraftContexts, DraftGrid, round_costs, schedule, speculation_on
 
 __all__ = [
     "Draft",
     "DraftContexts",
+    "DraftGrid",
     "Projection",
     "RoundCost",
     "Schedule",

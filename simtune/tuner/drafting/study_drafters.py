@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -78,6 +78,57 @@ def round_costs(draft: Draft, model: Model, hardware: Hardware, pool: Pool) -> R
     return cache(RoundModel(model, hardware, pool, draft.choice.drafter, draft.drafting.model))
 
 
+@dataclass(frozen=True)
+class DraftGrid:
+    """Batches and contexts for which drafts are chosen: all that the choice depends on, but the costs of rounds."""
+
+    contexts: DraftContexts
+    batches: tuple[int, ...]
+    fits: tuple[tuple[bool, ...], ...]
+    """True if the KV cache holds a batch at a context; rows of batches."""
+
+    @classmethod
+    def of(cls, draft: Draft, model: Model, hardware: Hardware, pool: Pool, contexts: DraftContexts) -> DraftGrid:
+        """Return the grid of an instance of a pool. Raise Infeasible if the drafter does not work with the pool, or if
+        its KV cache holds no sequence."""
+        pp = pool.parallelism.pp
+        smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
+        kv_tokens = check(smallest, model, hardware, draft.drafting).num_blocks // pp * pool.kv_cache.block_size
+        shortest = contexts.tokens[0]
+        batches = [b for b in batches_up_to(pool.batching.max_num_seqs // pp) if b * shortest <= kv_tokens]
+        if not batches:
+            raise Infeasible(f"{kv_tokens:,} tokens of KV cache do not hold one sequence of {shortest:,}")
+        return cls(contexts, tuple(batches), tuple(tuple(b * c <= kv_tokens for c in contexts.tokens) for b in batches))
+
+    def schedule(self, draft: Draft, round_s: RoundCost, max_nodes: int = 0) -> Schedule:
+        """Return the best settings in every cell, by the seconds of rounds; see `schedule`."""
+        cells = list(zip(self.contexts.tokens, self.contexts.shares, strict=True))
+        shares: Array = np.array(
+            [
+                [share * round_s(b, c, 1, 0, 1) if fits else 0.0 for (c, share), fits in zip(cells, row, strict=True)]
+                for b, row in zip(self.batches, self.fits, strict=True)
+            ]
+        )
+        shares /= shares.sum(axis=1, keepdims=True)
+        return choose(
+            draft.drafting.acceptance.rates,
+            round_s,
+            self.batches,
+            self.contexts.tokens,
+            max_length=min(MAX_LENGTH, draft.choice.drafter.most_depth or MAX_LENGTH),
+            max_nodes=max_nodes,
+            shares=shares,
+        )
+
+    def speculation(self, draft: Draft, round_s: RoundCost) -> Speculation | None:
+        """Return the best speculation as vLLM offers it: a chain whose length follows the batch; None if drafting pays
+        at no batch size."""
+        scheme = self.schedule(draft, round_s).by_batch().scheme
+        if scheme is None:
+            return None
+        return draft.speculation(Chain(tokens=scheme.max_tokens) if len(scheme.ranges) == 1 else scheme)
+
+
 def schedule(
     draft: Draft,
     model: Model,
@@ -85,57 +136,28 @@ def schedule(
     pool: Pool,
     contexts: DraftContexts,
     max_nodes: int = 0,
-    costs: Callable[[], RoundCost] | None = None,
 ) -> Schedule:
     """Return the best settings on an instance of the pool over (batch, context), including trees of up to max_nodes
     tokens.
 
     Acceptance is that of all requests together. Time without speculation is shared evenly among the batches, and
     within each among the contexts by their tokens, as far as the KV cache holds that many; batches that do not fit at
-    any context are left out. `costs` returns the pool's `round_costs`, if they may be cached. Raise Infeasible if the
-    drafter does not work with the pool.
+    any context are left out. Raise Infeasible if the drafter does not work with the pool.
     """
-    drafter, pp = draft.choice.drafter, pool.parallelism.pp
-    smallest = pool.model_copy(update={"speculation": draft.speculation(Chain(tokens=1))})
-    kv_tokens = check(smallest, model, hardware, draft.drafting).num_blocks // pp * pool.kv_cache.block_size
-    round_s = round_costs(draft, model, hardware, pool) if costs is None else costs()
-    shortest = contexts.tokens[0]
-    batches = [b for b in batches_up_to(pool.batching.max_num_seqs // pp) if b * shortest <= kv_tokens]
-    if not batches:
-        raise Infeasible(f"{kv_tokens:,} tokens of KV cache do not hold one sequence of {shortest:,}")
-    cells = list(zip(contexts.tokens, contexts.shares, strict=True))
-    shares: Array = np.array(
-        [[share * round_s(b, c, 1, 0, 1) if b * c <= kv_tokens else 0.0 for c, share in cells] for b in batches]
-    )
-    shares /= shares.sum(axis=1, keepdims=True)
-    return choose(
-        draft.drafting.acceptance.rates,
-        round_s,
-        batches,
-        contexts.tokens,
-        max_length=min(MAX_LENGTH, drafter.most_depth or MAX_LENGTH),
-        max_nodes=max_nodes,
-        shares=shares,
-    )
+    grid = DraftGrid.of(draft, model, hardware, pool, contexts)
+    return grid.schedule(draft, round_costs(draft, model, hardware, pool), max_nodes)
 
 
 def speculation_on(
-    draft: Draft,
-    model: Model,
-    hardware: Hardware,
-    pool: Pool,
-    stream: RequestStream,
-    costs: Callable[[], RoundCost] | None = None,
+    draft: Draft, model: Model, hardware: Hardware, pool: Pool, stream: RequestStream
 ) -> Speculation | None:
     """Return the best speculation of a pool for a load, as vLLM offers it; None if drafting pays at no batch size.
 
-    The scheme is the study's own if it has one, else a chain whose length follows the batch. `costs` as in `schedule`.
+    The scheme is the study's own if it has one, else a chain whose length follows the batch.
 
     Raise Infeasible if the drafter does not work with the pool.
     """
     if draft.choice.scheme is not None:
         return draft.speculation(draft.choice.scheme)
-    scheme = schedule(draft, model, hardware, pool, DraftContexts.of(stream), costs=costs).by_batch().scheme
-    if scheme is None:
-        return None
-    return draft.speculation(Chain(tokens=scheme.max_tokens) if len(scheme.ranges) == 1 else scheme)
+    grid = DraftGrid.of(draft, model, hardware, pool, DraftContexts.of(stream))
+    return grid.speculation(draft, round_costs(draft, model, hardware, pool))

@@ -87,7 +87,8 @@ def optimize(
     space = space_for(question)
     course = CourseLog(progress)
     with executor(jobs, AHEAD) as pool:
-        search = BestFirst(question, space.candidates, Evaluator(pool, ledger, time_is_up), course)
+        evaluator = Evaluator(pool, ledger, time_is_up)
+        search = BestFirst(question, space.candidates, evaluator, course, space.plan_cache)
         if begins is not None:
             begins(space.candidates, search.plan_cache)
         interrupted = ended(search.run)
@@ -138,9 +139,10 @@ class BestFirst:
         candidates: Sequence[Candidate],
         evaluator: Evaluator,
         progress: SearchProgress | None = None,
+        plan_cache: PlanCache | None = None,
     ) -> None:
         self.question, self.evaluator, self.progress = question, evaluator, progress
-        self.plan_cache = PlanCache(question, candidates)
+        self.plan_cache = plan_cache or PlanCache(question, candidates)
         self.candidate_filter = CandidateFilter(question, self.plan_cache)
         self.step = 1 + question.study.search.rate_tolerance
         self.rows: list[Trial] = []

@@ -57,7 +57,8 @@ def answer(
     question.check()
     space = space_for(question)
     with executor(jobs, AHEAD) as pool:
-        search = FrontSearch(question, space.candidates, Evaluator(pool, ledger, time_is_up), progress)
+        evaluator = Evaluator(pool, ledger, time_is_up)
+        search = FrontSearch(question, space.candidates, evaluator, progress, space.plan_cache)
         if begins is not None:
             begins(space.candidates, search.plan_cache)
         interrupted = ended(search.run)
@@ -94,6 +95,7 @@ class FrontSearch:
         candidates: Sequence[Candidate],
         evaluator: Evaluator,
         progress: SearchProgress | None = None,
+        plan_cache: PlanCache | None = None,
     ) -> None:
         self.question, self.progress, self.evaluator = question, progress, evaluator
         self.rows: list[Trial] = []
@@ -104,7 +106,7 @@ class FrontSearch:
         self.settled = self.ruled_out = 0
         """Loads that were decided, and plans at a load that needed no simulation."""
         self._candidates = candidates
-        self.plan_cache = PlanCache(question, candidates)
+        self.plan_cache = plan_cache or PlanCache(question, candidates)
         self._fresh = FreshDraws(question, evaluator)
         self._runners: list[_Climber] = []
         self._decided = 0

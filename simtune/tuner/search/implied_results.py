@@ -6,6 +6,20 @@ that are the same in both may have been reached. What was reached is counted fro
 simulated anyway, and every plan that could differ is simulated. Drafts count as if all were made, for all requests that
 are present, and as if the scheduler took those of two steps for accepted.
 
+TensorRT-LLM and SGLang (without drafts) reserve room for whole answers, and look at requests that they do not start:
+
+* A request is refused room because those that run, those started before it in the same step, and itself may need more
+  blocks than there are. So what it may need counts besides what all that run at the same time may need, answers
+  included: while that is below the limit no request was refused.
+* Whole prompts follow one another until one does not fit the budget. So the longest prompt counts besides the tokens of
+  the largest step. Prompts that are cut leave less than a block of the budget, which counts instead.
+* SGLang notices that no seat is free when it looks at one more request; so a seat for that one counts. TensorRT-LLM
+  lists those that have a seat and room, and starts the first of them that fit the budget: the list of another number of
+  seats has the same beginning, up to the seats that were taken and one more. If it cuts prompts, all of the list share
+  a budget that binds; then all limits count as reached.
+* The rest follows from these refusals, from blocks that a decode does not find (preemptions count as all blocks), and
+  from steps that are alike: SGLang's `_full`, its ratio and its polls, and the requests that are paused.
+
 A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If all
 requests that arrived would have fitted at once, first tokens come at the same time whatever pool decodes; and if these
 first tokens alone miss the SLO, no plan with the same prefill pool meets it.
@@ -41,8 +55,10 @@ HIGH = 90.0
 """Percentile that is above the mean."""
 ENOUGH_DECODED = 100
 """Fewest requests of such a mean."""
-POLICIES = ("vllm-fcfs", "vllm-priority")
+POLICIES = ("vllm-fcfs", "vllm-priority", "tensorrt-llm", "sglang")
 """Policies whose decisions depend on limits only when a limit is reached."""
+RESERVING = ("tensorrt-llm", "sglang")
+"""Policies among POLICIES that reserve room for whole answers."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +223,13 @@ def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
     # names of their blocks find nothing in it but their own after a preemption, and preemptions count as a limit
     # that was reached.
     plain = not (kv_cache.prefix_caching and shared) and not kv_cache.watermark
+    batching = pool.spec.batching
+    if batching.policy in RESERVING:
+        # Prompts that wait for a fuller step compare it with the budget.
+        waits = (batching.options or {}).get("batch_wait_timeout_iters")
+        return plain and speculation is None and not pool.chunks_follow and not waits
     in_turn = speculation is None or speculation.scheme.shape.in_turn
-    return plain and in_turn and pool.spec.batching.policy in POLICIES
+    return plain and in_turn and batching.policy in POLICIES
 
 
 def _reached(pool: DeployedPool, result: Result) -> Allowed:
@@ -222,16 +243,38 @@ def _reached(pool: DeployedPool, result: Result) -> Allowed:
     # completed it, one step longer.
     steps = 2 if pool.spec.speculation is None else 3
     end = np.where(end < 0, NO_END, end + steps * _longest_step(outcome.intervals))
-    tokens = (stream.prompt_tokens + (0 if role == "prefill" else stream.output_tokens) + drafts.ahead)[came]
+    reserves = pool.spec.batching.policy in RESERVING
+    # The client's limit on an answer is at least its length; a prefill instance delivers one token.
+    answers = np.maximum(stream.output_tokens, (stream.max_tokens or 0) if reserves else 0)
+    tokens = (stream.prompt_tokens + (int(reserves) if role == "prefill" else answers) + drafts.ahead)[came]
     blocks = -(-tokens // pool.spec.kv_cache.block_size) + 1
     # The core of a request is not known in a prefill pool: count all requests on one core, which is an upper bound.
     core = np.zeros(len(begin), dtype=np.int64) if role == "prefill" else outcome.core[came]
     seats = _most_at_once(core, begin, end, np.ones(len(begin), dtype=np.int64))
     most_tokens = max((use.most_tokens for use in outcome.cores if use.pool == pool.spec.name), default=0)
     short = bool(outcome.preemptions.any())
-    return Allowed(
-        seats, drafts.budget(seats, most_tokens), NO_END if short else _most_at_once(core, begin, end, blocks)
-    )
+    most_blocks = NO_END if short else _most_at_once(core, begin, end, blocks)
+    reached = Allowed(seats, drafts.budget(seats, most_tokens), most_blocks)
+    return _with_refused(pool, result, reached, int(blocks.max(initial=0)), short=short) if reserves else reached
+
+
+def _with_refused(pool: DeployedPool, result: Result, reached: Allowed, largest: int, *, short: bool) -> Allowed:
+    """Return what was reached of the limits of a pool that reserves room, with what a request may have been refused:
+    `largest` is the most blocks that one may need, and `short` says that some lost theirs."""
+    batching, kv_cache, stream = pool.spec.batching, pool.spec.kv_cache, result.stream
+    seats, blocks = reached.seats + 1, min(reached.blocks + largest, NO_END)
+    if batching.chunked_prefill:
+        tokens = reached.tokens + kv_cache.block_size
+        if batching.policy == "tensorrt-llm" and tokens >= batching.max_num_batched_tokens:
+            return Allowed(NO_END, NO_END, NO_END)
+        return Allowed(seats, tokens, blocks)
+    if short and kv_cache.prefix_caching:
+        # A prompt that comes back is asked for as a whole, and computed but for what is still in the cache.
+        return Allowed(seats, NO_END, blocks)
+    # What a request had delivered is computed again after it lost its blocks.
+    prompts = stream.prompt_tokens + (stream.output_tokens if short else 0)
+    longest = 0 if pool.spec.role == "decode" and not short else int(prompts.max(initial=0))
+    return Allowed(seats, reached.tokens + longest, blocks)
 
 
 def _longest_step(intervals: Ints) -> int:

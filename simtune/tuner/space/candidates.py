@@ -370,12 +370,15 @@ class Space:
     """Number of plans by the constraint that left them out, in its own words."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of plans by the reason why the engine would not run them (`simtune.tuner.space.expressible`)."""
+    unfit: Mapping[str, int] = field(default_factory=dict)
+    """Number of plans of several pools, one of which cannot be, by the reason why; for each such pool one plan is still
+    among the candidates, and not counted here."""
 
     @property
     def reasons(self) -> dict[str, int]:
         """Number of plans that were left out unseen, by the reason, the most frequent first."""
         counts = Counter({f"constraint `{text}`": count for text, count in self.left_out.items()})
-        for why, count in self.refused.items():
+        for why, count in (*self.refused.items(), *self.unfit.items()):
             counts[without_numbers(why)] += count
         return dict(counts.most_common())
 
@@ -400,11 +403,7 @@ def space_of(study: Study) -> Space:
     other."""
     every = list(candidates(study))
     if not every:
-        counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
-        raise Infeasible(
-            f"{study.name}: no tp x pp of the search space fits {counts} devices; allow more devices, or smaller "
-            "search.tp and search.pp"
-        )
+        raise too_few_devices(study)
     verdicts = _Verdicts(study)
     plans, left_out = [], Counter[str]()
     for candidate in every:
@@ -416,6 +415,15 @@ def space_of(study: Study) -> Space:
     if not plans:
         raise Infeasible(_contradiction(study, every, verdicts))
     return Space(tuple(plans), left_out)
+
+
+def too_few_devices(study: Study) -> Infeasible:
+    """Return the error for a study whose devices are too few for any plan."""
+    counts = ", ".join(f"{entry.devices} {entry.profile}" for entry in study.hardware)
+    return Infeasible(
+        f"{study.name}: no tp x pp of the search space fits {counts} devices; allow more devices, or smaller "
+        "search.tp and search.pp"
+    )
 
 
 class _Verdicts:
@@ -450,15 +458,45 @@ def _contradiction(study: Study, every: Sequence[Candidate], verdicts: _Verdicts
     return f"{study.name}: of {len(every):,} plans, {lines} {why}; loosen one, or allow other choices in search"
 
 
+@dataclass(frozen=True)
+class PoolProduct:
+    """All plans that combine the choices of their pools: one side for each pool."""
+
+    sides: tuple[tuple[PoolChoice, ...], ...]
+    """Choices of each pool. Products share the tuples: equal sides are one object."""
+    routers: int
+    """Number of routers; each is combined with all choices."""
+    gpu_labels: bool = False
+    """See `Candidate.gpu_labels`."""
+    changes: PlanFragment | None = None
+    """See `Candidate.changes`."""
+
+    def __len__(self) -> int:
+        """Number of plans."""
+        return math.prod(map(len, self.sides)) * self.routers
+
+    @property
+    def first(self) -> Candidate:
+        """Plan of the first choice of each pool; every side has choices."""
+        return self.plan(tuple(side[0] for side in self.sides))
+
+    def plan(self, pools: tuple[PoolChoice, ...], router: int = 0) -> Candidate:
+        """Return the plan with these pools."""
+        return Candidate(pools, router, self.gpu_labels, self.changes)
+
+    def plans(self) -> Iterator[Candidate]:
+        """Yield every plan, each once."""
+        for pools in product(*self.sides):
+            for router in range(self.routers):
+                yield self.plan(pools, router)
+
+
 def candidates(study: Study) -> Iterator[Candidate]:
     """Yield every candidate of a study whatever its constraints, in ascending order, each once."""
-    every: list[Candidate] = []
-    for variant in study.variants:
-        every += _of_variant(narrowed(study, variant), variant)
-    yield from _in_order(every)
+    yield from in_order([plan for plans in products(study) for plan in plans.plans()])
 
 
-def _in_order(every: Sequence[Candidate]) -> list[Candidate]:
+def in_order(every: Sequence[Candidate]) -> list[Candidate]:
     """Return candidates sorted by their keys, which are compared once for each of the few pools of many candidates."""
     pools = {id(pool): pool for candidate in every for pool in candidate.pools}
     rank_of_key = {key: rank for rank, key in enumerate(sorted({pool.key for pool in pools.values()}))}
@@ -466,46 +504,54 @@ def _in_order(every: Sequence[Candidate]) -> list[Candidate]:
     return sorted(every, key=lambda c: (len(c.pools), *[ranks[id(pool)] for pool in c.pools], c.router))
 
 
-def _of_variant(study: Study, variant: Variant) -> list[Candidate]:
-    """Return the candidates of a study that have one of its variants."""
-    pools: set[tuple[PoolChoice, ...]] = set()
+def products(study: Study) -> list[PoolProduct]:
+    """Return all plans of a study whatever its constraints, as products of the choices of their pools; no product is
+    empty."""
+    return [plans for variant in study.variants for plans in _of_variant(narrowed(study, variant), variant)]
+
+
+def _of_variant(study: Study, variant: Variant) -> Iterator[PoolProduct]:
+    """Yield the plans of a study that have one of its variants."""
+    sides: list[tuple[tuple[PoolChoice, ...], ...]] = []
     if "mixed" in study.search.layouts and not study.fixed and variant.changes_mixed:
-        pools |= {(pool,) for pool in _mixed(study, variant)}
-        pools |= set(_of_kinds(study, variant)) if study.search.mixed_kinds else set()
+        sides += ((side,) for side in _mixed(study, variant))
+        sides += _of_kinds(study, variant) if study.search.mixed_kinds else ()
     if "prefill-decode" in study.search.layouts:
-        pools |= set(_disaggregated(study, variant))
-    several, routers = len(study.hardware) > 1, range(1 if variant.plan.router else len(study.routers))
+        sides += _disaggregated(study, variant)
+    several, routers = len(study.hardware) > 1, 1 if variant.plan.router else len(study.routers)
     changes = variant.plan if variant.plan != PlanFragment() else None
-    return [Candidate(choices, router, several, changes) for choices in pools for router in routers]
+    for choices in sides:
+        if all(choices):
+            yield PoolProduct(choices, routers, several, changes)
 
 
-def _mixed(study: Study, variant: Variant) -> Iterator[PoolChoice]:
+def _mixed(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
     for shape in _pool_shapes(study, "mixed", variant):
         most = _most(study, shape)
         counts_of_study = _choices(study, "mixed").instances
         if counts_of_study is not None:
-            counts: Iterable[int] = [n for n in counts_of_study if n <= most]
+            counts: Iterable[int] = [n for n in dict.fromkeys(counts_of_study) if n <= most]
         elif _counting(study):
             counts = range(1, most + 1)
         else:
             counts = [most] if most else []
         for instances in counts:
-            yield from _settings(study, shape, instances, variant)
+            yield _settings(study, shape, instances, variant)
 
 
-def _of_kinds(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
-    """Yield two mixed pools of different hardware, in the study's order."""
+def _of_kinds(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolChoice, ...], ...]]:
+    """Yield the sides of two mixed pools of different hardware, in the study's order."""
+    settings = cache(lambda shape, instances: _named_settings(study, shape, instances, variant))
     for first, second in combinations(_pool_shapes(study, "mixed", variant), 2):
         if first.gpu != second.gpu:
             for counts in _counts(study, first, second):
-                sides = zip((first, second), counts, strict=True)
-                yield from product(*(_named_settings(study, shape, n, variant) for shape, n in sides))
+                yield tuple(settings(shape, n) for shape, n in zip((first, second), counts, strict=True))
 
 
-def _named_settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> list[PoolChoice]:
-    """Yield the settings that are searched of a pool that is named by its hardware."""
+def _named_settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> tuple[PoolChoice, ...]:
+    """Return the settings that are searched of a pool that is named by its hardware."""
     name = f"mixed-{gpu_word(shape.gpu)}"
-    return [replace(choice, own_name=name) for choice in _settings(study, shape, instances, variant)]
+    return tuple(replace(choice, own_name=name) for choice in _settings(study, shape, instances, variant))
 
 
 def _counting(study: Study) -> bool:
@@ -519,21 +565,26 @@ def _most(study: Study, shape: PoolShape) -> int:
     return min(devices, study.limits.gpus or devices) // shape.devices
 
 
-def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
+def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolChoice, ...], ...]]:
+    """Yield the sides of a prefill and a decode pool."""
     fixed = {pool.role: pool for pool in study.fixed}
     # Cached so that many pairs share the same objects (`PlanCache` looks pools up by object).
-    settings = cache(lambda shape, instances: [*_settings(study, shape, instances, variant)])
+    settings = cache(lambda shape, instances: _settings(study, shape, instances, variant))
+    numbers: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     sides: list[list[PoolShape | Pool]] = [
         [fixed[role]] if role in fixed else [*_pool_shapes(study, role, variant)] for role in ("prefill", "decode")
     ]
     for prefill, decode in product(*sides):
         pair = [_fixed_choice(side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
-        for counts in _counts(study, *pair):
-            choices = [
-                [side] if isinstance(side, PoolChoice) else settings(side, n)
+        # Shapes of as many GPUs have the same numbers of instances.
+        key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices) for side in pair)
+        if key not in numbers:
+            numbers[key] = _counts(study, *pair)
+        for counts in numbers[key]:
+            yield tuple(
+                (side,) if isinstance(side, PoolChoice) else settings(side, n)
                 for side, n in zip(pair, counts, strict=True)
-            ]
-            yield from product(*choices)
+            )
 
 
 def _fixed_choice(pool: Pool, variant: Variant) -> PoolChoice:
@@ -614,7 +665,8 @@ def _choices(study: Study, role: Role) -> PoolChoices:
     return PoolChoices.model_construct(**{"gpus": None, "drafters": None, **common, **overrides})
 
 
-def _pool_shapes(study: Study, role: Role, variant: Variant) -> Iterator[PoolShape]:
+def _pool_shapes(study: Study, role: Role, variant: Variant) -> list[PoolShape]:
+    """Return the shapes that are searched for the pools of a role, each once."""
     choices, changes = _choices(study, role), variant.of_role(role)
     gpus = choices.gpus or [entry.profile for entry in study.hardware]
     cuts = (choices.tp or (), choices.pp or (), choices.attention_dp or (), choices.expert_parallel or ())
@@ -623,20 +675,28 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> Iterator[PoolSha
     parallelism = changes.get("parallelism", {})
     cp, afd = parallelism.get("cp") or 1, changes.get("research", {}).get("afd") or {}
     of_variant = variant.label, variant.engine, cp, afd.get("ffn_devices", 0)
-    for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype, longest in product(gpus, *cuts, *dtypes, lengths):
-        yield PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest, *of_variant)
+    every = product(gpus, *cuts, *dtypes, lengths)
+    return list(
+        dict.fromkeys(
+            PoolShape(gpu, tp, pp, dp, ep, kv_dtype, role, weight_dtype, longest, *of_variant)
+            for gpu, tp, pp, dp, ep, kv_dtype, weight_dtype, longest in every
+        )
+    )
 
 
-def _settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> Iterator[PoolChoice]:
-    """Yield the settings that are searched of a pool, each once."""
+def _settings(study: Study, shape: PoolShape, instances: int, variant: Variant) -> tuple[PoolChoice, ...]:
+    """Return the settings that are searched of a pool, each once."""
     choices, changes = _choices(study, shape.role), variant.of_role(shape.role) or None
     labels = ["", *(choice.label for choice in study.speculation)]
     drafters = list(choices.drafters or (labels if shape.role != "prefill" else [""]))
     if variant.drafter is not None and shape.role != "prefill":
         drafters = [variant.drafter.label]
-    sizes = _sizes(study, shape.role, drafters == [""])
-    for (seqs, tokens), caching, drafter in product(sizes, choices.prefix_caching or (None,), drafters):
-        yield PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes)
+    sizes = sorted(_sizes(study, shape.role, drafters == [""]))
+    every = dict.fromkeys(product(sizes, choices.prefix_caching or (None,), drafters))
+    return tuple(
+        PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes)
+        for (seqs, tokens), caching, drafter in every
+    )
 
 
 def _sizes(study: Study, role: Role, plain: bool) -> set[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.plan_cache import Refused
 from simtune.tuner.question import Question
 from simtune.tuner.space.candidates import without_numbers
 from simtune.tuner.space.expressible import space_for
@@ -31,11 +31,10 @@ def census(question: Question) -> Census:
     """Count the plans of a study. Raise Infeasible if there are none, and UsageError if the study is not valid."""
     question.check()
     space = space_for(question)
-    plan_cache = PlanCache(question, space.candidates)
     left_out = Counter(space.reasons)
     shapes, plans = set(), 0
     for candidate in space.candidates:
-        settled = plan_cache.settled(candidate)
+        settled = space.plan_cache.settled(candidate)
         if isinstance(settled, Refused):
             left_out[without_numbers(settled.reason)] += 1
         else:
