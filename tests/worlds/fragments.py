@@ -21,6 +21,10 @@ SHARE = 0.25
 """Probability that a plan of which a study could be made comes from one."""
 
 
+FIXED = 0.3
+"""Probability that a study of prefill and decode pools fixes one of them as a whole."""
+
+
 class Varied(NamedTuple):
     """A plan of a study, and the number of fragments in it."""
 
@@ -45,7 +49,13 @@ def varied(plan: Block, longest: int, draws: Draws) -> Varied | None:
     if random.random() > SHARE or unsearched or not plan.keys().isdisjoint(("events", "control", "stages")):
         return None
     fragments, combine = _fragments(random, apart, draws), random.random() < 0.6
-    study = Study.model_validate(_study(plan, apart, fragments, combine=combine), strict=False)
+    block = _study(plan, apart, fragments, combine=combine)
+    fixing = Random(f"fixed pools {plan}")
+    if apart and fixing.random() < FIXED:
+        fixed = fixing.choice(pools)
+        block["fixed"] = [fixed]
+        del block["search"][fixed["role"]]
+    study = Study.model_validate(block, strict=False)
     by_role = {pool["role"]: {key: pool[key] for key in pool if key not in OF_STUDY} for pool in pools}
     every = list(candidates(study))
     random.shuffle(every)
@@ -53,7 +63,8 @@ def varied(plan: Block, longest: int, draws: Draws) -> Varied | None:
     refused = "no candidate of the study"
     for candidate in every:
         try:
-            return Varied(_plan(candidate, study, longest, by_role), numbers[candidate.pools[-1].shape.variant])
+            variants = [pool.shape.variant for pool in candidate.pools if pool.fixed is None]
+            return Varied(_plan(candidate, study, longest, by_role), numbers[variants[-1]])
         except Infeasible as error:
             refused = str(error)
     raise UsageError(refused)

@@ -526,6 +526,8 @@ def features(world: World) -> set[str]:
         "prefix caching": stream.hash_ids is not None and any(cache.prefix_caching for cache in caches),
         "fragments": world.recipe.fragments > 0 and "-v-" in plan.name,
         "combined fragments": world.recipe.fragments > 1,
+        # A study names the pools that it searches by their roles.
+        "fixed pools": world.recipe.fragments > 0 and any(pool.name != pool.role for pool in pools),
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
         "apart": len(pools) > 1 and pools[0].role == "prefill",
