@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
 from simtune.errors import Infeasible, UsageError
 from simtune.specs.plan import Plan
+from simtune.specs.speculation import Speculation
 from simtune.specs.study import Study
 from simtune.specs.variants import combined
 from simtune.tuner.space.candidates import Candidate, PoolShape, candidates
@@ -19,6 +21,10 @@ OF_STUDY = ("name", "role", "hardware", "instances", "parallelism", "max_model_l
 """Settings of a pool that a study states itself; the others are those of its engine."""
 SHARE = 0.25
 """Probability that a plan of which a study could be made comes from one."""
+
+
+FIXED = 0.3
+"""Probability that a study of prefill and decode pools fixes one of them as a whole."""
 
 
 class Varied(NamedTuple):
@@ -41,22 +47,55 @@ def varied(plan: Block, longest: int, draws: Draws) -> Varied | None:
     random = Random(f"fragments {plan}")
     pools = plan["pools"]
     apart = len(pools) > 1 and pools[0]["role"] == "prefill"
-    unsearched = any("speculation" in pool for pool in pools) or (len(pools) > 1 and not apart)
+    unsearched = len(pools) > 1 and not apart
     if random.random() > SHARE or unsearched or not plan.keys().isdisjoint(("events", "control", "stages")):
         return None
     fragments, combine = _fragments(random, apart, draws), random.random() < 0.6
-    study = Study.model_validate(_study(plan, apart, fragments, combine=combine), strict=False)
-    by_role = {pool["role"]: {key: pool[key] for key in pool if key not in OF_STUDY} for pool in pools}
-    every = list(candidates(study))
+    block = _study(plan, apart, fragments, combine=combine)
+    fixing = Random(f"fixed pools {plan}")
+    if apart and fixing.random() < FIXED:
+        fixed = fixing.choice(pools)
+        block["fixed"] = [fixed]
+        del block["search"][fixed["role"]]
+    speculation = pools[-1].get("speculation")
+    if speculation is not None:
+        _draft(Random(f"drafts {plan}"), block, fragments, {"name": "drawn", **speculation}, pools[-1]["role"])
+    study = Study.model_validate(block, strict=False)
+    by_role = {
+        pool["role"]: {key: pool[key] for key in pool if key not in (*OF_STUDY, "speculation")} for pool in pools
+    }
+    every = [_drafting(candidate, speculation) for candidate in candidates(study)]
     random.shuffle(every)
     numbers = {variant.label: len(parts) for variant, parts in zip(study.variants, _parts(study), strict=True)}
     refused = "no candidate of the study"
     for candidate in every:
         try:
-            return Varied(_plan(candidate, study, longest, by_role), numbers[candidate.pools[-1].shape.variant])
+            variants = [pool.shape.variant for pool in candidate.pools if pool.fixed is None]
+            return Varied(_plan(candidate, study, longest, by_role), numbers[variants[-1]])
         except Infeasible as error:
             refused = str(error)
     raise UsageError(refused)
+
+
+def _draft(random: Random, block: Block, fragments: list[Block], choice: Block, role: str) -> None:
+    """Let a study try a drafter: in one of its fragments, or on every plan."""
+    free = [fragment for fragment in fragments if fragment]
+    if free and random.random() < 0.5:
+        random.choice(free)["speculation"] = choice
+        return
+    block["speculation"] = [choice]
+    # Mixed pools are tried with and without every drafter.
+    if role in block["search"]:
+        block["search"][role]["drafters"] = ["drawn"]
+
+
+def _drafting(candidate: Candidate, speculation: Block | None) -> Candidate:
+    """Return the candidate whose pools with the label of a drafter draft as the drawn plan does."""
+    if speculation is None:
+        return candidate
+    scheme = Speculation.model_validate(speculation, strict=False)
+    pools = (replace(pool, speculation=scheme) if pool.drafter else pool for pool in candidate.pools)
+    return replace(candidate, pools=tuple(pools))
 
 
 def _parts(study: Study) -> list[tuple[Block, ...]]:

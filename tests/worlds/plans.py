@@ -109,6 +109,8 @@ def _world(random: Random) -> World:
     of_study, fragments = varied(plan_block, LONGEST, _draws(plan_block)), 0
     if of_study is not None:
         plan, fragments = of_study
+        scheme = next(iter(schemes.values()), None)
+        schemes = {pool.name: scheme for pool in plan.pools if scheme is not None and pool.speculation is not None}
         plan_block = plan.model_dump(mode="json", exclude_unset=True)
     elif not load.graph and _scale(plan_block):
         plan = Plan.model_validate(plan_block, strict=False)
@@ -526,6 +528,9 @@ def features(world: World) -> set[str]:
         "prefix caching": stream.hash_ids is not None and any(cache.prefix_caching for cache in caches),
         "fragments": world.recipe.fragments > 0 and "-v-" in plan.name,
         "combined fragments": world.recipe.fragments > 1,
+        # A study names the pools that it searches by their roles.
+        "drafts of a study": world.recipe.fragments > 0 and any(pool.speculation for pool in pools),
+        "fixed pools": world.recipe.fragments > 0 and any(pool.name != pool.role for pool in pools),
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
         "apart": len(pools) > 1 and pools[0].role == "prefill",
