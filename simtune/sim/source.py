@@ -148,7 +148,9 @@ class RequestSource:
             computed=prompt.prompt_tokens,
             emitted=emitted,
             priority=prompt.priority,
+            predicted_tokens=prompt.predicted_tokens,
             max_tokens=self._allowed(number),
+            deadline=prompt.deadline,
         )
 
     def resubmitted(self, request: Request, *, delivered: bool) -> Request:

@@ -143,6 +143,15 @@ def test_at_one_instant_steps_end_before_arrivals_and_arrivals_before_scheduling
     ]  # fmt: skip
 
 
+def test_a_request_that_is_handed_over_keeps_what_policies_order_by() -> None:
+    source = RequestSource(stream_of([0.0], [8], [5]), Agenda(), predicted_tokens=[7], deadlines=[3.5])
+    prompt = source.arrive(0)
+    rest = source.rest_of(prompt)
+    assert rest is not None
+    assert (rest.predicted_tokens, rest.deadline, rest.priority) == (7, 3.5, prompt.priority)
+    assert rest.emitted == 1
+
+
 def test_requests_may_come_as_long_as_the_clock_counts() -> None:
     source = RequestSource(stream_of([LONGEST_S], [1], [1]), Agenda())
     assert source.arrival.tolist() == [LONGEST_S * TICKS_PER_SECOND]
