@@ -75,3 +75,9 @@ def test_a_sweep_of_a_plan_with_too_long_a_name_leaves_no_folder(desk: Desk) -> 
     answer = call("sweep", *load, "--plan", "x" * 300, "--out", "out", "--jobs", "1")
     assert (answer.code, "the name is too long" in answer.err) == (2, True)
     assert not (desk.folder / "out").exists()
+
+
+def test_a_name_with_control_characters_is_refused_in_one_line() -> None:
+    answer = call("check", "a\nb\x1b[31m.yaml")
+    assert answer.code == 2
+    assert r"'a\nb\x1b[31m.yaml': is no name of a file" in answer.err
