@@ -146,7 +146,7 @@ def load_specs(
     by_spec = settings or {}
     model, hardware, plan, engine = _named(model), _named(hardware), _named(plan), _named(engine)
     if engine is not None and plan is not None:
-        raise UsageError("an engine is named beside a plan: name it in the plan's pools, or leave one of the two out")
+        raise UsageError("engine: is given beside a plan; name it in the plan's pools, or leave one of the two out")
     requests, trace = _load_requests(workload, by_spec.get("workload", ()))
     launch = _launch(like)
     over = None if launch is None else partial(launch.over, load=LoadShape.of(requests, trace))
