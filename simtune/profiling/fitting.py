@@ -90,7 +90,7 @@ def facts_of(journal: Journal, name: str) -> Facts:
             source="fastest matrix product and copy that simtune measured on it, not a data sheet",
         ),
         links=best.links,
-        host_note="what a plain torch loop does between two steps; a serving engine does more",
+        host_note="what a plain torch loop does for a step, to launch its graph on a GPU too; an engine does more",
     )
 
 

@@ -59,8 +59,11 @@ class DraftCache:
         self._speculations: dict[tuple[object, DraftGrid], Speculation | None] = {}
 
     def speculation(self, choice: PoolChoice, draft: Draft, pool: Pool, stream: RequestStream) -> Speculation | None:
-        """Return the best speculation of a pool for a load (`simtune.tuner.drafting.speculation_on`): computed once for
-        all pools of its cut that have the same batches. Raise Infeasible if the drafter does not work with the pool."""
+        """Return the best speculation of a pool for a load, as vLLM offers it, computed once for all pools of its cut
+        that have the same batches; None if drafting pays at no batch size.
+
+        The scheme is the study's own if it has one, else a chain whose length follows the batch. Raise Infeasible if
+        the drafter does not work with the pool."""
         if draft.choice.scheme is not None:
             return draft.speculation(draft.choice.scheme)
         model, hardware = self._question.model, self._question.hardware_of(choice)

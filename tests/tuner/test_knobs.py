@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
@@ -123,6 +123,20 @@ DRAFTED = (
 )
 
 
+def counted(plans: Sequence[Deployment], requests: RequestStream) -> tuple[int, int]:
+    """Count pairs of plans of which one tells what the other does, which must be the same, and pairs that differ."""
+    outcomes = [plan.simulate(requests) for plan in plans]
+    told = differ = 0
+    for (one, its), (other, theirs) in permutations(zip(plans, outcomes, strict=True), 2):
+        same = all(np.array_equal(getattr(its.outcome, c), getattr(theirs.outcome, c)) for c in COLUMNS)
+        used = uses(one, its)
+        assert used is not None
+        tells = not tell_apart(other, used)
+        assert same or not tells, (one.pools, other.pools)
+        told, differ = told + tells, differ + (not same)
+    return told, differ
+
+
 @pytest.mark.parametrize("role", ["mixed", "decode"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("speculation", DRAFTED, ids=["chain", "block", "by batch"])
@@ -135,15 +149,7 @@ def test_pools_that_draft(speculation: Speculation, asynchronous: bool, role: Ro
     costs: dict[str, StepCosts] = {role: compiled_costs(pools[-1], MODEL, HARDWARE, 4096, Drafting(ACCEPTANCE))}
     front = () if role == "mixed" else (pool(64, 1024, 6000, "prefill"),)
     plans = [deployed(*front, its, costs=costs) for its in pools]
-    requests, told, differ = stream(10.0), 0, 0
-    outcomes = [plan.simulate(requests) for plan in plans]
-    for (one, its), (other, theirs) in permutations(zip(plans, outcomes, strict=True), 2):
-        same = all(np.array_equal(getattr(its.outcome, c), getattr(theirs.outcome, c)) for c in COLUMNS)
-        used = uses(one, its)
-        assert used is not None
-        tells = not tell_apart(other, used)
-        assert same or not tells
-        told, differ = told + tells, differ + (not same)
+    told, differ = counted(plans, stream(10.0))
     assert told > 0
     assert differ > 0
 
@@ -168,7 +174,7 @@ def test_policies_that_reserve_room(name: str, role: Role) -> None:
     rng, told, differ = random.Random(f"{name} {role}"), 0, 0
     widest = [pool(256, 32_768, 20_000, role) for role in ("mixed", "prefill", "decode")]
     costs: dict[str, StepCosts] = {p.name: compiled_costs(p, MODEL, HARDWARE, 4096) for p in widest}
-    for world, rate_rps in enumerate((4.0, 20.0, 80.0)):
+    for rate_rps in (4.0, 20.0, 80.0):
         caching, asynchronous = rng.random() < 0.5, rng.random() < 0.5
         settings = RESERVING[name]
         least = 1024 if settings.get("chunked_prefill", True) else 4096
@@ -187,14 +193,8 @@ def test_policies_that_reserve_room(name: str, role: Role) -> None:
         ends = [(its, beside) if role == "prefill" else (beside, its) for its in pools]
         plans = [deployed(*filter(None, both), costs=costs) for both in ends]
         requests = replace(stream(rate_rps), max_tokens=rng.choice((None, 400)))
-        outcomes = [plan.simulate(requests) for plan in plans]
-        for (one, its), (other, theirs) in permutations(zip(plans, outcomes, strict=True), 2):
-            same = all(np.array_equal(getattr(its.outcome, c), getattr(theirs.outcome, c)) for c in COLUMNS)
-            used = uses(one, its)
-            assert used is not None
-            tells = not tell_apart(other, used)
-            assert same or not tells, (world, one.pools, other.pools)
-            told, differ = told + tells, differ + (not same)
+        more_told, more_differ = counted(plans, requests)
+        told, differ = told + more_told, differ + more_differ
     assert told > 0, "there were to be plans that are told what they do"
     assert differ > 0, "there were to be plans that do something else"
 

@@ -2,7 +2,7 @@
 
 from simtune.tuner.drafting.choose import Projection, RoundCost, Schedule, choose
 from simtune.tuner.drafting.facts import described
-from simtune.tuner.drafting.study_drafters import Draft, DraftContexts, DraftGrid, round_costs, schedule, speculation_on
+from simtune.tuner.drafting.study_drafters import Draft, DraftContexts, DraftGrid, round_costs, schedule
 
 __all__ = [
     "Draft",
@@ -15,5 +15,4 @@ __all__ = [
     "described",
     "round_costs",
     "schedule",
-    "speculation_on",
 ]

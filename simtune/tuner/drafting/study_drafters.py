@@ -146,18 +146,3 @@ def schedule(
     """
     grid = DraftGrid.of(draft, model, hardware, pool, contexts)
     return grid.schedule(draft, round_costs(draft, model, hardware, pool), max_nodes)
-
-
-def speculation_on(
-    draft: Draft, model: Model, hardware: Hardware, pool: Pool, stream: RequestStream
-) -> Speculation | None:
-    """Return the best speculation of a pool for a load, as vLLM offers it; None if drafting pays at no batch size.
-
-    The scheme is the study's own if it has one, else a chain whose length follows the batch.
-
-    Raise Infeasible if the drafter does not work with the pool.
-    """
-    if draft.choice.scheme is not None:
-        return draft.speculation(draft.choice.scheme)
-    grid = DraftGrid.of(draft, model, hardware, pool, DraftContexts.of(stream))
-    return grid.speculation(draft, round_costs(draft, model, hardware, pool))
