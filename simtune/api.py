@@ -429,7 +429,7 @@ def load_question(
     if launch is not None:
         study = _launched(study, launch)
     engine_as_stated = None if study.single_engine is None else _engine_here(study.single_engine, folder)
-    study = _engines_from_here(study, folder)
+    study = _fragments_from_here(study, folder)
     engine = study.single_engine
     # By its path from the present folder: plans name it, and are read from there.
     fixed_pools = [
@@ -446,8 +446,8 @@ def load_question(
     preset, own_kernels = _preset(engine_as_stated), _fixed_hardware(study, hardware, folder)
     if launch is not None and preset is not None:
         preset = launch.over(preset, LoadShape.of(requests, trace))
-    engines = _variant_engines(study, hardware, folder)
-    return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, own_kernels)
+    engines, checkpoints = _variant_engines(study, hardware, folder), _checkpoints(study, target)
+    return Question(study, target, profiles, requests, trace, drafts, fixed, preset, engines, checkpoints, own_kernels)
 
 
 def _launched(study: Study, launch: LaunchFacts) -> Study:
@@ -464,21 +464,23 @@ def _engine_here(engine: str, folder: Path) -> str:
     return engine if engine == NO_ENGINE else beside(folder, engine)
 
 
-def _engines_from_here(study: Study, folder: Path) -> Study:
-    """Return the study with its engines by the names of their presets, or by their paths from the present folder."""
+def _fragments_from_here(study: Study, folder: Path) -> Study:
+    """Return the study with its engines and checkpoints by the names of their presets, or by their paths from the
+    present folder."""
 
     def placed(engine: str) -> str:
         return engine_name(_engine_here(engine, folder))
+
+    def here(fragment: Mapping[str, Any]) -> dict[str, Any]:
+        places: dict[str, Callable[[str], str]] = {"engine": placed, "model": partial(beside, folder)}
+        return {key: places[key](value) if key in places else value for key, value in fragment.items()}
 
     engine = study.engine
     update: dict[str, Any] = {
         "engine": placed(engine) if isinstance(engine, str) else engine and tuple(map(placed, engine))
     }
     if study.search.variants is not None:
-        variants = tuple(
-            fragment if "engine" not in fragment else {**fragment, "engine": placed(fragment["engine"])}
-            for fragment in study.search.variants
-        )
+        variants = tuple(map(here, study.search.variants))
         update["search"] = study.search.model_copy(update={"variants": variants})
     return study.model_copy(update=update)
 
@@ -498,6 +500,27 @@ def _variant_engines(study: Study, hardware: str | Hardware | None, folder: Path
             profiles = for_engine(hardware, engine_family(name))
         engines[name] = StudyEngine(_preset(name), _hardware_of(study, profiles, folder, name)[1])
     return engines
+
+
+PADDING = 0.01
+"""Share by which checkpoints that have a tokenizer in common pad its vocabulary differently, at most."""
+
+
+def _checkpoints(study: Study, target: Model) -> dict[str, Model]:
+    """Load the checkpoints of variants. Raises UsageError if one is of another model: its tokens are not those of the
+    load."""
+    checkpoints = {}
+    for number, fragment in enumerate(study.search.variants or ()):
+        if (name := fragment.get("model")) is None:
+            continue
+        checkpoint = checkpoints[name] = load_model(name)
+        if abs(checkpoint.vocab_size / target.vocab_size - 1) > PADDING:
+            raise UsageError(
+                f"study {study.name}: search.variants.{number}.model: {name} has a vocabulary of "
+                f"{checkpoint.vocab_size:,} tokens and {study.model} one of {target.vocab_size:,}, so that lengths of "
+                "the load are not the same for both; name a checkpoint of this model, or search it with another study"
+            )
+    return checkpoints
 
 
 def _hardware_of(

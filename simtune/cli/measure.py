@@ -49,7 +49,7 @@ def measure(run: Path, study_file: str | None, out: Path | None, noise: float, f
     finished, question = read_run(run), question_of(run, study_file)
     claim(folder, force)
     measured = next_measurement(question, finished, noise, study_file)
-    inputs = (question.model, *question.hardware, question.workload, question.study)
+    inputs = (*question.models, *question.hardware, question.workload, question.study)
     facts = manifest(command_line(), inputs, question.trace, question.study.seed)
     write(folder, {**measured.files, MEASURE: _json(measured.record), MANIFEST: _json(facts)})
     if as_json:

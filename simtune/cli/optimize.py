@@ -198,7 +198,7 @@ def optimize(  # noqa: PLR0913 - one for each option
                 contents.files[JOURNAL] = journal.path.read_bytes()
             note_estimates(tuned.deployment)
             note_basis(contents.run.summary.cost_basis)
-            inputs = (question.study, question.model, *question.hardware, question.workload)
+            inputs = (question.study, *question.models, *question.hardware, question.workload)
             write_run(out, contents, inputs, question.trace, question.study.seed)
         # Ctrl-C included: the journal keeps the finished simulations for --resume.
         except BaseException as error:
@@ -482,8 +482,9 @@ def _print_variants(summary: Summary) -> None:
         gain = None if not first or variant.reached is None else variant.reached / first
         ratio = "" if gain is None else f"{gain:.2f} x"
         name = variant.variant.replace("-and-", " and ") or "as it is"
-        rows.append((name, number(variant.reached), ratio, number(variant.at_most)))
-    columns = ("variant", f"reached, {summary.objective.unit}", "of the first", "at most")
+        scores = () if all(v.score is None for v in summary.variants) else (number(variant.score),)
+        rows.append((name, number(variant.reached), ratio, number(variant.at_most), *scores))
+    columns = ("variant", f"reached, {summary.objective.unit}", "of the first", "at most", *["score"] * len(scores))
     print_table("best plan of each variant", columns, rows)
     click.echo("values are those of the search's own draw, but for the chosen plan")
 

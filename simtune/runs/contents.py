@@ -457,7 +457,7 @@ def _draft_facts(tuned: Tuned) -> dict[str, Any] | None:
     pool = tuned.deployment.plan.pools[-1]
     hardware = question.hardware_of(candidate.decoding)
     try:
-        best = schedule(draft, question.model, hardware, pool, contexts, MAX_NODES)
+        best = schedule(draft, question.model_of(candidate.decoding.shape), hardware, pool, contexts, MAX_NODES)
     except Infeasible:
         return None
     return speculation_facts(draft, best)

@@ -243,6 +243,7 @@ class VariantResult(Record):
     plan: str = Field(description="the plan that reached the most; empty where none met the SLO")
     reached: float | None = Field(description="objective of that plan; on the search's draw unless it was chosen")
     at_most: float | None = Field(description="no plan of the variant exceeds it; null where none can meet the SLO")
+    score: float | None = Field(None, description="score of its model; left out where the study gives none")
 
 
 class FamilyResult(Record):

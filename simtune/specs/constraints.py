@@ -33,10 +33,12 @@ POOL_NAMES = (
     "drafter",
     "variant",
     "engine",
+    "model",
+    "score",
 )
 """Settings of a pool: `gpu` is its hardware profile, `devices` are those of all its instances; `weight_dtype`,
-`kv_dtype`, `drafter`, `variant` and the `engine` of a variant are '' if the plan names none; `max_model_len` is 0
-unless it is searched.
+`kv_dtype`, `drafter`, `variant`, and the `engine` and `model` of a variant are '' if the plan names none;
+`max_model_len` is 0 unless it is searched; `score` is that of the model.
 """
 PLAN_NAMES = ("num_gpus", "router")
 """Settings of a whole plan."""
@@ -133,6 +135,10 @@ class Constraint(Formula):
         stand there.
         """
         super().__init__(text, (*POOL_NAMES, *PLAN_NAMES), ROLES)
+
+    def mentions(self, name: str) -> bool:
+        """True if the constraint names a setting, of every pool or of those of a role."""
+        return name in self.names or any(n.attr == name for n in ast.walk(self._body) if isinstance(n, ast.Attribute))
 
     def holds(self, pool: Names, plan: Names) -> bool:
         """True if the constraint holds for one pool of a plan. Raises UsageError if two settings cannot be compared."""

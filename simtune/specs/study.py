@@ -275,6 +275,10 @@ class Study(Spec):
     )
     link: KvLink | None = Field(None, description="link between prefill and decode instances; inter_node unless given")
     speculation: Annotated[Seq[DrafterChoice], Field(strict=False)] = ()
+    score: float | None = Field(
+        None,
+        description="how well the model answers, where variants have other checkpoints of it with scores of theirs",
+    )
     constraints: Annotated[Seq[Annotated[str, AfterValidator(_understood)]], Field(strict=False)] = Field(
         (), description="expressions that every plan must fulfil, such as tp <= 4 or gpu != 'l40s'"
     )
@@ -382,6 +386,28 @@ class Study(Spec):
             check_fragments(search.variants, combine=bool(search.combine), pairs=pairs, cuts=cuts, taken=drafters)
         except ErrorAt as error:
             raise ErrorAt(str(error), "search", "variants", *error.at) from None
+        if self.fixed and (number := self._with("model")) is not None:
+            raise ErrorAt(
+                "a fixed pool serves the study's model; remove fixed, or search this checkpoint with another study",
+                "search", "variants", number, "model",
+            )  # fmt: skip
+        return self
+
+    def _with(self, key: str) -> int | None:
+        """Return the number of the first fragment that has a key; None if none has."""
+        return next((i for i, fragment in enumerate(self.search.variants or ()) if key in fragment), None)
+
+    @model_validator(mode="after")
+    def _scores(self) -> Self:
+        unscored = next((v for v in self.variants if v.scored(self.score) is None), None)
+        asking = [i for i, text in enumerate(self.constraints) if Constraint(text).mentions("score")]
+        if asking and unscored is not None:
+            where = "beside `model` in its variant" if unscored.checkpoint else "in the study, beside `model`"
+            raise ErrorAt(
+                f"{unscored.checkpoint or self.model} has no score; write `score` {where}", "constraints", asking[0]
+            )
+        if self.score is not None and not asking and self._with("model") is None:
+            raise ErrorAt("has no effect without a variant that has another model; remove it", "score")
         return self
 
     @model_validator(mode="after")

@@ -1,9 +1,10 @@
 """Variants of a study's plans: fragments of a pool or of a plan that are merged over every plan of its search.
 
 `search.variants` lists fragments, each a mapping with keys of a pool, of `router`, `decode_router`, `link`,
-`local_prefill`, `speculation` and `engine`, or under `prefill` and `decode` keys of the pools of that role. The empty
-fragment stands for the plans as they are without variants. A fragment that sets what a search has choices for
-(`DIMENSIONS`) replaces these choices.
+`local_prefill`, `speculation`, `engine` and `model`, or under `prefill` and `decode` keys of the pools of that role.
+The empty fragment stands for the plans as they are without variants. A fragment that sets what a search has choices
+for (`DIMENSIONS`) replaces these choices. The `model` of a fragment is another checkpoint of the study's model, and
+`score` how well it answers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ UNSEARCHED: Mapping[str, str] = {
     "costs": "measured steps are those of a single plan; simulate that plan, or keep its pool in `fixed`",
     "share": "no search has plans with two pools on the same GPUs; write such a plan by hand and simulate it",
     "pools": "a search makes the pools; write keys of a pool here",
-    "model": "a study has one model; search another one with another study",
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
     "stages": "GPUs of stages are not among the devices of a study; add stages to the chosen plan and simulate it",
@@ -63,7 +63,7 @@ ROLES = ("prefill", "decode")
 _OF_PAIRS = (*ROLES, "link", "decode_router", "local_prefill")
 """Keys that change nothing in a plan of mixed pools."""
 _JOINED = "-and-"
-_UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size")
+_UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size", "score")
 _NAMED_BY_VALUE = ("engine", "drafter", "method", "scheme")
 
 
@@ -80,8 +80,13 @@ class _DraftFragment(Part):
     speculation: DrafterChoice
 
 
+class _Checkpoint(Part):
+    model: str
+    score: float | None = None
+
+
 _POOL_KEYS = tuple(key for key in Pool.model_fields if key not in (*UNSEARCHED, "name", "engine", "speculation"))
-_KEYS = ("name", "engine", "speculation", *PlanFragment.model_fields, *ROLES, *_POOL_KEYS)
+_KEYS = ("name", "engine", "model", "score", "speculation", *PlanFragment.model_fields, *ROLES, *_POOL_KEYS)
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,20 @@ class Variant:
     """Settings of the pools of a role, over those of every pool."""
     plan: PlanFragment = field(default_factory=PlanFragment)
     drafter: DrafterChoice | None = None
+    checkpoint: str = ""
+    """Model in place of the study's; empty for the study's."""
+    score: float | None = None
+    """Score of the checkpoint; None for that of the study's model, or if the checkpoint has none."""
     changes_mixed: bool = True
     """False if the variant has a part that changes nothing in a plan of mixed pools."""
 
     def of_role(self, role: str) -> Fragment:
         """Return the settings of the pools of a role."""
         return merged(self.by_role.get(role, {}), self.pool)
+
+    def scored(self, of_study: float | None) -> float | None:
+        """Return the score of its model, given that of the study's; None if it has none."""
+        return self.score if self.checkpoint else of_study
 
 
 def at_path(fragment: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -138,6 +151,8 @@ def _leaf_words(path: tuple[str, ...], value: Any) -> str:
     if value is False or value is None:
         return f"{role}no-{key}"
     text = "-".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if key == "model":
+        return _file_label(text)
     return f"{role}{text}" if key in _NAMED_BY_VALUE else f"{role}{key}-{text}"
 
 
@@ -166,7 +181,7 @@ def variants_of(
         if not engines or any("engine" in part for part in parts):
             variants.append(_joined(parts))
         else:
-            variants += [_joined([{"engine": engine, "name": _engine_label(engine)}, *parts]) for engine in engines]
+            variants += [_joined([{"engine": engine, "name": _file_label(engine)}, *parts]) for engine in engines]
     return variants
 
 
@@ -201,8 +216,9 @@ def _conflict(first: Fragment, second: Fragment) -> bool:
     return any(a[: len(b)] == b or b[: len(a)] == a for a in paths[0] for b in paths[1])
 
 
-def _engine_label(engine: str) -> str:
-    return word(re.sub(r"\.ya?ml$", "", engine.split("/")[-1]))
+def _file_label(reference: str) -> str:
+    """Return a name, or that of a file without folder and suffix, as it may be written in the name of a plan."""
+    return word(re.sub(r"\.(ya?ml|json)$", "", reference.split("/")[-1]))
 
 
 def _joined(parts: Sequence[Fragment]) -> Variant:
@@ -217,6 +233,8 @@ def _joined(parts: Sequence[Fragment]) -> Variant:
         by_role={role: fragment[role] for role in ROLES if role in fragment},
         plan=PlanFragment.model_validate({key: fragment[key] for key in PlanFragment.model_fields if key in fragment}),
         drafter=drafters[-1] if drafters else None,
+        checkpoint=str(fragment.get("model", "")),
+        score=fragment.get("score"),
         changes_mixed=all(any(key not in (*_OF_PAIRS, "name") for key in part) for part in parts),
     )
 
@@ -244,6 +262,11 @@ def check_fragments(
         _check_keys(fragment, number, pairs=pairs)
         _check_pools(fragment, number, cuts)
         _check_part(PlanFragment, {k: fragment[k] for k in PlanFragment.model_fields if k in fragment}, number)
+        if "score" in fragment and "model" not in fragment:
+            of_study = "or the score of the study's model into the study"
+            raise ErrorAt(f"is of a checkpoint; write its `model` beside it, {of_study}", number, "score")
+        if "model" in fragment:
+            _check_part(_Checkpoint, {k: fragment[k] for k in _Checkpoint.model_fields if k in fragment}, number)
         label = label_of(fragment)
         if "speculation" in fragment:
             _check_part(_DraftFragment, {"speculation": fragment["speculation"]}, number)

@@ -66,7 +66,7 @@ class DraftCache:
         the drafter does not work with the pool."""
         if draft.choice.scheme is not None:
             return draft.speculation(draft.choice.scheme)
-        model, hardware = self._question.model, self._question.hardware_of(choice)
+        model, hardware = self._question.model_of(choice.shape), self._question.hardware_of(choice)
         contexts = self._contexts.get(len(stream)) or self._contexts.setdefault(len(stream), DraftContexts.of(stream))
         grid = DraftGrid.of(draft, model, hardware, pool, contexts)
         key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
@@ -167,12 +167,13 @@ class PlanCache:
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
         q, hardware, draft = self.question, self.question.hardware_of(choice), self.question.draft(choice.drafter)
+        model = q.model_of(choice.shape)
         # A plan that was settled before, such as the chosen plan of a day, has its drafts already.
         choice = choice if choice.speculation is None else replace(choice, speculation=None)
         try:
             pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
-            self._memories[choice] = check(pool, q.model, hardware, q.drafting_of(choice) if draft is None else None)
+            self._memories[choice] = check(pool, model, hardware, q.drafting_of(choice) if draft is None else None)
             refusal = self._too_short(choice) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
@@ -187,7 +188,7 @@ class PlanCache:
                 return Refused("pruned", f"drafting with {choice.drafter} pays at no batch size")
             choice = replace(choice, speculation=speculation)
             # Once more with the drafter: its weights and states take memory of the KV cache.
-            self._memories[choice] = check(self.pool(choice), q.model, hardware, draft.drafting)
+            self._memories[choice] = check(self.pool(choice), model, hardware, draft.drafting)
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
@@ -214,7 +215,7 @@ class PlanCache:
                 # Compiling step costs takes the most time of a deployment, and the plan may never be simulated.
                 costs = {self.pool(choice).name: NoCosts() for choice in candidate.pools}
                 for pool in self.question.deploy(candidate, self.max_model_len, costs).pools:
-                    StepModel(self.question.model, pool.hardware, pool.spec)
+                    StepModel(self.question.model_of(shape), pool.hardware, pool.spec)
                 self._ways[shape] = ""
             except Infeasible as error:
                 self._ways[shape] = str(error)
@@ -234,13 +235,14 @@ class PlanCache:
         if key not in self._costs:
             seats, tokens = self._widest[replace(choice.shape, role="mixed")]
             q, pool = self.question, self.pool(choice)
-            wide = {"max_num_seqs": seats, "max_num_batched_tokens": tokens}
             # Tables for the widest pool of the cut serve all narrower ones: they only read less of them.
-            pool = pool.model_copy(update={"batching": pool.batching.model_copy(update=wide)})
+            wide = pool.batching.model_copy(update={"max_num_seqs": seats, "max_num_batched_tokens": tokens})
+            pool = pool.model_copy(update={"batching": wide})
             factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(
-                pool, q.model, q.hardware_of(choice), self._length(choice), q.drafting_of(choice), factors
-            )
+                pool, q.model_of(choice.shape), q.hardware_of(choice), self._length(choice), q.drafting_of(choice),
+                factors,
+            )  # fmt: skip
         return self._costs[key]
 
     def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
@@ -249,9 +251,9 @@ class PlanCache:
         q, confidence = self.question, self.question.study.slo.confidence
         if confidence is None:
             return None
-        hardware = q.hardware_of(choice)
+        model, hardware = q.model_of(choice.shape), q.hardware_of(choice)
         blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
-        factor = margin(confidence, q.model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
+        factor = margin(confidence, model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
         return dict.fromkeys(REDRAWN_KINDS, factor)
 
     def deployment(self, candidate: Candidate) -> Deployment:
@@ -261,7 +263,7 @@ class PlanCache:
         if len(pools) == len(deployed):
             plan = self.question.plan(candidate, self.max_model_len)
             deployed_pools = (replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True))
-            return Deployment(plan, self.question.model, tuple(deployed_pools))
+            return Deployment(plan, self.question.model_of(candidate.decoding.shape), tuple(deployed_pools))
         costs = {self.pool(choice).name: self.costs(choice) for choice in candidate.pools}
         deployment = self.question.deploy(candidate, self.max_model_len, costs)
         for choice, pool in zip(candidate.pools, deployment.pools, strict=True):
@@ -277,7 +279,7 @@ class PlanCache:
             pools = {choice: self.pool(choice) for choice in candidate.pools}
             costs = {
                 pool.name: compiled_costs(
-                    pool, q.model, q.hardware_of(choice), max_model_len, q.drafting_of(choice),
+                    pool, q.model_of(choice.shape), q.hardware_of(choice), max_model_len, q.drafting_of(choice),
                     self._margins(pool, choice),
                 )
                 for choice, pool in pools.items()
@@ -302,16 +304,14 @@ class PlanCache:
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
         """Return (GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at
         most); None if an engine would refuse it."""
-        alone = choice.alone
-        settled = self._settled_alone(alone, candidate)
+        settled = self._settled_alone(choice.alone, candidate)
         if isinstance(settled, Refused):
             return None
         return settled.devices, self._sustains(settled, self._capacity_stream(candidate))
 
     def _sustains(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> float:
         """Return the requests per second that an instance could sustain at most, in its own role unless given."""
-        alone = choice.alone
-        key = (alone, as_role, len(stream))
+        alone, key = choice.alone, (choice.alone, as_role, len(stream))
         if key not in self._sustained:
             self._sustained[key] = self._capacity(alone, stream, as_role).rps(self._deployed(alone)) / alone.instances
         return self._sustained[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -63,6 +63,8 @@ class Question:
     """Engine preset with the settings that the search leaves open, if the study names one."""
     engines: Mapping[str, StudyEngine] = field(default_factory=dict)
     """Engines of variants by the name that the study gives."""
+    checkpoints: Mapping[str, Model] = field(default_factory=dict)
+    """Models of variants by the name that the study gives."""
     fixed_hardware: Mapping[str, Hardware] = field(default_factory=dict)
     """Hardware of fixed pools with the kernels of their engine, if it is another one than the study's, by the name of
     the pool."""
@@ -101,6 +103,15 @@ class Question:
     def profiles(self) -> dict[str, Hardware]:
         """Hardware by the name that the study gives."""
         return {entry.profile: hardware for entry, hardware in zip(self.study.hardware, self.hardware, strict=True)}
+
+    def model_of(self, shape: PoolShape) -> Model:
+        """Return the model of pools of a shape: the checkpoint of their variant, or the study's."""
+        return self.checkpoints[shape.checkpoint] if shape.checkpoint else self.model
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The model of the study, and those of its variants."""
+        return self.model, *self.checkpoints.values()
 
     def hardware_of(self, choice: PoolChoice) -> Hardware:
         """Return the hardware of a pool, with the kernels of its engine."""
@@ -174,7 +185,7 @@ class Question:
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
-        return max(length_limit(self.model, stream) for stream in self._longest_draws(candidates))
+        return max(length_limit(model, stream) for stream in self._longest_draws(candidates) for model in self.models)
 
     def longest_request(self, candidates: Iterable[Candidate]) -> int:
         """Return the tokens of the longest request that may be simulated, prompt and output."""
@@ -200,7 +211,7 @@ class Question:
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}
-        served = self.model.with_weights(cast(Dtype, shape.weight_dtype) or None)
+        served = self.model_of(shape).with_weights(cast(Dtype, shape.weight_dtype) or None)
         return {**settings, "engine": name, **preset.settings(hardware.device, served, shape.pp)}
 
     def plan(self, candidate: Candidate, max_model_len: int) -> Plan:
@@ -215,8 +226,7 @@ class Question:
         """Return acceptance and draft model of each pool that speculates, by the name of the pool."""
         drafting_by_pool: dict[str, Drafting] = {}
         for pool in candidate.pools:
-            drafting = self.drafting_of(pool)
-            if drafting is not None:
+            if (drafting := self.drafting_of(pool)) is not None:
                 drafting_by_pool[pool.pool_name if pool.fixed is None else pool.fixed.name] = drafting
         return drafting_by_pool
 
@@ -235,7 +245,7 @@ class Question:
         plan, drafting = self.plan(candidate, max_model_len), self.drafting(candidate)
         pools = zip(plan.pools, candidate.pools, strict=True)
         hardware = {pool.name: self.hardware_of(choice) for pool, choice in pools}
-        return deploy(plan, self.model, hardware, costs, drafting=drafting)
+        return deploy(plan, self.model_of(candidate.decoding.shape), hardware, costs, drafting=drafting)
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
         """Return the facts about a candidate that objectives need."""
@@ -249,11 +259,7 @@ class Question:
 
     def usd_per_hour(self, candidate: Candidate) -> float | None:
         """Return the price of all GPUs, each at the price of its kind; None if one of them has no price."""
-        prices = [self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools]
-        known_prices = [price for price in prices if price is not None]
-        if len(known_prices) < len(prices):
-            return None
-        return sum(price * pool.devices for price, pool in zip(known_prices, candidate.pools, strict=True))
+        return _of_all([self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools], candidate)
 
     def idle_j_per_token(self, candidate: Candidate, stream: RequestStream) -> float | None:
         """Return the joules that the GPUs would draw from the first arrival to the last if nothing ran, per output
@@ -263,10 +269,9 @@ class Question:
         a pool has no power.
         """
         powers = [self.profiles[pool.shape.gpu].device.power for pool in candidate.pools]
-        known_powers = [power for power in powers if power is not None]
-        if len(known_powers) < len(powers):
+        watts = _of_all([None if power is None else power.idle_w for power in powers], candidate)
+        if watts is None:
             return None
-        watts = sum(power.idle_w * pool.devices for power, pool in zip(known_powers, candidate.pools, strict=True))
         instances, simulated = candidate.pools[0].instances, self.simulated_instances(candidate)
         streams = [(stream, 1.0), (stream.share_of(simulated, instances), simulated / instances)]
         offered = stream.offered_rate_rps
@@ -291,6 +296,14 @@ class Question:
         """Simulate a candidate as `watch` does, until it cannot meet the SLO any more."""
         stream = self.stream(candidate, rate_rps)
         return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, until_lost=WHOLE)
+
+
+def _of_all(of_a_gpu: Sequence[float | None], candidate: Candidate) -> float | None:
+    """Return the sum over all GPUs of a candidate of a number for a GPU of each pool; None if one has none."""
+    numbers = [number for number in of_a_gpu if number is not None]
+    if len(numbers) < len(of_a_gpu):
+        return None
+    return sum(number * pool.devices for number, pool in zip(numbers, candidate.pools, strict=True))
 
 
 def _span_s(stream: RequestStream) -> float:

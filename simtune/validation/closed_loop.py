@@ -122,12 +122,17 @@ class TuningLoop:
 
         `make` starts an engine of a size, given the reference of an earlier gauge; `write_run` writes the run directory
         of a search, with the engine's settings. Raise UsageError if the folder belongs to another study, and for a
-        study of several kinds of hardware: the engine runs on one.
+        study of several kinds of hardware or checkpoints: the engine runs one.
         """
         if len(question.hardware) > 1:
             names = ", ".join(hardware.name for hardware in question.hardware)
             raise UsageError(
                 f"{question.study.name}: hardware: the engine runs on one kind, but the study has {names}; keep one"
+            )
+        if question.checkpoints:
+            raise UsageError(
+                f"{question.study.name}: search.variants: the engine runs one checkpoint, but the study has "
+                f"{len(question.models)}; keep one"
             )
         (self._hardware,) = question.hardware
         self._question, self._out, self._make = question, out, make

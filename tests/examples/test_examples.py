@@ -119,7 +119,9 @@ def test_an_example_with_a_published_trace(example: str, trace: str, data_dir: P
 
 
 def test_all_examples_are_tried() -> None:
-    assert EXAMPLES == ["closed-loop", "code-completion", "llama-70b", "quickstart", "speculation", "techniques"]
+    assert EXAMPLES == [
+        "checkpoints", "closed-loop", "code-completion", "llama-70b", "quickstart", "speculation", "techniques",
+    ]  # fmt: skip
 
 
 def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def labels(*fragments: str, combine: bool = False, more: str = "") -> list[str]:
         ("{engine: sglang-0.5}", "sglang-0.5"),
         ("{name: quarter, research: {kv_policy: {kept: 0.25}}}", "quarter"),
         (f"{{speculation: {EAGLE}}}", "eagle"),
+        ("{model: ../fp8/llama-fp8.yaml, score: 67.5}", "llama-fp8"),
     ],
 )
 def test_a_fragment_is_named_by_its_settings_unless_it_has_a_name(fragment: str, label: str) -> None:
@@ -109,6 +110,9 @@ def test_a_study_with_variants_reads_back_as_it_was_written() -> None:
             ":11:6: search.variants.0.speculation: lacks acceptance",
         ),
         ("ladder", ":11:5: search.variants.0: must be a mapping"),
+        ("{score: 68.0}", "search.variants.0.score: is of a checkpoint; write its `model` beside it, or the score of"),
+        ("{model: x, score: high}", ":11:16: search.variants.0.score: must be a valid number"),
+        ("{model: x, score: .nan}", "search.variants.0.score: must be a finite number"),
     ],
 )
 def test_a_fragment_that_no_plan_can_have_is_refused_at_its_key(fragment: str, problem: str) -> None:
@@ -116,6 +120,31 @@ def test_a_fragment_that_no_plan_can_have_is_refused_at_its_key(fragment: str, p
         study(fragment)
     assert str(caught.value).startswith("study.yaml:")
     assert problem in str(caught.value)
+
+
+def test_a_floor_on_the_score_needs_a_score_of_every_checkpoint() -> None:
+    floor, scored = "constraints: [score >= 67]\n", "{model: llama-fp8.yaml, score: 67.5}"
+    variants = study("{}", scored, more=f"{floor}score: 68.4\n").variants
+    assert [variant.scored(68.4) for variant in variants] == [68.4, 67.5]
+    for fragments, more, problem in (
+        (("{}", scored), floor, "constraints.0: llama-3.1-8b has no score; write `score` in the study, beside `model`"),
+        (
+            ("{model: x.yaml}",),
+            f"{floor}score: 68.4\n",
+            "constraints.0: x.yaml has no score; write `score` beside `model`",
+        ),
+        (("{}",), "score: 68.4\n", "score: has no effect without a variant that has another model; remove it"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            study(*fragments, more=more)
+        assert problem in str(caught.value)
+
+
+def test_a_fixed_pool_serves_no_other_checkpoint() -> None:
+    batching = "{max_num_seqs: 8, max_num_batched_tokens: 8}"
+    fixed = f"fixed: [{{role: prefill, hardware: h100-sxm, instances: 1, batching: {batching}}}]\n"
+    with pytest.raises(SpecError, match=r"search\.variants\.0\.model: a fixed pool serves the study's model"):
+        study("{model: llama-fp8.yaml}", layouts="prefill-decode", more=fixed)
 
 
 def test_a_role_has_keys_of_a_pool_alone() -> None:

@@ -188,7 +188,7 @@ def _variants(study: Study) -> dict[str, tuple[str, ...]]:
 
 def inputs_of(question: Question) -> dict[str, str]:
     """Return the sha256 of every input of a search, by kind and name."""
-    specs: list[Spec] = [question.study, question.model, question.workload]
+    specs: list[Spec] = [question.study, *question.models, question.workload]
     if question.engine is not None:
         specs.append(question.engine)
     for drafting in (*(draft.drafting for draft in question.drafts), *question.fixed_drafting.values()):

@@ -248,7 +248,7 @@ class _WindowTask:
 
     def _result(self, candidate: Candidate, requests: int, draw: int = 0) -> Result:
         question, stream = self.question, self._stream(candidate, requests, draw)
-        longest = max(self.max_model_len, length_limit(question.model, stream))
+        longest = max(self.max_model_len, length_limit(question.model_of(candidate.decoding.shape), stream))
         deployment = self._plan_cache.judged_deployment(candidate, longest)
         return deployment.simulate(stream, question.study.slo, cores=SAMPLED_CORES)
 

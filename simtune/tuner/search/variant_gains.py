@@ -26,6 +26,8 @@ class VariantGain(NamedTuple):
     """Objective of that plan: on all fresh draws if it was chosen, else on the draw of the search."""
     at_most: float | None
     """Value that no plan of the variant exceeds; None if none of them can meet the objective."""
+    score: float | None = None
+    """Score of its model; None if it has none."""
 
 
 MIXED, APART = "mixed", "prefill/decode"
@@ -67,13 +69,14 @@ def to_show(question: Question, plans: Sequence[P]) -> Iterator[list[P]]:
 def variant_gains(tuned: Tuned) -> list[VariantGain]:
     """Return the best of each variant, in the order of the study; empty if there is only one variant, or a front."""
     question = tuned.question
-    labels = [variant.label for variant in question.study.variants]
-    if len(labels) < 2 or tuned.ladder is not None:
+    variants = question.study.variants
+    if len(variants) < 2 or tuned.ladder is not None:
         return []
-    rows: dict[str, list[Trial]] = {label: [] for label in labels}
+    rows: dict[str, list[Trial]] = {variant.label: [] for variant in variants}
     for row in tuned.rows:
         rows[row.candidate.decoding.shape.variant].append(row)
-    return [_gain(tuned, label, rows[label]) for label in labels]
+    gains = [(variant, _gain(tuned, variant.label, rows[variant.label])) for variant in variants]
+    return [gain._replace(score=variant.scored(question.study.score)) for variant, gain in gains]
 
 
 def family_gains(tuned: Tuned) -> list[FamilyGain]:
@@ -86,7 +89,7 @@ def family_gains(tuned: Tuned) -> list[FamilyGain]:
     if len(rows) < 2 or tuned.ladder is not None:
         return []
     # The chosen plan is the first of the rows.
-    return [FamilyGain(*_gain(tuned, family, of_family)) for family, of_family in rows.items()]
+    return [FamilyGain(*_gain(tuned, family, of_family)[:4]) for family, of_family in rows.items()]
 
 
 def _gain(tuned: Tuned, label: str, rows: list[Trial]) -> VariantGain:

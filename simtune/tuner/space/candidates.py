@@ -58,6 +58,8 @@ class PoolShape:
     """Name of the variant of the study; empty for the plans as they are."""
     engine: str = ""
     """Engine preset of the variant, or `none`; empty for the study's only one."""
+    checkpoint: str = ""
+    """Model of the variant; empty for the study's."""
     cp: int = 1
     """Groups of ranks that share every sequence, if the variant sets them."""
     ffn_devices: int = 0
@@ -107,6 +109,8 @@ class PoolChoice:
     """Weight of each of its cores in round robin beside another pool, which follows from the other fields."""
     changes: Mapping[str, Any] | None = field(default=None, compare=False)
     """Settings that the variant of the shape merges over the pool."""
+    score: float | None = field(default=None, compare=False)
+    """Score of its model; None if it has none."""
 
     @property
     def devices(self) -> int:
@@ -167,6 +171,8 @@ class PoolChoice:
             "drafter": self.drafter,
             "variant": shape.variant,
             "engine": shape.engine,
+            "model": shape.checkpoint,
+            "score": self.score,
         }
 
     def pool(self, study: Study, max_model_len: int, engine: Mapping[str, Any]) -> Pool:
@@ -342,7 +348,7 @@ class Candidate:
         apart, changes = self.prefilling is not None, self.changes or PlanFragment()
         return Plan(
             name=self.name,
-            model=study.model,
+            model=self.decoding.shape.checkpoint or study.model,
             pools=pools,
             router=self._weighted(self.routing(study)),
             decode_router=(changes.decode_router or study.decode_router) if apart else None,
@@ -575,7 +581,7 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
         [fixed[role]] if role in fixed else [*_pool_shapes(study, role, variant)] for role in ("prefill", "decode")
     ]
     for prefill, decode in product(*sides):
-        pair = [_fixed_choice(side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
+        pair = [_fixed_choice(study, side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
         # Shapes of as many GPUs have the same numbers of instances.
         key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices) for side in pair)
         if key not in numbers:
@@ -587,7 +593,7 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
             )
 
 
-def _fixed_choice(pool: Pool, variant: Variant) -> PoolChoice:
+def _fixed_choice(study: Study, pool: Pool, variant: Variant) -> PoolChoice:
     cut, batching = pool.parallelism, pool.batching
     shape = PoolShape(
         pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
@@ -600,6 +606,7 @@ def _fixed_choice(pool: Pool, variant: Variant) -> PoolChoice:
         batching.max_num_batched_tokens,
         pool.kv_cache.prefix_caching,
         fixed=pool,
+        score=study.score,
     )
 
 
@@ -674,7 +681,7 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> list[PoolShape]:
     lengths = [changes["max_model_len"]] if "max_model_len" in changes else study.search.max_model_len or (0,)
     parallelism = changes.get("parallelism", {})
     cp, afd = parallelism.get("cp") or 1, changes.get("research", {}).get("afd") or {}
-    of_variant = variant.label, variant.engine, cp, afd.get("ffn_devices", 0)
+    of_variant = variant.label, variant.engine, variant.checkpoint, cp, afd.get("ffn_devices", 0)
     every = product(gpus, *cuts, *dtypes, lengths)
     return list(
         dict.fromkeys(
@@ -694,7 +701,7 @@ def _settings(study: Study, shape: PoolShape, instances: int, variant: Variant) 
     sizes = sorted(_sizes(study, shape.role, drafters == [""]))
     every = dict.fromkeys(product(sizes, choices.prefix_caching or (None,), drafters))
     return tuple(
-        PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes)
+        PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes, score=variant.scored(study.score))
         for (seqs, tokens), caching, drafter in every
     )
 
