@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from simtune.api import load_question
+from simtune.costs.iteration import StepWork
 from simtune.errors import UsageError
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.pool import Batching, Pool
 from simtune.specs.study import Confirmation, Day, DayWindow
 from simtune.specs.workload import Slo
+from simtune.testing.clusters import stream_of
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of
-from simtune.tuner.doubt.margin import margin
+from simtune.tuner.doubt.margin import _typical_steps, margin
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.day import day_of
@@ -44,6 +46,31 @@ def test_the_margin_rises_with_the_confidence_and_with_the_errors(file: str) -> 
     pool = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=256, max_num_batched_tokens=2048))
     margins = [margin(level, MODEL, HARDWARE, pool, stream, None, 0) for level in (0.5, 0.8, 0.9, 0.99)]
     assert 1 <= margins[0] < margins[1] < margins[2] < margins[3] < 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "num_blocks", "decodes", "chunk"),
+    [
+        # Half of 256 seats; the prompt and half of the answer are in the cache.
+        (1000, 101, None, 128, 1000),
+        # A prompt of one token is a chunk of one; one longer than the budget of 2,048 fills a step.
+        (1, 2, None, 128, 1),
+        (5000, 100, None, 128, 2048),
+        # 700 blocks of 16 tokens hold ten requests of 1,050 tokens; 60 blocks hold none.
+        (1000, 100, 700, 5, 1000),
+        (1000, 100, 60, 1, 1000),
+    ],
+)
+def test_the_steps_of_a_margin_are_those_of_mean_requests(
+    prompt: int, output: int, num_blocks: int | None, decodes: int, chunk: int
+) -> None:
+    pool = Pool(hardware="h100-sxm", instances=1, batching=Batching(max_num_seqs=256, max_num_batched_tokens=2048))
+    stream = stream_of(None, [prompt] * 3, [output] * 3, users=1)
+    context = round(prompt + output / 2)
+    assert _typical_steps(pool, stream, num_blocks) == [
+        StepWork(num_decodes=decodes, context_tokens=decodes * context, num_samples=decodes),
+        StepWork(chunks=[(0, chunk)], num_samples=1),
+    ]
 
 
 def test_more_confidence_is_a_lower_rate_that_more_worlds_keep(file: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,14 +11,16 @@ from scipy.special import ndtr
 
 from simtune.costs.iteration import REDRAWN_KINDS
 from simtune.errors import UsageError
-from simtune.sim.drawn_worlds import Blueprint, DrawnWorlds, PerturbedWorld
+from simtune.sim.drawn_worlds import ACCEPTANCE, Blueprint, DrawnWorlds, PerturbedWorld
 from simtune.specs.workload import Poisson
+from simtune.testing.clusters import stream_of
 from simtune.tuner.doubt.leaders import PlanErrors, drawn_latencies, leaders
 from simtune.tuner.doubt.next_loads import (
     ENOUGH,
     NOISIER,
     LoadOption,
     LoadsOfStudy,
+    _explained,
     choose,
     conditioned,
     noises,
@@ -48,6 +50,19 @@ def test_how_sure_a_choice_is_after_a_mean_is_measured() -> None:
     assert right_after(gap, [("tpot", z)], noise) == pytest.approx(np.mean(ndtr(np.abs(means) / left)), abs=0.01)
     assert right_after(gap, [("tpot", normals(1, 2)[0])], noise) == pytest.approx(right_after(gap, [], noise), abs=0.01)
     assert right_after(np.full(WORLDS, 0.1), [("tpot", z)], noise) == 1.0, "nothing is in doubt"
+
+
+def test_a_noisy_mean_explains_what_its_signal_is_of_all_that_varies() -> None:
+    """The share is 1 / (1 + noise^2) of each mean by itself; that of TTFT is three times as noisy."""
+    a, b, unseen = normals(3)
+    gap = 0.05 * a + 0.03 * b + 0.02 * unseen
+    for noise in (0.02, 0.5, 2.0):
+        tpot, ttft = 0.05**2 / (1 + noise**2), 0.03**2 / (1 + (3 * noise) ** 2)
+        assert _explained(gap, [("tpot", a)], noise) == pytest.approx(tpot, rel=0.06)
+        assert _explained(gap, [("tpot", a), ("ttft", b)], noise) == pytest.approx(tpot + ttft, rel=0.06)
+    twice = 0.05**2 / (1 + 2.0**2 / 2)
+    assert _explained(gap, [("tpot", a), ("tpot", a)], 2.0) == pytest.approx(twice, rel=0.06), "the noise is halved"
+    assert _explained(gap, [("tpot", normals(1, 3)[0])], 0.5) == pytest.approx(0.0, abs=1e-5), "by chance alone"
 
 
 def test_the_run_that_tells_is_made_first_and_others_are_left_out() -> None:
@@ -116,6 +131,23 @@ def test_latencies_are_those_of_a_world_in_which_everything_takes_longer() -> No
         # The host's time is the same in both worlds, and no kernel.
         assert logs[metric][2] == pytest.approx(math.log(simulated), abs=0.05)
         assert logs[metric][0] < logs[metric][1] < logs[metric][2]
+
+
+def test_users_who_never_pause_get_latencies_that_change_in_proportion() -> None:
+    """Errors of a plan and of all kinds add up: latencies are e^(a + s z) times as long as predicted."""
+    q = question(tp=(1,), max_num_seqs=(8,), max_num_batched_tokens=(2048,), devices=1)
+    (candidate,) = space_for(q).candidates
+    deployment = q.deploy(candidate, 4096)
+    stream = stream_of(None, [500] * 40, [30] * 40, users=4)
+    z, of_plan = np.array([-1.0, 0.0, 0.5, 1.0]), np.array([0.3, 0.1, -0.2, 0.0])
+    alike = DrawnWorlds({name: 0 * z if name == ACCEPTANCE else z for name in DrawnWorlds.of(1, 0).errors})
+    logs = drawn_latencies(deployment, stream, alike, of_plan, dict.fromkeys(REDRAWN_KINDS, 0.05))
+    result = deployment.simulate(stream)
+    assert set(logs) == {"ttft", "tpot"}
+    for metric, seconds in logs.items():
+        predicted = result.statistic(cast(Any, metric), "mean")
+        assert predicted is not None
+        assert seconds == pytest.approx(math.log(predicted) + of_plan + 0.05 * z, abs=1e-6)
 
 
 def test_values_keep_the_rate_of_the_search_and_loads_are_of_one_server() -> None:

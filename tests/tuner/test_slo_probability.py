@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,17 @@ from simtune.sim.run_basis import pool_bases, timed_steps
 from simtune.sim.uncertainty import uncertainty
 from simtune.specs.catalog import load_hardware
 from simtune.specs.workload import Poisson, Slo
-from simtune.tuner.doubt.slo_probability import SloProbability, StretchCurve, _unfelt, slo_probability
+from simtune.tuner.doubt.slo_probability import (
+    SloProbability,
+    StretchCurve,
+    _not_above_missed,
+    _of_acceptance,
+    _unfelt,
+    slo_probability,
+)
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.rate_sweep import sweeps
-from simtune.tuner.trial import Tuned
+from simtune.tuner.trial import Attempt, Tuned
 from tests.tuner.test_search import LOAD, question
 
 WORLDS = 30
@@ -161,3 +169,59 @@ def test_noise_that_falls_is_smoothed_and_what_is_known_better_counts() -> None:
     assert float(sooner.reached(np.array(0.25))) == pytest.approx(0.05)
     assert sooner.with_knot(0.05, 0.1) is sooner
     assert sooner.gap(0.05) == pytest.approx(0.1)
+
+
+# --- knots that a search and the acceptance of drafts add ---------------------------------------------------
+
+
+def limit_of(limit_s: float) -> SloLimit:
+    line = {"class": None, "metric": "ttft", "statistic": "mean", "limit_s": limit_s, "value_s": 1.0, "met": True}
+    return SloLimit.model_validate(line)
+
+
+@pytest.mark.parametrize(
+    ("missed", "knot"),
+    [
+        ([], None),
+        # A miss at the rate itself, on another draw, or below it, shows nothing of higher rates.
+        ([10.0, 9.0], None),
+        # The lowest miss above it is at u = 0.1: there latencies over e^u reach the limit, e.
+        ([9.0, 10.0, 10 * math.exp(0.3), 10 * math.exp(0.1)], (0.1, 1.1)),
+        # At 1.5 the curve goes on to 3, above 1 + 1.5.
+        ([10 * math.exp(1.5)], None),
+    ],
+)
+def test_the_limit_that_comes_first_is_reached_where_the_search_saw_a_miss(
+    missed: list[float], knot: tuple[float, float] | None
+) -> None:
+    curves = [StretchCurve.of({0.0: 1.0, 1.0: math.e}), StretchCurve.of({0.0: 1.0, 1.0: math.e**2})]
+    attempts = [Attempt(10.0, True), *(Attempt(rate, False) for rate in missed), Attempt(None, False)]
+    few: Any = SimpleNamespace(
+        rate_rps=10.0,
+        tuned=SimpleNamespace(
+            chosen=SimpleNamespace(tried=attempts),
+            question=SimpleNamespace(study=SimpleNamespace(slo=SimpleNamespace(confidence=None))),
+        ),
+    )
+    limits = [limit_of(math.e), limit_of(math.e)]
+    slow, first = _not_above_missed(few, limits, curves)
+    assert slow is curves[0], "its limit is reached later"
+    if knot is None:
+        assert first.stretch.tolist() == [0.0, 1.0]
+        assert first.latency.tolist() == [0.0, 2.0]
+    else:
+        assert first.stretch.tolist() == pytest.approx([0.0, knot[0], 1.0])
+        assert first.latency.tolist() == pytest.approx([0.0, knot[1], 2.0])
+    few.tuned.question.study.slo.confidence = 0.9
+    assert _not_above_missed(few, limits, curves) == curves, "misses with a margin are not those of the plan"
+
+
+def test_drafts_that_are_kept_less_often_lengthen_a_plan_up_to_its_last_knot() -> None:
+    """A standard error less takes each latency to that of u = 0.05, 0 (it falls) and 0.1 (it would be 0.5)."""
+    curves = [StretchCurve.of({0.0: 1.0, 0.05: math.exp(0.05), 0.1: math.exp(0.2)})] * 3
+    few: Any = SimpleNamespace(fewer_kept=lambda: [math.exp(0.05), 0.5, math.exp(1.4)])
+    worlds: Any = SimpleNamespace(acceptance=np.array([-1.0, 0.0, 2.0]))
+    added = _of_acceptance(few, curves, worlds)
+    assert added.tolist() == [pytest.approx([u, 0.0, -2 * u], abs=1e-9) for u in (0.05, 0.0, 0.1)]
+    few.fewer_kept = lambda: None
+    assert _of_acceptance(few, curves, worlds).tolist() == [[0.0] * WORLDS] * 3
