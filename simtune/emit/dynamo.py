@@ -61,7 +61,7 @@ def deployment_file(
         services[service_name(pool)] = {
             "componentType": "worker",
             **({} if pool.role == "mixed" else {"subComponentType": pool.role}),
-            "replicas": pool.instances,
+            "replicas": pool.instances + pool.spare,
             "resources": {"limits": {"gpu": str(pool.devices)}},
             "extraPodSpec": _container(["python3", "-m", module], arguments),
         }

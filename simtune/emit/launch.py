@@ -57,7 +57,7 @@ def endpoints(plan: Plan, devices_per_node: int) -> list[Endpoint]:
     node = device = number = 0
     for pool in plan.pools:
         need = pool.model_devices
-        for _ in range(pool.instances):
+        for _ in range(pool.most_instances):
             if device + need > devices_per_node:
                 node, device, number = node + 1, 0, 0
             placed.append(Endpoint(pool, node, number, device))
@@ -134,7 +134,8 @@ def launch_script(plan: Plan, model: Model, devices_per_node: int, written: str,
     lines = ["#!/bin/sh", f"# Starts plan {plan.name}. {written}"]
     for pool in plan.pools:
         tp, pp = pool.parallelism.tp, pool.parallelism.pp
-        lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}) on {pool.hardware!r}.")
+        spare = f", and {pool.spare} to stand by" if pool.spare else ""
+        lines.append(f"# Pool {pool.name}: {pool.instances} x (tp {tp}, pp {pp}){spare} on {pool.hardware!r}.")
         # Each engine has its own way to start an instance over several nodes, so the script stops with instructions.
         if pool.model_devices > devices_per_node:
             return "\n".join([*lines, *_spans_nodes(pool, devices_per_node, server), ""])

@@ -299,7 +299,7 @@ def pool_rows(s: Summary) -> list[tuple[str, ...]]:
             p.name,
             p.role,
             f"{p.hardware} under {p.engine or 'no engine'}" if several else p.hardware,
-            number(p.instances),
+            number(p.instances) + (f" + {p.spare}" if p.spare else ""),
             number(p.devices),
             p.batching.policy,
             number(p.batching.max_num_seqs),

@@ -42,7 +42,8 @@ def explain(deployment: Deployment) -> list[tuple[str, tuple[str, ...]]]:
 
 def _sentences(deployed: DeployedPool) -> Iterator[str]:
     pool = deployed.spec
-    yield f"{plural(pool.instances, 'instance')} on {deployed.hardware.device.name}, role {pool.role}"
+    spare = f" and {pool.spare} to stand by" if pool.spare else ""
+    yield f"{plural(pool.instances, 'instance')}{spare} on {deployed.hardware.device.name}, role {pool.role}"
     chosen = f", chosen for {pool.engine_asked}" if pool.engine_asked else ""
     if pool.engine == NO_ENGINE:
         yield f"engine none: no engine can run it; {_kernels(deployed.hardware)}"

@@ -45,7 +45,7 @@ def price(deployment: Deployment, simulated: SimulationSummary) -> Price | None:
     per_hour_of_most = per_hour
     mean = {of.pool: of.mean_instances for of in simulated.autoscaling}
     for paid in paid_pools:
-        per_hour += usd_per_hour[paid.name] * paid.devices * mean.get(paid.name, paid.instances)
+        per_hour += usd_per_hour[paid.name] * paid.devices * mean.get(paid.name, paid.most_instances)
         per_hour_of_most += usd_per_hour[paid.name] * paid.devices * paid.most_instances
     hours = next((of.hours for of in simulated.autoscaling), None)
     of_run = {} if hours is None else {"run_usd": per_hour * hours, "run_usd_of_most": per_hour_of_most * hours}

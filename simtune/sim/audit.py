@@ -156,7 +156,7 @@ def _of_gpus(plan: Plan, result: Result) -> Iterator[str]:
     places = {(core.pool, core.instance) for core in result.outcome.cores}
     for pool in plan.pools:
         simulated = sum(name == pool.name for name, _ in places) * result.scale
-        instances = pool.most_instances
+        instances = pool.most_instances - pool.spare
         if not plan.events and plan.control is None and abs(simulated - instances) > 1e-9 * instances:
             yield f"pool {pool.name} has {instances} instances, and {simulated:g} were simulated"
 

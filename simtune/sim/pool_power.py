@@ -27,8 +27,8 @@ def power_of(
         devices[pool.spec.name] = device.power
         gpus = pool.spec.devices * (1.0 if share is None else share.processors)
         idle_gpus = gpus if share is None else gpus / _shared_processors(pool.spec, pools)
-        # Replicas of a target that are not used stay switched on.
-        idle_gpus += pool.idle_devices
+        # Replicas of a target that are not used stay switched on, as do instances that stand by.
+        idle_gpus += pool.idle_devices + pool.spec.devices * pool.spec.spare / pool.spec.instances
         power[pool.spec.name] = InstancePower(
             device.power.idle_w * idle_gpus,
             device.power.idle_w * idle_gpus + (device.power.tdp_w - device.power.idle_w) * gpus,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from simtune.sim.role_controller import Controller, RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
+from simtune.specs.plan import Event, Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
 from simtune.specs.pool import Pool, Role
 from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
@@ -95,7 +96,7 @@ def wire(
     joining = _joining(plan)
     by_pool = {
         p.spec.name: p.cores(
-            (instances or p.spec.most_instances) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
+            (instances or _ever_up(plan, p.spec)) + joining[p.spec.name], block_tokens, p.speculation(stream, seed)
         )
         for p in pools
     }
@@ -328,15 +329,24 @@ def _autoscaler(plan: Plan, by_pool: ByPool, front_end: FrontEnd | None) -> Auto
     return Autoscaler(scalers)
 
 
+def _ever_up(plan: Plan, pool: Pool) -> int:
+    """Return the number of instances of a pool that a run may need; none that stand by, if none can fail."""
+    return pool.most_instances if plan.events else pool.most_instances - pool.spare
+
+
 def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
-    """Return the changes of cores that the plan's events cause. Targets of a switch, and instances that start later,
-    begin down."""
+    """Return the changes of cores that the plan's events cause. Targets of a switch, instances that start later, and
+    those that stand by begin down."""
     changes: list[Change] = []
-    spare = {pool.name: pool.instances for pool in plan.pools}
+    next_places = {pool.name: pool.instances for pool in plan.pools}
     for pool in plan.pools:
         for core in by_pool[pool.name]:
             core.up = core.instance < pool.instances
+        if pool.spare:
+            changes += _replacements(pool, [event for event in plan.events if event.pool == pool.name], by_pool)
     for event in plan.events:
+        if plan.pool(event.pool).spare:
+            continue
         cores = _of_instance(by_pool[event.pool], event.instance)
         tick = round(event.at_s * TICKS_PER_SECOND)
         match event:
@@ -350,10 +360,42 @@ def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
                     changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), cores, up=True))
             case Switch(to=to, delay_s=delay_s):
                 # An instance that changes pools takes the next place after the instances that the pool begins with.
-                then = _of_instance(by_pool[to], spare[to])
-                spare[to] += 1
+                then = _of_instance(by_pool[to], next_places[to])
+                next_places[to] += 1
                 changes.append(Change(tick, cores, up=False, then=then, delay=round(delay_s * TICKS_PER_SECOND)))
     return changes
+
+
+def _replacements(pool: Pool, events: Sequence[Event], by_pool: ByPool) -> Iterator[Change]:
+    """Yield the changes of a pool with instances that stand by.
+
+    The first of them takes the place of one that fails, at once. An instance that recovers stands by, unless fewer than
+    `instances` are up.
+    """
+    turns: list[tuple[int, bool, int]] = []
+    for event in events:
+        assert isinstance(event, Failure)  # no others are allowed there
+        tick = round(event.at_s * TICKS_PER_SECOND)
+        turns.append((tick, False, event.instance))
+        if event.recover_s is not None:
+            turns.append((tick + round(event.recover_s * TICKS_PER_SECOND), True, event.instance))
+    up, standing_by = set(range(pool.instances)), [*range(pool.instances, pool.most_instances)]
+    for tick, recovers, instance in sorted(turns, key=itemgetter(0)):
+        cores = _of_instance(by_pool[pool.name], instance)
+        if recovers and len(up) < pool.instances:
+            up.add(instance)
+            yield Change(tick, cores, up=True)
+        elif recovers:
+            standing_by.append(instance)
+        elif instance in up:
+            up.remove(instance)
+            if standing_by:
+                replacement = standing_by.pop(0)
+                up.add(replacement)
+                yield Change(tick, _of_instance(by_pool[pool.name], replacement), up=True)
+            yield Change(tick, cores, up=False, lost=True)
+        elif instance in standing_by:
+            standing_by.remove(instance)
 
 
 def _of_instance(cores: Sequence[EngineCore], instance: int) -> list[EngineCore]:

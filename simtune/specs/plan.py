@@ -252,6 +252,24 @@ class Plan(Spec):
         return self
 
     @model_validator(mode="after")
+    def _spares_replace_failed_instances(self) -> Self:
+        for i, pool in enumerate(self.pools):
+            if pool.spare and self.control is not None:
+                raise ErrorAt("cannot be combined with control of the plan; remove one", "pools", i, "spare")
+            for j, event in enumerate(self.events):
+                if (
+                    pool.spare
+                    and not isinstance(event, Failure)
+                    and pool.name in (event.pool, getattr(event, "to", ""))
+                ):
+                    raise ErrorAt(
+                        f"cannot be combined with spare of pool {pool.name}, which replaces what fails; remove one",
+                        "events",
+                        j,
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _of_some_size(self) -> Self:
         if self.num_devices > MOST_GPUS:
             largest = max(range(len(self.pools)), key=lambda i: self.pools[i].most_instances * self.pools[i].devices)

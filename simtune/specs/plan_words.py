@@ -19,7 +19,7 @@ from simtune.specs.pool import Pool
 
 _POOL = (
     r"(?:(?P<role{n}>[pd])\.)?(?:(?P<gpu{n}>[A-Za-z0-9.-]+?)-)?tp(?P<tp{n}>\d+)-pp(?P<pp{n}>\d+)"
-    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
+    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?:-spare(?P<spare{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
     r"(?:-len(?P<length{n}>\d+))?(?:-v-(?P<variant{n}>[A-Za-z0-9.-]+?))?"
     r"-x(?P<instances{n}>\d+)-s(?P<seats{n}>\d+)-t(?P<budget{n}>\d+)"
     r"(?P<caching{n}>-cached|-uncached)?(?:-(?!router\d+$)(?P<drafter{n}>.+?))?"
@@ -118,6 +118,7 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
     role: str,
     gpu: str,
     instances: int,
+    spare: int,
     devices: int,
     parallelism: Mapping[str, int],
     expert_parallel: bool,
@@ -128,9 +129,9 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
 ) -> PoolWords:
     """Return the words of a pool; `gpu` is empty if all pools are on the same kind of GPU."""
     size = _of_gpus(gpu, devices, parallelism, expert_parallel, feed_forward)
-    servers = f"{plural(instances, _server(role))} {size}"
+    servers = f"{plural(instances, _server(role))} {size}" + (f" and {spare} to stand by" if spare else "")
     settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
-    return PoolWords(role, servers, instances * devices, settings)
+    return PoolWords(role, servers, (instances + spare) * devices, settings)
 
 
 def _server(role: str) -> str:
@@ -170,6 +171,7 @@ def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
         role=_ROLES.get(fields[f"role{n}"] or "", MIXED),
         gpu=fields[f"gpu{n}"] or "",
         instances=int(fields[f"instances{n}"] or 1),
+        spare=int(fields[f"spare{n}"] or 0),
         devices=tp * pp * dp * cp + feed_forward,
         parallelism={"tp": tp, "pp": pp, "dp": dp, "cp": cp},
         feed_forward=feed_forward,
@@ -216,7 +218,8 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
     words = _pool_words(
         role=pool.role,
         gpu=pool.hardware if several_kinds else "",
-        instances=pool.most_instances,
+        instances=pool.most_instances - pool.spare,
+        spare=pool.spare,
         devices=pool.devices,
         parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1},
         expert_parallel=p.expert_parallel,

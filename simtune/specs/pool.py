@@ -331,6 +331,11 @@ class Pool(Part):
     )
     engine_asked: str | None = Field(None, description="family or release for which the preset `engine` was chosen")
     instances: GpuCount
+    spare: Annotated[int, Field(ge=0, le=1000)] = Field(
+        0,
+        description="instances beside these that stand by with the weights loaded: they are paid for, get no requests, "
+        "and one takes the place of an instance that fails",
+    )
     parallelism: Parallelism = Parallelism()
     weight_dtype: Dtype | None = Field(
         None,
@@ -480,8 +485,8 @@ class Pool(Part):
 
     @property
     def most_instances(self) -> int:
-        """Most instances that the pool has at a time."""
-        return self.instances if self.autoscaling is None else self.autoscaling.max_instances
+        """Most instances that the pool has at a time, those that stand by among them."""
+        return self.instances + self.spare if self.autoscaling is None else self.autoscaling.max_instances
 
     @property
     def devices(self) -> int:
@@ -619,6 +624,12 @@ def _one_target_for_each_drafter(pool: Pool) -> None:
                 )
 
 
+def _stands_by(pool: Pool) -> None:
+    for key in ("autoscaling", "share"):
+        if pool.spare and getattr(pool, key) is not None:
+            raise ErrorAt(f"cannot be combined with {key}; remove one of the two", "spare")
+
+
 _RULES = (
     _refines_a_limit,
     _rejects_new_requests,
@@ -629,4 +640,5 @@ _RULES = (
     _exchanges_what_is_spared,
     _one_target_for_each_drafter,
     check_autoscaling,
+    _stands_by,
 )

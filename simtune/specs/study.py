@@ -393,6 +393,17 @@ class Study(Spec):
             )  # fmt: skip
         return self
 
+    @model_validator(mode="after")
+    def _replicas_without_spares(self) -> Self:
+        if self.day is not None:
+            for i, fragment in enumerate(self.search.variants or ()):
+                if any("spare" in part for part in (fragment, fragment.get("prefill", {}), fragment.get("decode", {}))):
+                    raise ErrorAt(
+                        "a day starts and stops replicas, each with all that the plan has; remove day, or spare",
+                        "search", "variants", i,
+                    )  # fmt: skip
+        return self
+
     def _with(self, key: str) -> int | None:
         """Return the number of the first fragment that has a key; None if none has."""
         return next((i for i, fragment in enumerate(self.search.variants or ()) if key in fragment), None)

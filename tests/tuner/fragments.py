@@ -44,6 +44,7 @@ FRAGMENTS: tuple[dict[str, Any], ...] = (
     {"research": {"runtime": {"kernels_per_layer": 12, "kernel_floor_s": 2e-6, "launch_s": 3e-6}}},
     {"front_end": {"request_s": 0.01, "token_s": 1e-6}},
     {"instances": 1},
+    {"spare": 1},
     {"max_model_len": 8192},
     {"fused": ["norm"]},
     {"router": {"kind": "least_tokens"}},

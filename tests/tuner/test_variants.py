@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from simtune.emit import to_build
-from simtune.errors import Infeasible, UsageError
+from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.runs.engine_files import NO_ENGINE, engine_files
 from simtune.specs.base import ErrorAt
 from simtune.specs.catalog import KINDS, load_model
@@ -108,6 +109,30 @@ def test_gpus_that_a_fragment_adds_are_counted() -> None:
         plan = question(devices=4).plan(candidate, 1024)
         assert plan.num_devices == 4
         assert f"server{'s' * (plan.pools[0].instances > 1)} of {plural_gpus(plan.pools[0])}" in in_words(plan.name)
+
+
+def test_instances_that_stand_by_are_counted_among_the_gpus_and_serve_nothing() -> None:
+    asked = question({}, {"spare": 1}, devices=3)
+    plain, spare = space_of(asked.study).candidates
+    assert (plain.name, spare.name) == ("tp1-pp1-x3-s16-t256", "tp1-pp1-spare1-v-spare-1-x2-s16-t256")
+    assert (plain.num_gpus, spare.num_gpus) == (3, 3)
+    plan = asked.plan(spare, 1024)
+    assert (plan.num_devices, plan.pools[0].instances, plan.pools[0].spare) == (3, 2, 1)
+    assert in_words(spare.name).startswith("2 servers of 1 GPU and 1 to stand by")
+    cache = PlanCache(asked, (plain, spare))
+    settled = [cache.settled(candidate) for candidate in (plain, spare)]
+    assert all(isinstance(candidate, Candidate) for candidate in settled)
+    rates = [cache.capacity(candidate).rps for candidate in settled if isinstance(candidate, Candidate)]
+    assert rates[1] == pytest.approx(rates[0] * 2 / 3)
+    with pytest.raises(Infeasible, match="fits 1 made-up devices"):
+        space_of(question({"spare": 1}, devices=1).study)
+
+
+def test_a_day_has_no_spare_instances() -> None:
+    asked = question({"decode": {"spare": 1}}, layouts=("prefill-decode",)).study
+    day = {"startup_s": 1.0, "windows": [{"hours": 24.0, "rate_rps": 1.0}]}
+    with pytest.raises(SpecError, match=r"search\.variants\.0: a day starts and stops replicas"):
+        Study.from_text(yaml.safe_dump({**asked.to_data(), "day": day}))
 
 
 def plural_gpus(pool: Pool) -> str:

@@ -176,7 +176,7 @@ class _LeadingEntry:
     def leader(self, slack: Array) -> Leader:
         """Return the plan with its value in each world."""
         server = one_server(self.deployment, self._stream())
-        servers = self.deployment.plan.num_devices // server.plan.num_devices
+        servers = self.deployment.plan.pools[0].instances // server.plan.pools[0].instances
         log_values = math.log(self.value) + np.clip(slack, -FARTHEST, FARTHEST)
         name, rate = self.row.candidate.name, self.rate_rps
         value = self.value if self.row.status in ("chosen", "feasible") else None
@@ -210,7 +210,7 @@ def one_server(deployment: Deployment, stream: RequestStream) -> Deployment:
     if deployment.enough_instances(stream, ONE_INSTANCE) is None:
         return deployment
     (pool,) = deployment.plan.pools
-    plan = deployment.plan.model_copy(update={"pools": (pool.model_copy(update={"instances": 1}),)})
+    plan = deployment.plan.model_copy(update={"pools": (pool.model_copy(update={"instances": 1, "spare": 0}),)})
     costs = {pool.name: deployment.pools[0].costs}
     return deploy(plan, deployment.model, deployment.profiles, costs, drafting=deployment.drafting)
 

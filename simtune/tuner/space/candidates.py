@@ -64,6 +64,8 @@ class PoolShape:
     """Groups of ranks that share every sequence, if the variant sets them."""
     ffn_devices: int = 0
     """GPUs of the feed-forward blocks, if the variant has them apart."""
+    spare: int = 0
+    """Instances that stand by beside those that serve, if the variant has some."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -75,11 +77,16 @@ class PoolShape:
         """GPUs of one instance, without those that a drafter has for itself."""
         return self.tp * self.pp * self.attention_dp * self.cp + self.ffn_devices
 
+    def devices_of(self, instances: int) -> int:
+        """Return the GPUs of a number of instances and of those that stand by, without those of drafters."""
+        return (instances + self.spare) * self.devices
+
     @cached_property
     def name(self) -> str:
         """Name of the shape, e.g. tp2-pp1, with the settings that differ from the usual ones."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + [f"cp{self.cp}"] * (self.cp > 1)
-        more += [f"ffn{self.ffn_devices}"] * bool(self.ffn_devices) + ["ep"] * self.expert_parallel
+        more += [f"ffn{self.ffn_devices}"] * bool(self.ffn_devices) + [f"spare{self.spare}"] * bool(self.spare)
+        more += ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
         more += [f"kv-{self.kv_dtype}"] if self.kv_dtype else []
         more += [f"len{self.max_model_len}"] if self.max_model_len else []
@@ -114,10 +121,11 @@ class PoolChoice:
 
     @property
     def devices(self) -> int:
-        """GPUs of all instances, including those of drafters."""
+        """GPUs of all instances, including those that stand by and those of drafters."""
         drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
-        per_instance = self.shape.devices + drafter if self.fixed is None else self.fixed.devices
-        return self.instances * per_instance
+        if self.fixed is not None:
+            return self.fixed.most_instances * self.fixed.devices
+        return (self.instances + self.shape.spare) * (self.shape.devices + drafter)
 
     @cached_property
     def alone(self) -> PoolChoice:
@@ -568,7 +576,7 @@ def _counting(study: Study) -> bool:
 def _most(study: Study, shape: PoolShape) -> int:
     """Return the most instances of a shape that the devices allow."""
     devices = study.devices(shape.gpu)
-    return min(devices, study.limits.gpus or devices) // shape.devices
+    return max(0, min(devices, study.limits.gpus or devices) // shape.devices - shape.spare)
 
 
 def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolChoice, ...], ...]]:
@@ -583,7 +591,7 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
     for prefill, decode in product(*sides):
         pair = [_fixed_choice(study, side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
         # Shapes of as many GPUs have the same numbers of instances.
-        key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices) for side in pair)
+        key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices, side.spare) for side in pair)
         if key not in numbers:
             numbers[key] = _counts(study, *pair)
         for counts in numbers[key]:
@@ -597,7 +605,7 @@ def _fixed_choice(study: Study, pool: Pool, variant: Variant) -> PoolChoice:
     cut, batching = pool.parallelism, pool.batching
     shape = PoolShape(
         pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
-        pool.weight_dtype or "", variant=variant.label,
+        pool.weight_dtype or "", variant=variant.label, spare=pool.spare,
     )  # fmt: skip
     return PoolChoice(
         shape,
@@ -656,7 +664,7 @@ def _fits(study: Study, cut: Sequence[tuple[PoolShape, int]], fixed: Sequence[Po
     """True if the devices and the limits of a study are enough for these instances."""
     devices_used = Counter[str]()
     for shape, instances in cut:
-        devices = next((choice.devices for choice in fixed if choice.shape == shape), instances * shape.devices)
+        devices = next((choice.devices for choice in fixed if choice.shape == shape), shape.devices_of(instances))
         devices_used[shape.gpu] += devices
     if study.limits.gpus is not None and sum(devices_used.values()) > study.limits.gpus:
         return False
@@ -681,7 +689,14 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> list[PoolShape]:
     lengths = [changes["max_model_len"]] if "max_model_len" in changes else study.search.max_model_len or (0,)
     parallelism = changes.get("parallelism", {})
     cp, afd = parallelism.get("cp") or 1, changes.get("research", {}).get("afd") or {}
-    of_variant = variant.label, variant.engine, variant.checkpoint, cp, afd.get("ffn_devices", 0)
+    of_variant = (
+        variant.label,
+        variant.engine,
+        variant.checkpoint,
+        cp,
+        afd.get("ffn_devices", 0),
+        changes.get("spare", 0),
+    )
     every = product(gpus, *cuts, *dtypes, lengths)
     return list(
         dict.fromkeys(
