@@ -110,6 +110,23 @@ def test_blocks_that_no_resident_holds_are_waited_for(policy: str) -> None:
     assert scheduler.kv.free == 4
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_reserved_for_requests_that_have_left(policy: str, caching: bool) -> None:
+    if caching and "prefix_caching" not in POLICIES[policy].offers:
+        pytest.skip("has no prefix cache")
+    scheduler = made(policy, **({"prefix_caching": True} if caching else {}))
+    requests = [Request(number, 9, 3, blocks=("a", "b")) for number in range(3)]
+    for request in requests:
+        assert scheduler.add(request)
+    assert scheduler.schedule() is not None
+    scheduler.complete()
+    scheduler.abort(requests[2])
+    to_the_end(scheduler)
+    assert [request.reserved_tokens for request in requests] == [0, 0, 0]
+    assert scheduler.kv.free == scheduler.kv.total
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_comes_after_one_that_is_aborted_is_served_like_the_first(policy: str) -> None:
     """Alone, short of room, or in the middle of its answer: when it has left, nothing of it stays, but in the cache."""
