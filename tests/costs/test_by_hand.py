@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from simtune.results.outcome import SampledStep
 from simtune.sim.run_basis import _seconds_by_kind
 from simtune.specs.catalog import load_model
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import CompressedAttention
+from simtune.specs.model import CompressedAttention, FullAttention
 from tests.costs.made_up import hardware, mixing, model, moe, pool
 from tests.costs.test_shared_experts import reusing
 
@@ -40,6 +41,41 @@ def test_small_kernels_of_compressed_attention_move_these_bytes(tp: int) -> None
         ("rope", 4 * (heads + 1) * 64),
         ("compress", 2 * (2048 + 512)),
     ]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("changes", "beside", "small"),
+    [
+        # 8 query heads and 2 KV heads of 16 values; keys and values of a rank, at least one head of each.
+        ({}, 0, []),
+        ({"output_gate": True}, lambda heads: 16 * heads, ["activation"]),
+        ({"head_gate": True}, lambda heads: heads, ["activation"]),
+        ({"qk_norm": True}, 0, ["norm"]),
+        ({"qk_norm": True, "output_gate": True}, lambda heads: 16 * heads, ["norm", "activation"]),
+    ],
+)
+def test_parts_of_softmax_attention(tp: int, changes: dict[str, Any], beside: Any, small: list[str]) -> None:
+    attention = FullAttention(heads=8, kv_heads=2, head_dim=16, **changes)
+    layer = attention_layer(model(), attention, tp)
+    heads, kv_heads = 8 // tp, max(1, 2 // tp)
+    gates = beside(heads) if beside else 0
+    assert layer.products == [(16 * heads + 2 * 16 * kv_heads + gates, 64), (64, 16 * heads)]
+    rotated = 2 * 16 * (heads + kv_heads)  # read and written
+    widths = {"norm": rotated, "activation": 3 * 16 * heads}  # the gate and the output are read, their product written
+    assert layer.small == [("rope", rotated), *((name, widths[name]) for name in small)]
+    assert (layer.output_width, layer.written_width, layer.values_per_token) == (
+        16 * heads,
+        2 * 2 * 16 * kv_heads,
+        2 * 16 * kv_heads,
+    )
+
+
+def test_queries_of_low_rank_are_a_product_and_a_norm_more() -> None:
+    attention = FullAttention(heads=8, kv_heads=2, head_dim=16, q_lora_rank=24)
+    layer = attention_layer(model(), attention, 2)
+    assert layer.products == [(24 + 2 * 16, 64), (16 * 4, 24), (64, 16 * 4)]
+    assert layer.small == [("rope", 2 * 16 * 5), ("norm", 2 * 24)]
 
 
 # --- tables of a card beside those of a sister card -----------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from simtune.engine import Batch, Chunk, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
 from simtune.engine.drafting.asynchronous import AsyncRoundPlanner
 from simtune.engine.drafting.needs import DraftNeeds
+from simtune.engine.drafting.rounds import Course, joined
 from tests.engine.plain_batch import PlainBatch
 
 many = settings(max_examples=150, deadline=None)
@@ -270,6 +271,15 @@ def test_near_the_limit_a_step_may_verify_fewer_drafts_than_were_just_rejected(a
         widths.append([tokens for _, tokens in engine.composition().items()])
         engine.complete()
     assert widths == [[6, 5], [6], [1], [2], [2], [2]]
+
+
+def test_courses_are_joined_end_to_end() -> None:
+    first, second = Course(np.array([5, 7]), 3, 9), Course(np.array([9]), np.array([2]), 11)
+    assert joined([second]) is second
+    both = joined([first, second], 99)
+    assert (both.before.tolist(), np.asarray(both.widths).tolist(), both.final) == ([5, 7, 9], [3, 3, 2], 11)
+    nothing = joined([], 4)
+    assert (nothing.before.tolist(), np.asarray(nothing.widths).tolist(), nothing.final) == ([], [], 4)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

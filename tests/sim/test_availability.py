@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -97,6 +98,24 @@ def test_what_an_instance_of_a_plan_has_when_it_fails_is_computed_anew_elsewhere
     result = deployment.simulate(stream_of([0.0], [50], [10]))
     assert result.outcome.resent.tolist() == [1]
     assert (result.first_token_s.tolist(), result.finish_s.tolist()) == ([1.0], [10.5])
+
+
+def test_whoever_announces_a_change_is_told_when_it_is_done() -> None:
+    """The second instance comes at 3 s; it has a request from 4 s to 10 s and leaves at 5 s, drained when that ends."""
+    cores, done = [EngineCore(engine(), LinearCosts(step_s=1.0)) for _ in range(2)], list[tuple[str, float]]()
+    cores[1].number, cores[1].up = 1, False
+
+    def noting(name: str) -> Callable[[int], None]:
+        return lambda now: done.append((name, now / TICKS_PER_SECOND))
+
+    changes = [
+        Change(3 * TICKS_PER_SECOND, cores[1:], up=True, done=noting("up")),
+        Change(5 * TICKS_PER_SECOND, cores[1:], up=False, done=noting("drained")),
+    ]
+    stream = stream_of([0.0, 4.0], [4, 4], [20, 6])
+    outcome = outcome_of(World(cores, stream, router=LeastOutstanding(cores), changes=changes))
+    assert outcome.core.tolist() == [0, 1]
+    assert done == [("up", 3.0), ("drained", 10.0)]
 
 
 def test_what_a_failed_instance_had_counts_there_no_more() -> None:
