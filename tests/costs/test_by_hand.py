@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simtune.costs.basis import StepBasis, WeightedStep
 from simtune.costs.compiled import compile_costs
 from simtune.costs.hardware_profile import UNLIKE, _unlike
-from simtune.costs.iteration import KINDS, StepModel
+from simtune.costs.iteration import HOST, KINDS, StepModel, StepWork
 from simtune.costs.layers import attention_layer
 from simtune.costs.predict import Profile
 from simtune.costs.tables.common import Origin, Table
@@ -195,3 +196,24 @@ def test_steps_that_are_timed_together_take_what_each_takes_by_itself() -> None:
             parts["prefill_attention"] = float(step_model.attention.chunks_s(past, new).sum())
         found = {kind: float(seconds[at]) for kind, seconds in columns.items() if seconds[at]}
         assert found == pytest.approx({kind: seconds for kind, seconds in parts.items() if seconds}), step
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_weight_of_a_step_is_divided_as_its_seconds_are(asynchronous: bool) -> None:
+    """The host's part is what kernels do not account for, however small the weight."""
+    device = hardware(host_step_s=1e-3, host_per_sequence_s=1e-5)
+    plan = pool(max_num_seqs=32, asynchronous=asynchronous)
+    works = [StepWork(4, 400, (), 4), StepWork(2, 900, ((0, 40),), 3)]
+    step_model, weights = StepModel(model(), device, plan), [0.5, 0.25]
+    expected: dict[str, float] = {}
+    for work, weight in zip(works, weights, strict=True):
+        total, parts = step_model.seconds(work), step_model.breakdown(work)
+        assert total > sum(parts.values())
+        for kind, seconds in (parts | {HOST: total - sum(parts.values())}).items():
+            expected[kind] = expected.get(kind, 0.0) + weight * seconds / total
+    steps = [WeightedStep(weight, work) for work, weight in zip(works, weights, strict=True)]
+    found = StepBasis(model(), device, plan).of(steps)
+    assert {kind: float(basis.seconds.sum()) for kind, basis in found.items()} == pytest.approx(expected)
+    assert sum(expected.values()) == pytest.approx(sum(weights))
+    quick = hardware(host_step_s=1e-9)
+    assert HOST not in StepBasis(model(), quick, pool(max_num_seqs=32)).of(steps), "hidden behind the GPU"
