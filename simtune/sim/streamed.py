@@ -395,7 +395,6 @@ class StreamedWorld(World):
         source = StreamedSource(self._load, self._agenda)
         self.recorder = StreamRecorder(self._load, self._slo, len(self._cores))
         self.recorder.source = source
-        self.recorder.rejected = array("q") if self._routers.limited else None  # not filled: rejections are counted
         return self.recorder, source
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, Setting, Terms
-from simtune.costs.operators.attention import unsplit
+from simtune.costs.operators.attention import beyond_products, unsplit
 from simtune.costs.operators.moe import DEALT, active_experts, awakened, padded_rows, rank_load, visit_probabilities
 from simtune.costs.predict import Predictor
 from simtune.errors import Infeasible
@@ -187,6 +187,107 @@ def test_prefill_of_a_linear_layer_is_linear(tokens: int) -> None:
     one, two = (terms("linear_prefill", kv_dtype="fp32", tokens=t, **shape) for t in (tokens, 2 * tokens))
     assert two.flops == 2 * one.flops
     assert two.bytes < 2 * one.bytes, "the state is read and written once"
+
+
+STATES = {"batch": 3, "heads": 4, "key_dim": 16, "value_dim": 8}
+"""States of 16 x 8 values of 2 bytes for 12 pairs of sequence and head: two waves on eight processors."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "expected"),
+    [
+        # A token and head: 4 x 16 x 8 flops with the state, and 2 x 64 x (16 + 8) in a chunk; 1,200 of them.
+        # Bytes: query, key, value and output of each, and the states read and written; two walks of 100 / 64 chunks.
+        ("linear_prefill", {"tokens": 100}, (1200 * (512 + 3072), 1200 * 2 * 48 + 2 * 3072, 2 * 100 / 64)),
+        ("linear_decode", {}, (12 * 512, 12 * 2 * 48 + 2 * 3072, 1)),
+        # Whole chunks: 128 tokens for 100. Two key heads.
+        (
+            "delta_prefill",
+            {"tokens": 100, "key_heads": 2},
+            (3 * 128 * 4 * (6 * 128 + 4 * 64 * 24), 300 * 2 * 2 * (2 * 16 + 4 * 8) + 2 * 3072, 2 * 2),
+        ),
+        ("delta_decode", {"key_heads": 2}, (12 * 6 * 128, 3 * 2 * 2 * (2 * 16 + 4 * 8) + 2 * 3072, 1)),
+        # A decay for each channel of every key, which is read as well.
+        (
+            "kda_prefill",
+            {"tokens": 100},
+            (3 * 128 * 4 * (6 * 128 + 4 * 64 * 40), 1200 * 2 * 2 * 40 + 2 * 3072, 2 * 2),
+        ),
+        ("kda_decode", {}, (12 * 7 * 128, 12 * 2 * 2 * 40 + 2 * 3072, 1)),
+    ],
+)
+def test_layers_with_a_state(kind: OperatorKind, shape: dict[str, int], expected: tuple[float, float, float]) -> None:
+    found = terms(kind, **STATES, **shape)
+    assert (found.flops, found.bytes, found.blocks) == expected
+
+
+def test_convolutions_move_their_inputs_and_keep_the_last_ones() -> None:
+    """130 channels of width 4 are three blocks of 64 for each of three sequences; 100 tokens are 13 tiles of 8."""
+    shape = {"batch": 3, "channels": 130, "width": 4}
+    prompt, decode = terms("conv_prefill", **shape, tokens=100), terms("conv_decode", **shape)
+    assert (prompt.flops, prompt.bytes, prompt.blocks) == (0, 2 * 3 * 130 * (2 * 100 + 3), 3 * 3 * 13 / 8)
+    assert (decode.flops, decode.bytes, decode.blocks) == (0, 2 * 3 * 130 * (3 + 2), 1)
+
+
+SELECTION = {
+    **{"batch": 3, "heads": 300, "kv_heads": 2, "width": 96, "cached": 48, "window": 64, "ratio": 4, "topk": 100},
+    **{"index_heads": 2, "index_dim": 16, "index_bytes": 20, "pool": 5, "block": 2},
+}
+"""Entries of 4 tokens of which 100 are chosen, beside a window of 64; an index key of 20 bytes for every 5 tokens."""
+
+
+@pytest.mark.parametrize(("context", "attended"), [(1000, 64 + 100), (200, 64 + 50), (40, 40 + 10)])
+def test_sparse_decode_attends_to_a_window_and_to_chosen_entries(context: int, attended: int) -> None:
+    scored, moved = context / 5, 2 * 2 * 48 * attended + (20 + 8 / 2) * context / 5
+    alone = terms("sparse_decode", **SELECTION, context=context)
+    assert alone.flops == pytest.approx(3 * (2 * 300 * 96 * attended + 2 * 2 * 16 * scored))
+    assert alone.bytes == pytest.approx(3 * moved + 2 * 3 * 300 * 96)
+    # Two KV heads of three times 64 heads, for three sequences: 18 on 8 processors.
+    assert alone.blocks == 2
+    weights, passed = 5000, 700
+    for dtype, size, slower in (("bf16", 2, 1), ("fp8", 1, 2)):
+        block = terms(
+            "sparse_decode_block", dtype, **SELECTION, context=context, weights=weights, passed=passed, kv_dtype="bf16"
+        )
+        attention = 3 * (2 * 300 * 96 * attended + 2 * 20 * scored)
+        assert block.flops == pytest.approx(2 * 3 * weights + slower * attention)
+        assert block.bytes == pytest.approx(size * weights + 4 * 3 * passed + 3 * moved + 2 * 3 * 300 * 96)
+        assert block.blocks == 2
+    unindexed = SELECTION | {"index_heads": 0, "index_dim": 0, "index_bytes": 0}
+    plain = terms("sparse_decode", **unindexed, context=context)
+    assert plain.flops == pytest.approx(3 * 2 * 300 * 96 * attended)
+    assert plain.bytes == pytest.approx(3 * 2 * 2 * 48 * attended + 2 * 3 * 300 * 96)
+
+
+@pytest.mark.parametrize("tokens", [30, 300, 700])
+def test_sparse_prefill_attends_to_as_much_for_every_token(tokens: int) -> None:
+    """Token i sees min(i, 64) tokens of its window and min(i, 400) / 4 entries; it scores i / 5 keys."""
+    softmax, masked = beyond_products(Setting.of(PROCESSORS, "bf16", None))
+    pairs = sum(min(i, 64) + min(i, 400) / 4 for i in range(1, tokens + 1)) + masked * tokens
+    scored = sum(i / 5 for i in range(1, tokens + 1))
+    found = terms("sparse_prefill", **SELECTION, tokens=tokens)
+    assert found.flops == pytest.approx(3 * (2 * 300 * (96 + 2 * softmax) * pairs + 2 * 2 * 16 * scored))
+    assert found.bytes == pytest.approx(3 * (2 * 2 * 48 * tokens + 8 / 2 * scored) + 2 * 2 * 3 * tokens * 300 * 96)
+    assert found.blocks == 3 * 300 * math.ceil(tokens / 128) / 8
+
+
+@pytest.mark.parametrize(("cached", "tokens"), [(0, 30), (0, 300), (500, 1), (500, 300)])
+@pytest.mark.parametrize("width", [96, 48])
+def test_a_block_of_sparse_attention_runs_a_chunk_after_its_past(cached: int, tokens: int, width: int) -> None:
+    """Token i of the text sees min(i, 64) tokens and min(i, 400) / 4 entries, and scores i / 5 keys. Heads that read
+    one vector as key and value (96 values of 48) are computed 64 at a time: 320 for 300."""
+    softmax, masked = beyond_products(Setting.of(PROCESSORS, "bf16", None))
+    text = range(cached + 1, cached + tokens + 1)
+    pairs, scored = sum(min(i, 64) + min(i, 400) / 4 for i in text) + masked * tokens, sum(i / 5 for i in text)
+    shape = SELECTION | {"width": width, "tokens": tokens, "context": cached + tokens, "weights": 5000, "passed": 700}
+    block = terms("sparse_context_block", **shape)
+    heads = 320 if width > 48 else 300
+    attention = 2 * heads * (width + 2 * softmax) * pairs + 2 * 20 * scored
+    assert block.flops == pytest.approx(2 * 3 * tokens * 5000 + 3 * attention)
+    read = 2 * 2 * 48 * (min(cached + tokens, tokens + 64) + (cached + tokens) / 4)
+    moved = 2 * 5000 + 4 * 3 * tokens * 700 + 3 * (read + 8 / 2 * scored) + 4 * 3 * tokens * 300 * width
+    assert block.bytes == pytest.approx(moved)
+    assert block.blocks == 3 * tokens * 2 * 3 / 8
 
 
 # --- experts ----------------------------------------------------------------------------------------------

@@ -167,6 +167,9 @@ def test_deep_ep_dispatches_8_bits_with_low_latency(tmp_path: Path, device: str,
     )
     slower = found.operators["moe_dispatch.high_throughput.bf16"]
     assert (slower.seconds.tolist(), slower.left_out) == (pytest.approx([3e-5]), {"on other than 20 processors": 1})
+    combine = found.operators["moe_combine.high_throughput.bf16"]
+    assert combine.seconds.tolist() == pytest.approx([4e-5])
+    assert (slower.shape["row_bytes"].tolist(), combine.shape["row_bytes"].tolist()) == ([4096], [4096])
 
 
 def with_fits(*keys: tuple[OperatorKind, str | None], launch_s: float | None = None) -> Hardware:

@@ -480,6 +480,7 @@ def test_llmservingsim_of_later_releases_tells_how_far_chunks_look_back(tmp_path
     prefill = found.operators["prefill_attention.bf16"]
     assert (prefill.shape["tokens"].tolist(), prefill.shape["context"].tolist()) == ([128], [256 + 128])
     assert found.operators["decode_attention.bf16"].seconds.tolist() == pytest.approx([9e-6])
+    assert [table.left_out for table in found.operators.values()] == [{}, {}], "no row is counted twice"
     assert found.notes == [
         "attention.csv: 2 rows belong to no operator: an indexer, or several query tokens a sequence",
         "attention.csv: 1 rows belong to no operator: an empty batch",

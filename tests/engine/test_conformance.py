@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simtune.engine import POLICIES, Request, Scheduler, Step, TransformersFifo
+from simtune.engine.policies.listed import ListScheduler
 from simtune.testing import PolicySuite
 from simtune.testing.driver import to_the_end
 from tests.engine.small import SMALL
@@ -110,6 +111,23 @@ def test_blocks_that_no_resident_holds_are_waited_for(policy: str) -> None:
     assert scheduler.kv.free == 4
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_reserved_for_requests_that_have_left(policy: str, caching: bool) -> None:
+    if caching and "prefix_caching" not in POLICIES[policy].offers:
+        pytest.skip("has no prefix cache")
+    scheduler = made(policy, **({"prefix_caching": True} if caching else {}))
+    requests = [Request(number, 9, 3, blocks=("a", "b")) for number in range(3)]
+    for request in requests:
+        assert scheduler.add(request)
+    assert scheduler.schedule() is not None
+    scheduler.complete()
+    scheduler.abort(requests[2])
+    to_the_end(scheduler)
+    assert [request.reserved_tokens for request in requests] == [0, 0, 0]
+    assert scheduler.kv.free == scheduler.kv.total
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_comes_after_one_that_is_aborted_is_served_like_the_first(policy: str) -> None:
     """Alone, short of room, or in the middle of its answer: when it has left, nothing of it stays, but in the cache."""
@@ -184,6 +202,44 @@ def test_static_batches_are_padded_and_run_until_the_last_member_is_done() -> No
         {0: 1, 1: 1},
         {2: 3},
     ]
+
+
+def test_a_static_batch_fills_the_budget_to_the_last_token() -> None:
+    """Three prompts of 4, 4 and 4 tokens fill 12; a longer one makes all of the batch as wide as itself."""
+
+    def sizes(budget: int, *prompts: int) -> list[int]:
+        scheduler = POLICIES["static"](
+            num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=12
+        )
+        for number, prompt in enumerate(prompts):
+            assert scheduler.add(Request(number, prompt, 1))
+        batches = []
+        while (step := scheduler.schedule()) is not None:
+            batches.append(len(step.chunks))
+            scheduler.complete()
+        return batches
+
+    assert sizes(12, 4, 4, 4, 4) == [3, 1]
+    assert sizes(13, 4, 4, 4, 4) == [3, 1]
+    assert sizes(12, 4, 6, 4) == [2, 1]
+    assert sizes(12, 4, 7) == [1, 1]
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "shortest-predicted-first"])
+def test_blocks_that_an_instance_was_to_move_are_lost_with_it(policy: str) -> None:
+    """A request whose blocks were to go to host memory before the next step fails with its instance."""
+    scheduler = made(policy, preemption="swap")
+    assert isinstance(scheduler, ListScheduler)
+    victim = Request(0, 8, 8)
+    assert scheduler.add(victim)
+    assert scheduler.schedule() is not None
+    scheduler.complete()
+    scheduler.preempt(victim)
+    assert scheduler.abandon() == [victim]
+    assert scheduler.add(Request(1, 8, 1))
+    step = scheduler.schedule()
+    assert step is not None
+    assert (step.swapped_out_blocks, step.swapped_in_blocks, list(step.preempted)) == (0, 0, [])
 
 
 def test_static_batches_return_all_answers_together() -> None:

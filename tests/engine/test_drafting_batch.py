@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simtune.engine import Batch, Chunk, DraftingBatch, DraftingTerms, Request, VllmFcfs, VllmPriority
+from simtune.engine.drafting.asynchronous import AsyncRoundPlanner
 from simtune.engine.drafting.needs import DraftNeeds
+from simtune.engine.drafting.rounds import Course, joined
 from tests.engine.plain_batch import PlainBatch
 
 many = settings(max_examples=150, deadline=None)
@@ -269,6 +271,42 @@ def test_near_the_limit_a_step_may_verify_fewer_drafts_than_were_just_rejected(a
         widths.append([tokens for _, tokens in engine.composition().items()])
         engine.complete()
     assert widths == [[6, 5], [6], [1], [2], [2], [2]]
+
+
+def test_courses_are_joined_end_to_end() -> None:
+    first, second = Course(np.array([5, 7]), 3, 9), Course(np.array([9]), np.array([2]), 11)
+    assert joined([second]) is second
+    both = joined([first, second], 99)
+    assert (both.before.tolist(), np.asarray(both.widths).tolist(), both.final) == ([5, 7, 9], [3, 3, 2], 11)
+    nothing = joined([], 4)
+    assert (nothing.before.tolist(), np.asarray(nothing.widths).tolist(), nothing.final) == ([], [], 4)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rounds_ahead_are_planned_as_they_come_one_by_one(at_once: bool) -> None:
+    """Each round verifies a token and as many drafts as max_model_len leaves room for, if all of the round before were
+    accepted; a round without drafts draws nothing, one without any token delivers nothing."""
+    rng = random.Random(3)
+    for _ in range(300):
+        sampler, drafts, longest = AcceptanceSampler(rng.randint(0, 5)), rng.randint(1, 6), rng.randint(8, 60)
+        prompt = rng.randint(1, longest - 2)
+        request = Request(rng.randint(0, 99), prompt, longest - prompt, computed=prompt, emitted=1)
+        request.verifications = rng.randint(0, 5)
+        end, behind = longest - 1 - rng.choice([0, 0, 1, 3]) % (longest - 1 - prompt), rng.choice([0, 0, 1])
+        terms = DraftingTerms(drafts, sampler, tokens_after=sampler.tokens_after if at_once else None)
+        planner = AsyncRoundPlanner(terms, 4, longest)
+        plan = planner.planned(request, end, drafts, behind=behind)
+        computed, verified = prompt, 0
+        for age in range(plan.rounds):
+            width = max(0, min(1 + drafts, longest - 1 - computed - behind))
+            assert (plan.computed(age), plan.width(age)) == (computed, width)
+            assert planner.verifications(plan, age) == verified
+            accepted = sampler(request, request.verifications + verified, width - 1) if width > 1 else 0
+            verified += width > 1
+            behind = width - 1 - accepted if width else 0
+            computed += 1 + accepted if width else 0
+        assert computed == plan.computed(plan.rounds) >= end
+        assert plan.rounds == 0 or plan.computed(plan.rounds - 1) < end
 
 
 def test_calendars_reach_as_far_as_the_longest_answer() -> None:

@@ -34,6 +34,8 @@ def serve(scheduler: VllmFcfs, *requests: Request) -> list[int]:
     while (step := scheduler.schedule()) is not None:
         past |= {chunk.request: chunk.past for chunk in step.chunks if chunk.request in step.admitted}
         scheduler.complete(step.repeat)
+    assert not any(request.reserved_tokens for request in requests), "nothing is reserved for those that are answered"
+    assert scheduler.kv.free == scheduler.kv.total
     return [past[request] for request in requests]
 
 

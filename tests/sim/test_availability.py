@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,13 @@ def engine() -> VllmFcfs:
     return VllmFcfs(num_blocks=1000, block_size=1, max_num_seqs=10, max_num_batched_tokens=1000, max_model_len=1000)
 
 
+def outcome_of(world: World) -> Outcome:
+    """Run a world to its end, when nobody waits any more."""
+    outcome = world.run()
+    assert world._recorder.waiting == 0
+    return outcome
+
+
 @pytest.mark.parametrize("decode_fails_s", [6.0, 6.5])
 def test_source_and_target_of_a_transfer_fail_in_one_step(decode_fails_s: float) -> None:
     """Prompts take 1 s, decode steps 2 s. B's transfer, of 50 s, is under way when first the prefill instance fails and
@@ -35,13 +43,15 @@ def test_source_and_target_of_a_transfer_fail_in_one_step(decode_fails_s: float)
     failures = [Change(round(at * TICKS_PER_SECOND), [core], up=False, lost=True) for at, core in
                 ((6.0, front), (decode_fails_s, back))]  # fmt: skip
     recovery = [Change(20 * TICKS_PER_SECOND, [core], up=True) for core in (front, back)]
-    outcome = World(
-        [front, back],
-        stream_of([0.0, 2.5], [2, 50], [40, 5]),
-        router=LeastOutstanding([front]),
-        decode_router=LeastOutstanding([back]),
-        changes=[*failures, *recovery],
-    ).run()
+    outcome = outcome_of(
+        World(
+            [front, back],
+            stream_of([0.0, 2.5], [2, 50], [40, 5]),
+            router=LeastOutstanding([front]),
+            decode_router=LeastOutstanding([back]),
+            changes=[*failures, *recovery],
+        )
+    )
     assert outcome.resent.tolist() == [1, 1]
     # A had delivered two tokens, B one. At 21 s both prompts are done again: A's 4 tokens share the link with B's 51
     # until 29 s, and B's are sent by 76 s. A's first transfer, of 2 tokens, had ended at 3 s.
@@ -62,13 +72,15 @@ def test_a_transfer_whose_target_fails_begins_anew_towards_one_that_is_up(decode
         Change(11 * TICKS_PER_SECOND, back[:1], up=False, lost=True),
         Change(100 * TICKS_PER_SECOND, back[:1], up=True),
     ]
-    outcome = World(
-        [front, *back],
-        stream_of([0.0], [50], [3]),
-        router=LeastOutstanding([front]),
-        decode_router=LeastOutstanding(back),
-        changes=changes,
-    ).run()
+    outcome = outcome_of(
+        World(
+            [front, *back],
+            stream_of([0.0], [50], [3]),
+            router=LeastOutstanding([front]),
+            decode_router=LeastOutstanding(back),
+            changes=changes,
+        )
+    )
     assert outcome.core.tolist() == [decodes]
     assert outcome.resent.tolist() == [0], "the prompt is where it was"
     assert (outcome.transferred / TICKS_PER_SECOND).tolist() == [sent_s]
@@ -88,6 +100,24 @@ def test_what_an_instance_of_a_plan_has_when_it_fails_is_computed_anew_elsewhere
     assert (result.first_token_s.tolist(), result.finish_s.tolist()) == ([1.0], [10.5])
 
 
+def test_whoever_announces_a_change_is_told_when_it_is_done() -> None:
+    """The second instance comes at 3 s; it has a request from 4 s to 10 s and leaves at 5 s, drained when that ends."""
+    cores, done = [EngineCore(engine(), LinearCosts(step_s=1.0)) for _ in range(2)], list[tuple[str, float]]()
+    cores[1].number, cores[1].up = 1, False
+
+    def noting(name: str) -> Callable[[int], None]:
+        return lambda now: done.append((name, now / TICKS_PER_SECOND))
+
+    changes = [
+        Change(3 * TICKS_PER_SECOND, cores[1:], up=True, done=noting("up")),
+        Change(5 * TICKS_PER_SECOND, cores[1:], up=False, done=noting("drained")),
+    ]
+    stream = stream_of([0.0, 4.0], [4, 4], [20, 6])
+    outcome = outcome_of(World(cores, stream, router=LeastOutstanding(cores), changes=changes))
+    assert outcome.core.tolist() == [0, 1]
+    assert done == [("up", 3.0), ("drained", 10.0)]
+
+
 def test_what_a_failed_instance_had_counts_there_no_more() -> None:
     """The first request is lost with its instance at 0.5 s and computed by the other. Both are up and idle when the
     second one comes, and equals go to the first."""
@@ -97,7 +127,7 @@ def test_what_a_failed_instance_had_counts_there_no_more() -> None:
         Change(round(at * TICKS_PER_SECOND), cores[:1], up=up, lost=not up) for at, up in ((0.5, False), (5.0, True))
     ]
     router = LeastOutstanding(cores)
-    outcome = World(cores, stream_of([0.0, 10.0], [4, 4], [2, 2]), router=router, changes=changes).run()
+    outcome = outcome_of(World(cores, stream_of([0.0, 10.0], [4, 4], [2, 2]), router=router, changes=changes))
     assert outcome.resent.tolist() == [1, 0]
     assert outcome.core.tolist() == [1, 0]
     assert (outcome.finish / TICKS_PER_SECOND).tolist() == [2.5, 12.0]
@@ -117,13 +147,15 @@ def test_who_waits_behind_a_transfer_that_is_given_up_goes_at_the_end_of_the_ste
         Change(round(12.5 * TICKS_PER_SECOND), fronts[1:], up=False, lost=True),
         Change(500 * TICKS_PER_SECOND, fronts[1:], up=True),
     ]
-    outcome = World(
-        [*fronts, back],
-        stream_of([0.0, 4.0, 6.0], [2, 61, 1], [40, 2, 4]),
-        router=RoundRobin(fronts),
-        decode_router=LeastOutstanding([back]),
-        changes=changes,
-    ).run()
+    outcome = outcome_of(
+        World(
+            [*fronts, back],
+            stream_of([0.0, 4.0, 6.0], [2, 61, 1], [40, 2, 4]),
+            router=RoundRobin(fronts),
+            decode_router=LeastOutstanding([back]),
+            changes=changes,
+        )
+    )
     assert outcome.resent.tolist() == [0, 1, 0]
     assert (outcome.transferred / TICKS_PER_SECOND).tolist()[::2] == [3.0, 14.0]
 
@@ -140,7 +172,7 @@ def changing(front: list[EngineCore], back: list[EngineCore], changes: list[Chan
         decode_router=LeastOutstanding(back),
         changes=changes,
     )
-    outcome = world.run()
+    outcome = outcome_of(world)
     for core in (*front, *back):
         assert not core.has_work
         assert not core.holding
@@ -230,13 +262,15 @@ def test_a_prompt_that_is_lost_on_its_way_is_found_in_the_cache_of_another_insta
     back = EngineCore(engine(), LinearCosts(step_s=1.0))
     fronts[1].number, back.number = 1, 2
     stream = replace(stream_of([0.0, 1.0], [20, 20], [3, 3]), hash_ids=(tuple(range(5)),) * 2)
-    outcome = World(
-        [*fronts, back],
-        stream,
-        router=RoundRobin(fronts),
-        decode_router=LeastOutstanding([back]),
-        changes=[Change(at(2.5), fronts[1:], up=False, lost=True)],
-    ).run()
+    outcome = outcome_of(
+        World(
+            [*fronts, back],
+            stream,
+            router=RoundRobin(fronts),
+            decode_router=LeastOutstanding([back]),
+            changes=[Change(at(2.5), fronts[1:], up=False, lost=True)],
+        )
+    )
     assert outcome.resent.tolist() == [0, 1]
     assert (outcome.finish >= 0).all()
     assert fronts[0].scheduler.kv.hit_tokens == 20, "of 21 tokens, with the one that was delivered"

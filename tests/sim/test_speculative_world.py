@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -351,6 +352,26 @@ def test_tokens_in_every_tick_are_those_of_the_formula(acceptance: float, look_a
     assert verdicts.tokens / verdicts.rounds == pytest.approx(overlap.pearl_tokens(acceptance, look_ahead), rel=8e-3), (
         "what a verdict brings does not depend on how long it takes"
     )
+
+
+def test_replicas_are_counted_by_the_ticks_of_one_sequence_of_half_the_longest_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks: dict[int, int] = {}
+
+    def two(scheme: Dsi, rates: object, tick: Callable[[int], int]) -> int:
+        ticks.update({replicas: tick(replicas) for replicas in (1, 2, 3)})
+        return 2
+
+    monkeypatch.setattr("simtune.sim.deployment.useful_replicas", two)
+    rates = PerPosition(conditional=(0.8, 0.8))
+    deployment = deployed(Dsi(tokens=2, replicas=3), rates, *DRAFTERS["model"], max_model_len=8192)
+    (in_use,) = deployment.pools
+    assert in_use.spec.speculation is not None
+    assert in_use.spec.speculation.scheme == Dsi(tokens=2, replicas=2)
+    assert isinstance(in_use.costs, CompiledRounds)
+    assert in_use.costs.round(1, 2, 2, 4096) == ticks[2]
+    assert ticks[1] >= ticks[2] >= ticks[3]
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])

@@ -12,7 +12,7 @@ import pytest
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.result import Result
-from simtune.results.steady import LEAST, Steadiness, in_system, needed_for, steadiness
+from simtune.results.steady import GROWTH, LEAST, Steadiness, _growth, _rise, in_system, needed_for, steadiness
 from simtune.sim.deployment import deploy
 from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.plan import Plan
@@ -20,6 +20,44 @@ from simtune.specs.workload import Slo
 from simtune.workload.requests import build_stream
 
 LENGTHS = (50, 100, 200, 400, 1000, 2000, 4000, 8000, 20_000)
+
+
+def test_the_rise_is_from_the_first_quarter_to_the_last() -> None:
+    """Of 1 ... 10 the last two, of mean 9.5, over the first two, of mean 1.5; the middle does not count."""
+    assert _rise(np.arange(1.0, 11.0)) == 8.0
+    assert _rise(np.array([3.0, 3.0, 99.0, -99.0, 99.0, 0.0, 1.0, 1.0])) == -2.0
+
+
+def test_growth_is_the_mean_increment_in_its_standard_errors() -> None:
+    """Ten increments of 2 and ten of 0, the last of them within the last part: their mean is 1, their standard
+    deviation sqrt(20 / 19), so the standard error is 1 / sqrt(19)."""
+    ends = np.cumsum([0.0, *[2.0, 0.0] * 10])
+    queue = np.append(np.repeat(ends[:-1], 3)[:-1], ends[-1])
+    assert _growth(queue) == pytest.approx(19**0.5)
+    assert _growth(np.repeat(np.arange(20.0), 5)) > GROWTH
+    assert _growth(np.zeros(100)) == 0.0
+    assert _growth(np.arange(101.0)) == np.inf, "all increments are 5"
+
+
+@pytest.mark.parametrize(
+    ("filling", "queueing", "verdict"),
+    [
+        # A queue of one more request with each arrival, before seats that are full.
+        (0.0, 1.0, "saturated"),
+        # The queue grows by a third as much as the batch: the first fill is not over.
+        (1.0, 1 / 3, "too short to tell"),
+        # Neither grows.
+        (0.0, 0.0, "stable"),
+    ],
+)
+def test_a_load_is_saturated_if_the_queue_grows_more_than_the_batch(
+    filling: float, queueing: float, verdict: Steadiness
+) -> None:
+    at = np.arange(2000)
+    noise = np.random.default_rng(0).integers(0, 3, len(at))
+    queue = np.rint(queueing * at).astype(np.int64)
+    running = 5 + noise + np.rint(filling * at).astype(np.int64)
+    assert steadiness(queue + running, queue, len(at)) == verdict
 
 
 def servers(arrival: Array, work: Array, seats: int) -> tuple[Array, Array]:

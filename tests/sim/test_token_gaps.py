@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import POLICIES
+from simtune.engine import POLICIES, Request, Step
 from simtune.results.result import Result
+from simtune.sim.step_timing import JumpTime
+from simtune.sim.token_gaps import TokenGaps
 from simtune.sim.wiring import wire
 from simtune.specs.plan import FirstToken
 from simtune.specs.pool import KvCache
@@ -113,3 +115,51 @@ def test_a_core_that_only_prefills_remembers_no_steps() -> None:
     outcome = wiring.world(stream).run()
     assert outcome.steps > 40
     assert [core.gaps._joined for core in wiring.cores if core.pool == "p"] == [[]]
+
+
+class Gaps:
+    """Times between tokens in ticks, each with the number of requests, as a recorder is told of them."""
+
+    def __init__(self, first_token: dict[int, int]) -> None:
+        self.first_token = first_token
+        self.gaps: list[tuple[int, int]] = []
+
+    def note_gap(self, ticks: int, requests: int) -> None:
+        self.gaps += [(ticks, requests)] * bool(requests)
+
+    def note_intervals(self, time: JumpTime, decodes: int) -> None:
+        assert time.repetitions == 1
+        self.note_gap(time.first, decodes)
+
+    note_rest = note_intervals
+
+
+def test_who_joins_in_the_midst_of_a_step_waits_for_the_next_one() -> None:
+    """Two requests decode from 0 in steps of 10 ticks. A prompt runs from 10 to 30; meanwhile, at 33, request 7 joins,
+    whose first token came at 28, and request 8 at 45, whose first token came at 41."""
+    recorder, gaps = Gaps({7: 28, 8: 41}), TokenGaps()
+    joining = {number: Request(number, 4, 9, emitted=1) for number in (7, 8)}
+
+    def decode(started: int, decodes: int) -> list[tuple[int, int]]:
+        before = len(recorder.gaps)
+        step, time = Step(decodes, 100, [], []), JumpTime(10, repetitions=1)
+        gaps.note_step(step, time, started, started + 10, decodes, cast(Any, recorder))
+        return recorder.gaps[before:]
+
+    assert decode(0, 2) == [(10, 2)]
+    gaps.wait(10)  # while the prompt runs
+    gaps.note_joining(33, [joining[7]], [], cast(Any, recorder))
+    assert decode(30, 2) == [(30, 2)], "from 10 to 40"
+    assert gaps.waiting, "request 7 does"
+    gaps.note_joining(45, [joining[8]], [], cast(Any, recorder))
+    assert decode(40, 3) == [(50 - 28, 1), (10, 2)]
+    assert gaps.waiting, "request 8 does"
+    assert decode(50, 4) == [(60 - 41, 1), (10, 3)]
+    assert not gaps.waiting
+    assert decode(60, 4) == [(10, 4)]
+    # An answer that is given up in the midst of a step is waited for no more.
+    recorder.first_token[9] = 72
+    gaps.note_joining(75, [Request(9, 4, 9, emitted=1)], [], cast(Any, recorder))
+    gaps.note_joining(77, [], [Request(9, 4, 9, emitted=1)], cast(Any, recorder))
+    assert decode(70, 4) == [(10, 4)]
+    assert decode(80, 4) == [(10, 4)]
