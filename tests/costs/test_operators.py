@@ -30,6 +30,11 @@ def terms(kind: OperatorKind, dtype: str = "bf16", /, **shape: Any) -> Terms:
     return Terms(*(float(x[0]) for x in found))  # type: ignore[arg-type]
 
 
+def numbers(found: Terms) -> tuple[float, float, float]:
+    """Return (flops, bytes, blocks) of one call."""
+    return float(found.flops), float(found.bytes), float(found.blocks)
+
+
 # --- matrix products --------------------------------------------------------------------------------------
 
 
@@ -217,16 +222,15 @@ STATES = {"batch": 3, "heads": 4, "key_dim": 16, "value_dim": 8}
     ],
 )
 def test_layers_with_a_state(kind: OperatorKind, shape: dict[str, int], expected: tuple[float, float, float]) -> None:
-    found = terms(kind, **STATES, **shape)
-    assert (found.flops, found.bytes, found.blocks) == expected
+    assert numbers(terms(kind, **STATES, **shape)) == expected
 
 
 def test_convolutions_move_their_inputs_and_keep_the_last_ones() -> None:
     """130 channels of width 4 are three blocks of 64 for each of three sequences; 100 tokens are 13 tiles of 8."""
     shape = {"batch": 3, "channels": 130, "width": 4}
     prompt, decode = terms("conv_prefill", **shape, tokens=100), terms("conv_decode", **shape)
-    assert (prompt.flops, prompt.bytes, prompt.blocks) == (0, 2 * 3 * 130 * (2 * 100 + 3), 3 * 3 * 13 / 8)
-    assert (decode.flops, decode.bytes, decode.blocks) == (0, 2 * 3 * 130 * (3 + 2), 1)
+    assert numbers(prompt) == (0, 2 * 3 * 130 * (2 * 100 + 3), 3 * 3 * 13 / 8)
+    assert numbers(decode) == (0, 2 * 3 * 130 * (3 + 2), 1)
 
 
 SELECTION = {
