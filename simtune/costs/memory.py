@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from simtune.costs.encoder_memory import encoder_memory
 from simtune.costs.layers import attention_layer
 from simtune.costs.sharding import check_parallelism
 from simtune.errors import Infeasible
@@ -220,7 +221,9 @@ def other_bytes(model: Model, pool: Pool, *, last_stage: bool = True, version: t
     outside += release.tensor_parallel_bytes * (parallelism.tp > 1)
     outside += EXPERT_COMMUNICATOR_BYTES * (parallelism.attention_dp > 1)
     graphs = GRAPHS_BYTES if pool.cuda_graphs and release.counts_graphs else 0.0
-    return outside + graphs + _activation_bytes(model, pool, release.sampler_bytes if last_stage else 0.0)
+    activations = _activation_bytes(model, pool, release.sampler_bytes if last_stage else 0.0)
+    encoder = encoder_memory(model, pool)
+    return outside + graphs + max(activations + encoder.kept, encoder.inside)
 
 
 def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
@@ -282,6 +285,7 @@ def kv_capacity(
         weights = (
             _on_device(model, pool) * weights_bytes(attention_model, pool.parallelism, stage) + extra_weights_bytes
         )
+        weights += encoder_memory(model, pool).weights
         ranks.append(_rank(model, hardware, pool, stage, (weights, overhead_bytes), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     tightest = replace(tightest, seats=min(rank.seats for rank in ranks))

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 
+from simtune.engine.images import Image
+
 NO_LIMIT = 1 << 62
 """`max_tokens` of a client that sets no limit."""
 
@@ -70,6 +72,8 @@ class Request:
     """Runs of the prefix cache that it holds, in order of its prompt."""
     shared: int = 0
     """KV blocks of the request that are part of `runs`."""
+    images: tuple[Image, ...] = ()
+    """Images of its prompt, in order."""
 
     @property
     def known_tokens(self) -> int:

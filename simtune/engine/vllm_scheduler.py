@@ -40,6 +40,7 @@ from simtune.engine.batch import Batch
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.cadence import PromptCadence
 from simtune.engine.kv import NO_HIT
+from simtune.engine.policy_traits import Feature
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Step
 from simtune.engine.waiting import PriorityQueue, urgency
@@ -126,12 +127,14 @@ def _served(in_order: Sequence[Request], defers: bool) -> Sequence[Request]:
     return [request for request in in_order if request.decoding] if defers else in_order
 
 
+_REFINED: tuple[Feature, ...] = ("long_prefills", "prefill_interval", "reserve_full_isl", "self_preemption")
+"""Features of the scheduler that refine its rule."""
+
+
 class VllmFcfs(BatchScheduler):
     """First come, first served. See the module for the rule."""
 
-    offers = BatchScheduler.offers | {
-        "active_seqs", "cascade_attention", "long_prefills", "prefill_interval", "reserve_full_isl", "self_preemption"
-    }  # fmt: skip
+    offers = BatchScheduler.offers | {"active_seqs", "cascade_attention", "images", *_REFINED}
     first_come = True
     chunks_follow = True
 
@@ -148,9 +151,7 @@ class VllmFcfs(BatchScheduler):
     ) -> None:
         """Limit the tokens of a prompt in a step to a threshold above 0, unless it is the only request. See
         `PromptCadence` for the interval, `aligned` or not. `self_preemption_ends_step`: a resident that is preempted
-        for blocks of its own is the last that a step looks at (vLLM up to 0.32).
-
-        Raises ValueError, also for a threshold that cuts drafts."""
+        for blocks of its own ends a step (vLLM up to 0.32). Raises ValueError, also if a threshold cuts drafts."""
         super().__init__(**settings)
         speculation = settings.get("speculation")
         if speculation is not None and 0 < long_prefill_token_threshold <= speculation.max_drafts:
@@ -194,18 +195,20 @@ class VllmFcfs(BatchScheduler):
                 return _until_prompts(self, step)
             if not (preempting or self._comes_back):
                 return None
-            # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
-            self._left_out.rejoin(self.decoding)
-            self._late.move_all(self._queue)
-            self._settling.settle()
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
+        self._left_out.rejoin(self.decoding)
+        self._late.move_all(self._queue)
+        self._settling.settle()
 
     def _schedule_running(self) -> tuple[list[Chunk], int]:
         """Give the residents their next tokens; return chunks of prompts, and the remaining token budget."""
         # Several prompts may be in prefill then, so budget and blocks are asked for all of them.
         if self._overtakes and self.prefilling:
             return self._schedule_many_prompts()
-        batch, kv, extra_slots = self.decoding, self.kv, self._needs.extra_slots
-        blocks_taken = 0
+        batch, kv, extra_slots, blocks_taken = self.decoding, self.kv, self._needs.extra_slots, 0
         while True:
             num_tokens, _, new_blocks = batch.totals()
             token_budget = self.max_num_batched_tokens - num_tokens - extra_slots * batch.count
@@ -258,9 +261,9 @@ class VllmFcfs(BatchScheduler):
             if request not in running or request in ended:
                 continue
             wanted_tokens = _wanted_by(self, request)
-            if not wanted_tokens and batch.rests:
+            num_tokens = self._grant(request, request.computed, min(wanted_tokens, token_budget - extra_slots))
+            if not num_tokens:
                 continue
-            num_tokens = min(wanted_tokens, token_budget - extra_slots)
             _cut_drafts(batch, request, num_tokens, wanted_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)
             token_budget += self._make_room(request, new_blocks, running, scheduled)
@@ -337,6 +340,7 @@ class VllmFcfs(BatchScheduler):
                 padding = self._padding_after(past)
                 num_tokens += padding
             num_tokens = _cut_to(self, token_budget - extra_slots, num_tokens, padding, known_tokens - past)
+            num_tokens = self._grant(request, past, num_tokens)
             if not num_tokens:
                 break
             as_whole = past + num_tokens + needs.lookahead == known_tokens
@@ -353,6 +357,9 @@ class VllmFcfs(BatchScheduler):
             token_budget -= num_tokens + extra_slots
             num_running += 1
         return len(chunks) - num_residents
+
+    def _grant(self, request: Request, past: int, tokens: int) -> int:
+        return tokens  # a scheduler with images gives fewer: see `EncodingFcfs`
 
     def _padding_after(self, past: int) -> int:
         """Placeholder drafts beside the one token that a newcomer has left to compute."""

@@ -29,6 +29,17 @@ class SampledStep(NamedTuple):
     """(past tokens, new tokens) of prefill chunks."""
 
 
+class EncoderUse(NamedTuple):
+    """Work of a vision encoder in a run."""
+
+    encoded: int
+    """Images encoded."""
+    hits: int
+    """Images whose embeddings a request found in the encoder's cache."""
+    ticks: int
+    """Ticks spent in encoding."""
+
+
 class EngineCoreUse(NamedTuple):
     """Use of a core in a run."""
 
@@ -51,6 +62,8 @@ class EngineCoreUse(NamedTuple):
     """Some of its steps, evenly spaced in its busy time."""
     most_tokens: int = 0
     """Most tokens of a step with prefill chunks."""
+    encoder: EncoderUse | None = None
+    """Work of the vision encoder in its steps; None without one."""
 
 
 class PoolInstances(NamedTuple):

@@ -143,6 +143,16 @@ class CacheTierUse(Record):
     hit_rate: Uncertain[Share]
 
 
+class EncoderWork(Record):
+    """Work of the vision encoder in the steps of a pool."""
+
+    pool: str
+    encoded_images: Uncertain[Whole]
+    found_images: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
+    encoder_s: Uncertain[NonNegative] = Field(description="seconds of steps spent in encoding, over all engine cores")
+    busy_share: Uncertain[Share] = Field(description="of the time that engine cores are busy")
+
+
 class Verifications(Record):
     """Totals of drafting. A wasted token was verified and not delivered."""
 
@@ -279,6 +289,7 @@ class SimulationSummary(Record):
     autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances come and go with the load")
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
+    encoders: Seq[EncoderWork] = Field((), description="pools that encode images in their steps")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
-from simtune.results.outcome import EngineCoreUse, PoolInstances
+from simtune.results.outcome import EncoderUse, EngineCoreUse, PoolInstances
 from simtune.results.statistics import TokenIntervals, batch_means
 from simtune.results.summary import (
     CacheTierUse,
     ClassRejections,
     Distribution,
+    EncoderWork,
     FirstTokenParts,
     HeldBack,
     InstanceUse,
@@ -172,6 +174,34 @@ def scaling(of: PoolInstances) -> PoolScaling:
         accepting=accepting,
         holding=holding,
     )
+
+
+def of_cores(cores: Sequence[EngineCoreUse]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of a summary that add up the use of cores, which not all pools have."""
+    return {"prefix_cache": prefix_cache(cores), "cache_tiers": cache_tiers(cores), "encoders": encoders(cores)}
+
+
+def encoders(cores: Sequence[EngineCoreUse]) -> tuple[EncoderWork, ...]:
+    """Return the work of the vision encoders of each pool that encoded or found any image."""
+    by_pool: dict[str, list[tuple[EncoderUse, int]]] = {}
+    for core in cores:
+        if core.encoder is not None:
+            by_pool.setdefault(core.pool, []).append((core.encoder, core.busy))
+    work = []
+    for pool, of_cores in by_pool.items():
+        encoded, hits, ticks = (sum(use[i] for use, _ in of_cores) for i in range(3))
+        busy = sum(busy for _, busy in of_cores)
+        if encoded or hits:
+            work.append(
+                EncoderWork(
+                    pool=pool,
+                    encoded_images=encoded,
+                    found_images=hits,
+                    encoder_s=ticks / TICKS_PER_SECOND,
+                    busy_share=min(1.0, ticks / busy) if busy else 0.0,
+                )
+            )
+    return tuple(work)
 
 
 def instances(

@@ -20,10 +20,12 @@ from simtune.sim import plan_parts
 from simtune.sim.audit import audit, wanted
 from simtune.sim.cascade import CascadeRule
 from simtune.sim.drafting import Drafting, useful_replicas
+from simtune.sim.encode_stages import EncodeWork, encode_works
+from simtune.sim.encoding import PoolEncoder, check_images
 from simtune.sim.feasibility import check
 from simtune.sim.pool_power import power_of
 from simtune.sim.pools import DeployedPool, kv_block_bytes
-from simtune.sim.stations import passed
+from simtune.sim.stations import Passed, passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
 from simtune.specs.hardware import Device, Hardware, Host, Provenance
@@ -134,7 +136,7 @@ class Deployment:
             all_instances = self.pools[0].spec.instances
             scale, stream = all_instances / instances, stream.share_of(instances, all_instances)
         # Stages do not depend on the engines, so all requests pass the stages before the world begins.
-        through = passed(self.plan, stream)
+        through, works = self._through_stages(stream)
         stream = through.stream
         brought = plan_parts.brought(self.plan, [pool.costs for pool in self.pools])
         with plan_parts.blamed(brought):
@@ -150,12 +152,19 @@ class Deployment:
         # A run that was stopped early leaves requests waiting without any fault of a policy.
         if brought and not outcome.aborted:
             plan_parts.check_nobody_waits(self.plan, wiring.cores)
-        power = power_of(self.pools, self.plan.stages, stream)
+        power = power_of(self.pools, self.plan.stages, stream, works)
         result = Result(stream, outcome, self.plan.num_devices, slo, offered_rate_rps, scale, power)
         self._check_answered(result)
         if wanted():
             audit(self.plan, self.model, wiring.cores, result)
         return result
+
+    def _through_stages(self, stream: RequestStream) -> tuple[Passed, Mapping[str, EncodeWork]]:
+        """Return the requests behind the stages of the plan, and the work of stages that encode images. Raise
+        UsageError if nothing encodes the images of a load."""
+        check_images(self.plan, self.model, stream)
+        works = encode_works(self.plan, self.model, self.pools, stream)
+        return passed(self.plan, stream, works), works
 
     def enough_instances(self, stream: RequestStream, cores: int | None) -> int | None:
         """Return the number of instances that have `cores` cores, if these can stand for all and are fewer; see
@@ -281,6 +290,7 @@ def _deployed(
         drafts,
         device,
         cascade=CascadeRule.of(model, pool, hardware_of_pool) if pool.cascade_attention else None,
+        encoder=PoolEncoder.of(pool, model, hardware_of_pool, factors),
         idle_devices=devices - pool.devices,
     )
     if pool.role == "prefill":
@@ -381,13 +391,14 @@ def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine
     Infeasible if a node is too small."""
     batching = vllm_batching(hardware).model_dump()
     settings: dict[str, Any] = {"batching": batching}
+    encoder: dict[str, Any] = {} if stream.images is None else {"encoder": {}}
     if engine is not None:
         left_open = {"batching": {key: batching[key] for key in ("max_num_seqs", "max_num_batched_tokens")}}
         settings = {"engine": engine.name, **merged(engine.settings(hardware.device, model), left_open)}
     refusal: Infeasible | None = None
     tp = 1
     while tp <= hardware.device.devices_per_node:
-        placement = {"hardware": hardware.name, "instances": 1, "parallelism": {"tp": tp}}
+        placement = {"hardware": hardware.name, "instances": 1, "parallelism": {"tp": tp}, **encoder}
         pool = Pool.model_validate({**placement, **settings, "max_model_len": length_limit(model, stream)})
         plan = Plan(name="default", model=model.name, pools=(pool,))
         try:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from simtune.costs.function import SecondsFunction, StepFunction
 from simtune.costs.protocol import ImbalanceCosts, StepCosts
 from simtune.engine import POLICIES, Request, Scheduler
+from simtune.engine.encoding import ENCODING
 from simtune.errors import PartError, SimtuneError, UsageError
 from simtune.sim.core import EngineCore
 from simtune.sim.router import ROUTERS, Router
@@ -145,6 +146,8 @@ def make_policy(batching: Batching, settings: Mapping[str, Any]) -> Scheduler:
     """Return a scheduler of the policy that `batching` names, with its options. Raise UsageError if a built-in policy
     refuses the options, PartError if one from outside does."""
     policy = POLICY.find(batching.policy)
+    if "encoder" in settings:
+        policy = ENCODING.get(policy, policy)
     try:
         return policy(**settings, **(batching.options or {}))
     except Exception as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from simtune.results.energy import InstancePower, Power
+from simtune.sim.encode_stages import EncodeWork
 from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Pool
 from simtune.specs.stages import Stage
@@ -12,12 +13,15 @@ from simtune.workload.requests import RequestStream
 
 
 def power_of(
-    pools: Sequence[DeployedPool], stages: Sequence[Stage] | None = None, stream: RequestStream | None = None
+    pools: Sequence[DeployedPool],
+    stages: Sequence[Stage] | None = None,
+    stream: RequestStream | None = None,
+    works: Mapping[str, EncodeWork] | None = None,
 ) -> Power | None:
     """Return the power of each pool, and of each stage with GPUs, which are those of the pool that it serves; None if a
     hardware profile states no power. Pools that share GPUs share what these draw while idle as they share processors.
 
-    `stream` are the requests that go through the stages.
+    `stream` are the requests that go through the stages, and `works` their work where images are encoded.
     """
     power, devices = {}, {}
     for pool in pools:
@@ -38,6 +42,8 @@ def power_of(
         assert stream is not None
         of = devices[stage.pool]
         busy_s = len(stream) * stage.seconds + stage.seconds_per_token * float(stream.prompt_tokens.sum())
+        if works and stage.name in works:
+            busy_s += float(works[stage.name].busy_s.sum())
         power[f"stage {stage.name}"] = InstancePower(
             of.idle_w * stage.devices, of.tdp_w * stage.devices, stage.instances, busy_s
         )

@@ -17,6 +17,7 @@ from simtune.sim.admission import AdmissionLimits
 from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
 from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
+from simtune.sim.encoding import PoolEncoder, encode_in_steps
 from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
 from simtune.sim.stepping import DpGroup, Pipeline
@@ -46,6 +47,8 @@ class DeployedPool:
     """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
     cascade: CascadeRule | None = None
     """Rule by which steps attend once to what all contexts begin with; None if none does."""
+    encoder: PoolEncoder | None = None
+    """Vision encoder in the steps; None if the pool encodes nothing."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
@@ -105,6 +108,8 @@ class DeployedPool:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
         if self.cascade is not None:
             attend_once(cores, self.costs, self.cascade)
+        if self.encoder is not None:
+            encode_in_steps(cores, self.encoder.costs)
         if self.spec.queue_limits:
             admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
             for core in cores:
@@ -146,6 +151,7 @@ class DeployedPool:
             "dynamic_chunks": {"linear_tokens": self._linear_tokens},
             "active_seqs": {},
             "cascade_attention": {},
+            "images": {} if self.encoder is None else {"encoder": self.encoder.limits},
             "long_prefills": {
                 "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
                 "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
+from simtune.engine.images import Image
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.workload.requests import RequestStream
@@ -45,7 +46,10 @@ class RequestSource:
         self._output = _compact(stream.output_tokens)
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
-        self._plain = stream.hash_ids is None and predicted_tokens is None and deadlines is None
+        self._images = stream.images
+        self._plain = not any(
+            column is not None for column in (stream.hash_ids, predicted_tokens, deadlines, stream.images)
+        )
         self._max_tokens = stream.max_tokens or 0
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
@@ -99,6 +103,7 @@ class RequestSource:
             request.predicted_tokens = self._predicted[number]
         if self._deadlines is not None:
             request.deadline = self._deadlines[number]
+        request.images = self._images_of(number)
         return request
 
     def answered(self, now: int, number: int = -1) -> None:
@@ -122,6 +127,17 @@ class RequestSource:
         """Return prompt and output tokens of a request."""
         return self._prompt[number] + self._output[number]
 
+    def _images_of(self, number: int) -> tuple[Image, ...]:
+        """Return the images of a request as engines see them."""
+        return (
+            ()
+            if self._images is None
+            else tuple(
+                Image(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches))
+                for start, name, shape in self._images.of(number)
+            )
+        )
+
     def _allowed(self, number: int) -> int:
         """Return the output tokens that the client of a request allows: its output unless the load states more."""
         return max(self._output[number], self._max_tokens)
@@ -129,7 +145,7 @@ class RequestSource:
     def prompt_only(self, request: Request) -> Request:
         """Return the request for a prefill instance: all known tokens, and one token to generate."""
         prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
-        prompt.blocks, prompt.deadline = request.blocks, request.deadline
+        prompt.blocks, prompt.deadline, prompt.images = request.blocks, request.deadline, request.images
         return prompt
 
     def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
@@ -151,6 +167,7 @@ class RequestSource:
             predicted_tokens=prompt.predicted_tokens,
             max_tokens=self._allowed(number),
             deadline=prompt.deadline,
+            images=prompt.images,
         )
 
     def resubmitted(self, request: Request, *, delivered: bool) -> Request:
@@ -158,7 +175,7 @@ class RequestSource:
         number = request.id
         emitted = request.known_tokens - self._prompt[number] if delivered else 0
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
-        fresh.blocks, fresh.deadline = request.blocks, request.deadline
+        fresh.blocks, fresh.deadline, fresh.images = request.blocks, request.deadline, request.images
         fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
         return fresh
 

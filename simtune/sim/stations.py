@@ -7,7 +7,7 @@ Each server takes parts first come, first served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.results.outcome import Outcome
+from simtune.sim.encode_stages import EncodeWork
 from simtune.specs.base import LONGEST_S
 from simtune.specs.plan import Plan
 from simtune.specs.stages import Stage
@@ -49,8 +50,9 @@ class Passed(NamedTuple):
         return outcome
 
 
-def passed(plan: Plan, stream: RequestStream) -> Passed:
-    """Pass all requests through the stages of a plan; return them unchanged if there are none.
+def passed(plan: Plan, stream: RequestStream, works: Mapping[str, EncodeWork]) -> Passed:
+    """Pass all requests through the stages of a plan; return them unchanged if there are none. `works` is the work of
+    stages that encode images.
 
     Raises UsageError for requests whose arrival waits for answers: a closed loop, or families.
     """
@@ -61,7 +63,7 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
             f"plan {plan.name}: stages need arrival times known in advance; use open arrivals without a graph and "
             "without sessions whose turns follow answers"
         )
-    ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens)
+    ends = serve(plan.stages, stream.arrival_s, stream.prompt_tokens, works)
     slowest = max(plan.stages, key=lambda stage: ends[stage.name].max(initial=0.0))
     last = ends[slowest.name].max(initial=0.0)
     if last > LONGEST_S >= stream.arrival_s.max(initial=0.0):
@@ -77,8 +79,10 @@ def passed(plan: Plan, stream: RequestStream) -> Passed:
     return Passed(_reordered(stream, order, ready), stream.arrival_s[order], beside_done[order])
 
 
-def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dict[str, Array]:
-    """Return the seconds at which each request leaves each stage.
+def serve(
+    stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints, works: Mapping[str, EncodeWork] | None = None
+) -> dict[str, Array]:
+    """Return the seconds at which each request has left each stage; `works` is that of stages that encode images.
 
     A part of a request is served in the order in which parts become ready, by the instance that is free first.
     """
@@ -88,7 +92,13 @@ def serve(stages: Sequence[Stage], arrival_s: Array, prompt_tokens: Ints) -> dic
         # A stage stands behind those that it comes after, part by part.
         ready = np.maximum.reduce(before) if before else np.repeat(arrival_s[:, None], stage.parts, axis=1)
         seconds = (stage.seconds + stage.seconds_per_token * prompt_tokens) / stage.parts
-        ends[stage.name] = _served(ready, seconds.tolist(), stage.instances)
+        work = None if works is None else works.get(stage.name)
+        if work is None:
+            ends[stage.name] = _served(ready, seconds.tolist(), stage.instances)
+        else:
+            # a server takes the next request while embeddings are sent
+            served = _served(ready, (seconds + work.busy_s).tolist(), stage.instances)
+            ends[stage.name] = served + work.sent_s[:, None]
     return {name: parts.max(axis=1) for name, parts in ends.items()}
 
 
@@ -117,6 +127,7 @@ def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestS
         priority=stream.priority[order],
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
+        images=None if stream.images is None else stream.images.rows(order),
     )
 
 

@@ -59,6 +59,8 @@ class StreamedLoad:
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
             )
+        if workload.images is not None:
+            raise UsageError(f"workload {workload.name}: images need kept requests; leave --stream out")
         if workload.warm_up:
             raise UsageError(f"workload {workload.name}: warm_up needs kept requests; leave --stream out")
         if workload.max_in_flight is not None:

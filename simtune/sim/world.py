@@ -28,6 +28,7 @@ from simtune.sim.agenda import (
 from simtune.sim.availability import Availability, Change
 from simtune.sim.core import EngineCore
 from simtune.sim.dispatch import Dispatcher
+from simtune.sim.encoding import encoder_use
 from simtune.sim.families import FamilySource
 from simtune.sim.front_end import FrontEnd
 from simtune.sim.handover import Handover, Routers
@@ -218,4 +219,6 @@ def _use(core: EngineCore) -> EngineCoreUse:
     tiers = () if kv.tiers is None else tuple((tier.name, tier.hit_tokens) for tier in kv.tiers.tiers)
     hits = (kv.queried_tokens, kv.hit_tokens, tiers) if kv.counts_hits else ()
     use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *hits)
-    return use._replace(sampled=core.sampler.steps(), most_tokens=core.most_tokens)
+    return use._replace(
+        sampled=core.sampler.steps(), most_tokens=core.most_tokens, encoder=encoder_use(core.scheduler, core.timer)
+    )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simtune.specs.base import Context, Dtype, FloatDtype, NonNegative, Part, Seats, Seq, Spec, Width
+from simtune.specs.vision import Vision
 
 
 class FullAttention(Part):
@@ -594,6 +595,9 @@ class Model(Spec):
     shared_dtype: Dtype | None = Field(None, description="dtype of shared experts; weight_dtype unless given")
     head_dtype: Dtype | None = Field(None, description="dtype of the language-model head; dtype unless given")
     kv_dtype: Dtype | None = Field(None, description="dtype of the KV cache, if the checkpoint states one")
+    vision: Vision | None = Field(
+        None, description="vision encoder, for loads with images and pools that encode them; none unless given"
+    )
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
     def to_data(self) -> dict[str, Any]:
@@ -601,6 +605,8 @@ class Model(Spec):
         settings = self.model_dump(mode="json", exclude_defaults=True, exclude={"layers"})
         if self.residual is not None:
             settings["residual"] = {"kind": self.residual.kind, **settings["residual"]}
+        if self.vision is not None:
+            settings["vision"]["sizing"] = {"kind": self.vision.sizing.kind, **settings["vision"]["sizing"]}
         head = {"schema": self.schema_id(), **settings, "dtype": self.dtype, "weight_dtype": self.weight_dtype}
         return {**head, "layers": [group.to_data() for group in self.layers]}
 

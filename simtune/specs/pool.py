@@ -27,6 +27,7 @@ from simtune.specs.base import (
 )
 from simtune.specs.cache_tiers import CacheTier, named_tiers
 from simtune.specs.drafters import Drafter
+from simtune.specs.encoder import Encoder
 from simtune.specs.part_names import PartName
 from simtune.specs.research import IN_RESEARCH, Research
 from simtune.specs.shares import DeviceShare
@@ -417,6 +418,11 @@ class Pool(Part):
         None,
         description="tokens of an answer that the engine sends to the client at a time, after the first one, which it "
         "sends at once; times between tokens are then those between messages, but for pools that draft; 1 unless given",
+    )
+    encoder: Encoder | None = Field(
+        None,
+        description="the vision encoder of the model runs in the steps of the pool, and takes memory; needed for loads "
+        "with images, unless a stage encodes them; none unless given",
     )
     cascade_attention: bool | None = Field(
         None,

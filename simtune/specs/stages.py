@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simtune.errors import suggest
-from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Seconds, Seq
+from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seconds, Seq
+from simtune.specs.encoder import EncoderTpMode
 
 
 class Stage(Part):
@@ -26,6 +27,16 @@ class Stage(Part):
     devices: Annotated[int, Field(ge=0, le=100_000)] = Field(0, description="GPUs of each")
     seconds: Seconds = Field(0.0, description="seconds for each request")
     seconds_per_token: NonNegative = Field(0.0, description="additional seconds for each token of its prompt")
+    encoder: EncoderTpMode | None = Field(
+        None,
+        description="encodes the images of requests by the model's vision encoder, on GPUs of the pool's kind, "
+        "`devices` for each server: these share its weights, or the images of a request (data); none unless given",
+    )
+    bytes_per_s: Positive | None = Field(
+        None,
+        description="with encoder: rate at which embeddings go to the pool; that of the hardware's link between nodes "
+        "unless given",
+    )
     parts: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="equal parts of a request; a stage that continues this one gets each part as soon as it is done"
     )
@@ -50,6 +61,20 @@ def check_stages(stages: Sequence[Stage], pools: Sequence[tuple[str, str]]) -> N
                 raise ErrorAt(
                     f"{name} has {by_name[name].parts} parts; give {stage.name} as many", "stages", i, "parts"
                 )
+        _check_encoder(stage, i)
         by_name[stage.name] = stage
     if stages and len(taking) > 1:
         raise ErrorAt(f"stages require exactly one pool that takes requests; there are {len(taking)}", "stages")
+
+
+def _check_encoder(stage: Stage, number: int) -> None:
+    """Raise ErrorAt for a stage that encodes images without GPUs or beside the engines, or has its link alone."""
+    if stage.encoder is None:
+        if stage.bytes_per_s is not None:
+            raise ErrorAt("is of stages that encode images; set encoder, or remove it", "stages", number, "bytes_per_s")
+        return
+    if not stage.devices:
+        raise ErrorAt(f"{stage.name} encodes on GPUs; give each server 1 or more", "stages", number, "devices")
+    if stage.place != "before" or stage.parts > 1:
+        key = "parts" if stage.place == "before" else "place"
+        raise ErrorAt(f"{stage.name} encodes images whole, before the prompt is computed", "stages", number, key)

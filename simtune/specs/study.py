@@ -9,12 +9,10 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    GetJsonSchemaHandler,
     field_serializer,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from simtune.specs.base import (
     Context,
@@ -33,6 +31,7 @@ from simtune.specs.base import (
     Spec,
 )
 from simtune.specs.constraints import Constraint
+from simtune.specs.one_or_more import OneOrMore, listed
 from simtune.specs.plan import KvLink
 from simtune.specs.pool import KvDtype, Policy, Pool
 from simtune.specs.routing import RoundRobinRouting, Routing
@@ -71,21 +70,7 @@ class HardwareCount(Part):
     devices: GpuCount
 
 
-class _OneOrMore:
-    """States in the schema that a single entry may be written without a list."""
-
-    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        several = handler(core_schema)
-        return {"anyOf": [several["items"], several]}
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-HardwareCounts = Annotated[
-    Seq[HardwareCount], Field(min_length=1, strict=False), BeforeValidator(_listed), _OneOrMore()
-]
+HardwareCounts = Annotated[Seq[HardwareCount], Field(min_length=1, strict=False), BeforeValidator(listed), OneOrMore()]
 """Kinds of devices; a single kind may be written without a list."""
 
 

@@ -26,6 +26,7 @@ from simtune.specs.base import (
     Tokens,
 )
 from simtune.specs.graph import Branches, check_graph
+from simtune.specs.images import LoadImages
 
 # --- arrivals ---------------------------------------------------------------------------------------------
 
@@ -390,6 +391,9 @@ class Workload(Spec):
     shared_prefix: SharedPrefix | None = Field(
         None, description="shared prefixes, only without a trace that contains them"
     )
+    images: LoadImages | None = Field(
+        None, description="images in prompts, whose tokens come on top of those of `prompt`; none unless given"
+    )
     sessions: Sessions | None = Field(
         None,
         description="conversations, only without a trace that contains them; `prompt` is then what a turn adds to the "
@@ -450,6 +454,13 @@ class Workload(Spec):
         for name in ("classes", "shared_prefix", "sessions", "trace"):
             if self.graph and getattr(self, name):
                 raise ErrorAt("a request graph has its own lengths, classes and texts; leave this out", name)
+        return self
+
+    @model_validator(mode="after")
+    def _shows_images_once(self) -> Self:
+        for name in ("graph", "sessions"):
+            if self.images is not None and getattr(self, name):
+                raise ErrorAt(f"images are those of single requests; remove images, or {name}", "images")
         return self
 
     @field_validator("classes")

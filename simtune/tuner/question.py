@@ -25,7 +25,7 @@ from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
-from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.requests import RequestStream
 
 CAPACITY_REQUESTS = 8000
 """Least number of requests whose mean lengths a capacity is of."""
@@ -157,7 +157,7 @@ class Question:
         """Return the requests for a candidate, of which `requests` are simulated; by default as many as the study asks
         for."""
         number = self.num_requests(candidate, requests)
-        stream = build_stream(self.workload, self.trace, requests=number, seed=self.study.seed)
+        stream = self.draws.stream(number)
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     def capacity_stream(self, candidate: Candidate) -> RequestStream:
@@ -181,7 +181,7 @@ class Question:
     @property
     def draws(self) -> LoadDraws:
         """Draws of the requests, of any number of requests."""
-        return LoadDraws(self.workload, self.trace, self.study.seed)
+        return LoadDraws(self.workload, self.trace, self.study.seed, self.model.vision)
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
@@ -207,7 +207,9 @@ class Question:
         that engine.
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
-        settings = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
+        settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
+        if self.workload.images is not None and shape.role != "decode":
+            settings["encoder"] = {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

@@ -7,11 +7,13 @@ from typing import Protocol
 
 from simtune.errors import UsageError
 from simtune.specs.hardware import Hardware
+from simtune.specs.model import Model
 from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
+from simtune.workload.images import check_sees
 
 
 class LoadedEngine(Protocol):
@@ -32,6 +34,10 @@ class LoadedStudy(Protocol):
     @property
     def workload(self) -> Workload:
         """Workload of the study."""
+
+    @property
+    def model(self) -> Model:
+        """Model of the study."""
 
     @property
     def trace(self) -> Trace | None:
@@ -70,6 +76,7 @@ def check(question: LoadedStudy) -> None:
     """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
     have."""
     study, name = question.study, question.study.name
+    check_sees(question.model.vision, question.workload, study.model)
     for setting, objective in (
         ("objective", question.objective),
         *(("limit", limit.objective) for limit in question.limits),

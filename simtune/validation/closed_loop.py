@@ -50,7 +50,7 @@ from simtune.validation.client.measured_run import (
 )
 from simtune.validation.servers.driven_engines import DrivenRequest, DriverClock, EngineSize, StepDriver, requests_of
 from simtune.validation.servers.engine_profile import STEPS, profile_engine
-from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.requests import RequestStream
 
 STATE, REPORT, PROFILE, RUN = "state.json", "report.json", "profile", "run"
 SCHEMA = "simtune/loop@1"
@@ -256,9 +256,7 @@ class TuningLoop:
 
     def _requests(self) -> RequestStream:
         question = self._question
-        return build_stream(
-            question.workload, question.trace, requests=self._settings.requests, seed=question.study.seed
-        )
+        return question.draws.stream(self._settings.requests)
 
 
 def size_of(pool: Pool) -> EngineSize:

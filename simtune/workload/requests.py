@@ -23,6 +23,7 @@ from simtune.specs import room
 from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
 from simtune.specs.text_blocks import TextBlocks
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from simtune.specs.vision import Vision
 from simtune.specs.workload import (
     Arrivals,
     ClosedLoop,
@@ -40,6 +41,7 @@ from simtune.specs.workload import (
     Workload,
 )
 from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
+from simtune.workload.images import RequestImages, draw_images, named_blocks, placed
 from simtune.workload.sampling import (
     ARRIVALS,
     CLASS,
@@ -109,6 +111,8 @@ class RequestStream:
     """Output tokens that each client allows; None: the output tokens of the request itself."""
     of_load: Ints | None = None
     """Numbers of these requests within a load, from 0; None if they are the whole load."""
+    images: RequestImages | None = None
+    """Images in the prompts, whose tokens `prompt_tokens` counts if they are sized; None in a load without images."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -203,6 +207,7 @@ class RequestStream:
             turns=None if self.turns is None else self.turns.kept(seen),
             warm_up=int(seen[: self.warm_up].sum()),
             of_load=self.numbers[seen],
+            images=None if self.images is None else self.images.kept(seen),
         )
 
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
@@ -219,15 +224,17 @@ class RequestStream:
         return np.maximum(1, np.rint(self.output_tokens * factor)).astype(np.int64)
 
 
-def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed: int) -> RequestStream:
+def build_stream(
+    workload: Workload, trace: Trace | None, *, requests: int, seed: int, vision: Vision | None = None
+) -> RequestStream:
     """Return the first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
     For a workload with a request graph, `requests` is the number of families, and for sessions whose turns follow
     answers that of sessions.
 
     A trace is repeated end to end if `requests` exceeds its length; a repeat shares no prefix
-    with the round before. Raises UsageError if the workload needs a trace that is not given or has no
-    arrival times.
+    with the round before. `vision` is the encoder of the model that reads images: without it prompts count text only.
+    Raises UsageError if the workload needs a trace that is not given or has no arrival times.
     """
     if requests < 1:
         raise UsageError(f"at least one request is needed, not {requests}")
@@ -240,7 +247,7 @@ def build_stream(workload: Workload, trace: Trace | None, *, requests: int, seed
     elif workload.sends_families or (trace is not None and trace.turns is not None):
         stream = _sessions(workload, trace, requests, seed)
     else:
-        stream = draw(workload, trace, Span(0, requests), seed)
+        stream = draw(workload, trace, Span(0, requests), seed, vision)
     return stream if workload.warm_up is None else _warmed_up(stream, workload.warm_up, workload.name)
 
 
@@ -254,7 +261,7 @@ def _warmed_up(stream: RequestStream, arrivals: int, load: str) -> RequestStream
     return replace(stream, warm_up=arrivals if stream.families is None else int(stream.families.begin[arrivals]))
 
 
-def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> RequestStream:
+def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, vision: Vision | None = None) -> RequestStream:
     """Draw a range of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of
     four.
 
@@ -276,7 +283,7 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
     users, think_s = _users(arrivals)
     times_s = _soon_enough(_arrival_s(arrivals, trace, seed, span), f"workload {workload.name}")
     capped = workload.max_in_flight is not None
-    return RequestStream(
+    stream = RequestStream(
         arrival_s=None if capped else times_s,
         due_s=times_s if capped else None,
         prompt_tokens=prompt_tokens,
@@ -293,6 +300,33 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int) -> Requ
         batch=workload.batch,
         max_tokens=workload.max_tokens,
     )
+    return stream if workload.images is None else _with_images(stream, workload, in_trace, vision, (seed, span))
+
+
+def _with_images(
+    stream: RequestStream,
+    workload: Workload,
+    in_trace: RepeatedBlocks | None,
+    vision: Vision | None,
+    drawn_by: tuple[int, Span],
+) -> RequestStream:
+    """Return requests with their images, whose tokens stand behind the prefix that prompts share. Raise UsageError if a
+    trace names what prompts share."""
+    spec, prefix = workload.images, workload.shared_prefix
+    assert spec is not None
+    if in_trace is not None:
+        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove images")
+    images = draw_images(spec, vision, *drawn_by)
+    if not images.sized:
+        return replace(stream, images=images)
+    size = spec.block_tokens if prefix is None else prefix.block_tokens
+    images = placed(images, stream.hash_ids, size)
+    prompt_tokens = stream.prompt_tokens + images.added_tokens()
+    stream = replace(stream, images=images, prompt_tokens=prompt_tokens)
+    if spec.repeats is None:
+        return stream
+    _room_for_names(workload, prompt_tokens // size)
+    return replace(stream, hash_ids=named_blocks(images, stream.hash_ids, size), block_tokens=size)
 
 
 def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:

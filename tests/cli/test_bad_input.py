@@ -732,3 +732,43 @@ def test_exit_codes_and_streams_as_a_shell_sees_them(desk: Any, typed: Call) -> 
     desk.study("model: llama-3.1-8b", "model: llama-3.1-70b")
     message = desk.refused(typed, "optimize", "study.yaml", "--out", "run", "--set", "search.tp=[1]", code=3)
     assert "GiB per device are missing" in message
+
+
+# --- images -----------------------------------------------------------------------------------------------
+
+PICTURES = (
+    "schema: simtune/workload@1\nname: pictures\narrivals: {kind: poisson, rate_rps: 3}\n"
+    "prompt: {kind: fixed, tokens: 50}\noutput: {kind: fixed, tokens: 5}\n"
+    "images: {sizes: [{width: 640, height: 480}]}\n"
+)
+
+
+def test_images_for_a_model_that_reads_none(desk: Any) -> None:
+    desk.write("pictures.yaml", PICTURES)
+    message = desk.refused(desk.simulate, "--out", "run", workload="./pictures.yaml")
+    assert message.startswith(
+        "workload pictures has images, and model llama-3.1-8b states no vision encoder; add vision to the model spec"
+    )
+    desk.study("workload: chat", "workload: pictures.yaml")
+    assert desk.refused(desk.optimize) == message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("width: 640", "width: 0",
+         "pictures.yaml:6:19: images.sizes.0.width: must be from 1 to 100,000 pixels (found 0)"),
+        ("640", "wide",
+         "pictures.yaml:6:19: images.sizes.0.width: must be a number of pixels, or quantiles of it (found 'wide')"),
+        ("sizes:", "share: 2, sizes:", "pictures.yaml:6:10: images.share: must be less than or equal to 1 (found 2)"),
+        ("sizes:", "per_request: 0, sizes:",
+         "pictures.yaml:6:10: images.per_request.0: must be greater than or equal to 1 (found 0)"),
+        (
+            "images:", "sessions: {turns: 3}\nimages:",
+            "pictures.yaml:7:1: images: images are those of single requests; remove images, or sessions",
+        ),
+    ],
+)  # fmt: skip
+def test_images_that_cannot_be(desk: Any, old: str, new: str, message: str) -> None:
+    desk.write("pictures.yaml", PICTURES.replace(old, new))
+    assert desk.refused(desk.simulate, "--out", "run", workload="./pictures.yaml") == message

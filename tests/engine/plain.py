@@ -182,6 +182,8 @@ class PlainEngine:
             tokens = min(wanted, left - self.extra)
             if request.decoding:
                 tokens = min(tokens, self.max_model_len - 1 - request.computed - request.ahead)
+            else:
+                tokens = self._granted(request, request.computed, tokens)
             if tokens <= 0:
                 self.rested = True
                 i += 1
@@ -193,6 +195,7 @@ class PlainEngine:
                 if self.running.index(victim) < i:
                     i -= 1
                 self.running.remove(victim)
+                self._gone(victim)
                 if victim.id in step.scheduled:
                     left += step.scheduled.pop(victim.id) + self.extra
                     if victim.id in step.decodes:
@@ -242,7 +245,9 @@ class PlainEngine:
                     tokens += self.drafts
                 if tokens > left - self.extra and (request.padding or not self.chunked):
                     break
-                tokens = min(tokens, left - self.extra)
+                tokens = self._granted(request, past, min(tokens, left - self.extra))
+                if tokens <= 0:
+                    break
                 needed = self._more(request, past, tokens)
                 if self.reserve_full_isl:
                     needed = max(needed, self._blocks(request.known))
@@ -284,6 +289,7 @@ class PlainEngine:
             request.ahead, request.discarded, request.unheard = 0, False, 0
             before = request.emitted
             if not request.decoding:
+                self._passed(request, request.computed + tokens)
                 request.computed += tokens - request.padding
                 if request.computed < request.known:
                     continue
@@ -318,12 +324,28 @@ class PlainEngine:
                 if request.decoding:
                     self._store(request, request.known - 1)
         for request in self.just_ended:
+            self._gone(request)
             self.running.remove(request)
             self._free(request)
         self.just_ended = []
         self.stale = 0
 
+    def _granted(self, request: PlainRequest, past: int, tokens: int) -> int:
+        """Tokens that images leave of those after `past`; all where there are no images."""
+        return tokens
+
+    def _committed(self, request: PlainRequest) -> None:
+        """The request gets what was granted last."""
+
+    def _passed(self, request: PlainRequest, computed: int) -> None:
+        """So much of a prompt is computed."""
+
+    def _gone(self, request: PlainRequest) -> None:
+        """The request has left."""
+
     def _schedule(self, step: PlainStep, request: PlainRequest, tokens: int) -> None:
+        if not request.decoding:
+            self._committed(request)
         step.scheduled[request.id] = tokens
         step.past[request.id] = request.computed
         if request.decoding:

@@ -156,6 +156,42 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
     assert 0.5 * found["hit_tokens"] < host["hit_tokens"] + store["hit_tokens"] < found["hit_tokens"]
 
 
+def test_pictures_are_encoded_on_servers_in_front_of_a_pool(tmp_path: Path) -> None:
+    """The pool encodes nothing, and three GPUs are paid."""
+    run, folder = tmp_path / "run", "examples/images"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/apart.yaml",
+         "--workload", f"{folder}/workload.yaml", "--requests", "200", "--audit", "--out", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["num_gpus"] == 3
+    assert "encoders" not in summary
+
+
+def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
+    """Pictures that come again are found in the encoder's cache, or not reached behind a prefix that is."""
+    run, folder = tmp_path / "run", "examples/images"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
+         "--workload", f"{folder}/workload.yaml", "--requests", "300", "--audit", "--out", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (work,) = json.loads((run / "summary.json").read_text())["encoders"]
+    assert 0 < work["found_images"] < work["encoded_images"]
+    assert 0 < work["busy_share"] < 0.5
+
+
 def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
     """The first requests are those of the night: one instance of four is enough for them, and is all that is paid."""
     run, folder = tmp_path / "run", "examples/autoscaling"

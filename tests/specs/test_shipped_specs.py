@@ -61,6 +61,7 @@ PUBLISHED_PARAMETERS = {
     "nemotron-nano-9b-v2": 8.89,
     "phi-4": 14.66,
     "qwen2.5-7b": 7.62,
+    "qwen2.5-vl-7b": 7.62,
     "qwen2.5-72b": 72.71,
     "qwen3-235b-a22b": 235.09,
     "qwen3-next-80b-a3b": 79.7,
@@ -82,7 +83,8 @@ ROUNDED = {"deepseek-v4-pro": 50}
 def test_a_shipped_model_has_the_published_number_of_parameters(path: Path) -> None:
     model = Model.from_file(path)
     assert model.name == path.stem
-    assert model.source in {f"published config.json of {model.hf}{part}" for part in ("", ", language part only")}
+    parts = ("", ", language part only") if model.vision is None else (", language and vision parts",)
+    assert model.source in {f"published config.json of {model.hf}{part}" for part in parts}
     published = PUBLISHED_PARAMETERS[path.stem]
     rounding = ROUNDED.get(path.stem, 0.005 * published)
     assert model.parameters / 1e9 == pytest.approx(published, abs=rounding)

@@ -25,6 +25,7 @@ from simtune.specs.hf.architectures import (
     WRAPPERS,
 )
 from simtune.specs.hf.config_reader import ALIASES, LANGUAGE_PARTS, Config, language_parts
+from simtune.specs.hf.vision_parts import vision_of
 from simtune.specs.model import Model
 from simtune.specs.yamlfile import Document
 
@@ -126,13 +127,11 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     feed_forward = architecture.feed_forward(config, architecture)
     dtype, positions = config.dtype(), config.count("max_position_embeddings")
     formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
-    language_part = "" if config.nested is None else ", language part only"
-    if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
-        language_part += f", number formats from the {MODELOPT} beside it"
+    vision = vision_of(config)
     spec: dict[str, Any] = {
         "schema": Model.schema_id(),
         "name": name,
-        "source": f"Hugging Face config.json of a {architecture_name}{language_part}",
+        "source": f"Hugging Face config.json of a {architecture_name}{_parts(config, vision is not None)}",
         "hidden_size": config.count("hidden_size"),
         "vocab_size": config.count("vocab_size"),
         "max_position": positions,
@@ -148,6 +147,8 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     }
     if architecture.kv_dtype is not None:
         spec["kv_dtype"] = architecture.kv_dtype
+    if vision is not None:
+        spec["vision"] = vision
     # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
@@ -163,6 +164,14 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         for (mixing, behind, projections), equal in groupby(layers)
     ]
     return spec, config.asked
+
+
+def _parts(config: Config, sees: bool) -> str:
+    """Return the parts of a multimodal config that are read, and the file of its number formats, in words."""
+    parts = "" if config.nested is None else ", language and vision parts" if sees else ", language part only"
+    if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
+        parts += f", number formats from the {MODELOPT} beside it"
+    return parts
 
 
 def _architecture(config: Config) -> tuple[str, Architecture]:

@@ -164,6 +164,8 @@ class PlanBounds(LoneRequests):
             and not pool.pool.chunks_follow
             # Requests that are rejected leave their place to those behind them.
             and not pool.pool.spec.queue_limits
+            # A chunk that ends before an image leaves its place in the step to those behind it.
+            and pool.pool.encoder is None
             for pool in self.front
         )
         plan = self.deployment.plan

@@ -35,7 +35,7 @@ from simtune.tuner.search.climb import longer, too_short
 from simtune.tuner.search.confirm import num_draws
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.trial import Tuned
-from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.requests import RequestStream
 
 HOUR_S = 3600.0
 
@@ -266,7 +266,7 @@ class _WindowTask:
         # Requests that all arrive at once can be neither repeated nor stretched.
         spans = part.arrival_s is not None and part.arrival_s[-1] > part.arrival_s[0]
         requests = question.num_requests(candidate) if spans else len(part.prompt_tokens)
-        stream = build_stream(question.workload, part, requests=requests, seed=question.study.seed)
+        stream = replace(question.draws, trace=part).stream(requests)
         return stream if stream.offered_rate_rps is None else stream.at_rate(window.rate_rps)
 
     def _hour(self, replicas: int, tried: _TriedCount | None, simulations: int) -> DayHour:

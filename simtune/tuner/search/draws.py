@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simtune.specs.traces import Trace
+from simtune.specs.vision import Vision
 from simtune.specs.workload import Workload
 from simtune.workload.requests import RequestStream, build_stream
 
@@ -21,8 +22,9 @@ class LoadDraws:
     workload: Workload
     trace: Trace | None
     seed: int
+    vision: Vision | None = None
 
     def stream(self, requests: int, draw: int = 0) -> RequestStream:
         """Return the first `requests` of a draw; draw 0 is that of the study's own seed."""
         seed = self.seed if draw == 0 else int(np.random.SeedSequence((self.seed, draw)).generate_state(1)[0])
-        return build_stream(self.workload, self.trace, requests=requests, seed=seed)
+        return build_stream(self.workload, self.trace, requests=requests, seed=seed, vision=self.vision)

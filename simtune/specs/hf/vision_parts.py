@@ -1,0 +1,175 @@
+"""Vision encoders of multimodal configs: `vision_config`, family by family.
+
+Defaults are those of the configuration classes of `transformers`; limits of the processors, which stand in
+preprocessor_config.json, are those that are published with the first checkpoint of a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from simtune.specs.hf.config_reader import Config
+from simtune.specs.vision import Vision
+
+Block = dict[str, Any]
+
+
+def vision_of(config: Config) -> Block | None:
+    """Return the vision encoder of a config as plain data of `simtune.specs.vision.Vision`; None if there is none, if
+    its family is not modelled, or if sizes are missing or impossible: the language part is read all the same.
+    """
+    block, listed = config.data.get("vision_config"), config.data.get("architectures")
+    if not isinstance(block, dict) or not isinstance(listed, list) or not listed:
+        return None
+    read, sizes = _FAMILIES.get(str(listed[0])), _sizes(block)
+    if read is None or "hidden_size" not in sizes:
+        return None
+    vision = read(sizes, _sizes(config.data), config.count("hidden_size"))
+    try:
+        Vision.model_validate(vision)
+    except ValidationError:
+        return None
+    config.asked.add("vision_config")
+    return vision
+
+
+def _sizes(block: Block) -> Block:
+    """Return the switches, the whole numbers above 0 and the lists of such numbers in a block."""
+    return {key: value for key, value in block.items() if _is_size(value)}
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(type(number) is int and number >= 0 for number in value)
+    return isinstance(value, bool) or (type(value) is int and value > 0)
+
+
+def _of(block: Block, key: str, default: int | None = None) -> Any:
+    value = block.get(key)
+    return default if value is None else value
+
+
+def _shared(block: Block, layers: int | None, heads: int | None, inner: int | None, patch: int | None) -> Block:
+    """Return the sizes that all families but the oldest name alike."""
+    return {
+        "hidden_size": block["hidden_size"],
+        "layers": _of(block, "num_hidden_layers", _of(block, "depth", layers)),
+        "heads": _of(block, "num_attention_heads", _of(block, "num_heads", heads)),
+        "intermediate_size": _of(block, "intermediate_size", inner),
+        "patch": _of(block, "patch_size", patch),
+    }
+
+
+def _qwen2(block: Block, data: Block, hidden: int) -> Block:
+    width = _of(block, "embed_dim", 1280)
+    sizes = _shared({**block, "hidden_size": width, "intermediate_size": 4 * width}, 32, 16, None, 14)
+    return {**sizes, **_native(block, width, _of(block, "hidden_size"), 3136, 12_845_056)}
+
+
+def _native(block: Block, width: int, out: int, least: int, most: int) -> Block:
+    merge = _of(block, "spatial_merge_size", 2)
+    return {
+        "merge": merge,
+        "frames": _of(block, "temporal_patch_size", 2),
+        "projector": [width * merge**2, out],
+        "sizing": {"kind": "native", "min_pixels": least, "max_pixels": most},
+    }
+
+
+def _qwen25(block: Block, data: Block, hidden: int) -> Block:
+    sizes, out = _shared(block, 32, 16, 3420, 14), _of(block, "out_hidden_size", hidden)
+    patches = _of(block, "window_size", 112) // sizes["patch"]
+    full_layers = _of(block, "fullatt_block_indexes") or [7, 15, 23, 31]
+    native = _native(block, sizes["hidden_size"], out, 3136, 12_845_056)
+    return {**sizes, "gated": True, "window": patches**2, "full_layers": len(full_layers), **native}
+
+
+def _qwen3(block: Block, data: Block, hidden: int, deepstack: int = 3) -> Block:
+    sizes, out = _shared(block, 27, 16, 4304, 16), _of(block, "out_hidden_size", hidden)
+    indexes = block.get("deepstack_visual_indexes")
+    return {
+        **sizes,
+        "positions": _of(block, "num_position_embeddings", 2304),
+        "projectors": 1 + (deepstack if indexes is None else len(indexes)),
+        **_native(block, sizes["hidden_size"], out, 65_536, 16_777_216),
+    }
+
+
+def _qwen35(block: Block, data: Block, hidden: int) -> Block:
+    return _qwen3(block, data, hidden, deepstack=0)
+
+
+def _gemma3(block: Block, data: Block, hidden: int) -> Block:
+    sizes, side = _shared(block, 27, 16, 4304, 14), _of(block, "image_size", 896)
+    patches = side // sizes["patch"]
+    return {
+        **sizes,
+        "merge": patches // round(_of(data, "mm_tokens_per_image", 256) ** 0.5),
+        "positions": patches**2,
+        "projector": [hidden],
+        "pooled": True,
+        "sizing": {"kind": "fixed", "side": side, "markers": 4},
+    }
+
+
+def _llama4(block: Block, data: Block, hidden: int) -> Block:
+    sizes, side = _shared(block, 34, 16, 5632, 14), _of(block, "image_size", 336)
+    joined, out = _of(block, "projector_input_dim", 4096), _of(block, "projector_output_dim", 4096)
+    tiles = {"kind": "tiles", "side": side, "max_tiles": 16, "choice": "scale", "tile_markers": 1, "markers": 3}
+    positions = (side // sizes["patch"]) ** 2 + 1
+    return {**sizes, "merge": 2, "positions": positions, "projector": [joined, out, hidden], "sizing": tiles}
+
+
+def _mistral3(block: Block, data: Block, hidden: int) -> Block:
+    sizes, merge = _shared(block, 24, 16, 4096, 14), _of(data, "spatial_merge_size", 2)
+    rows = {"kind": "rows", "longest_side": _of(block, "image_size", 1540)}
+    projector = [sizes["hidden_size"], hidden, hidden]
+    return {**sizes, "gated": True, "merge": merge, "projector": projector, "sizing": rows}
+
+
+def _internvl(block: Block, data: Block, hidden: int) -> Block:
+    sizes, side = _shared(block, 24, 16, 4096, 14), _of(data, "force_image_size", _of(block, "image_size", 448))
+    side, patch = (value[0] if isinstance(value, list) else value for value in (side, sizes["patch"]))
+    tiles = {
+        "kind": "tiles",
+        "side": side,
+        "max_tiles": _of(data, "max_dynamic_patch", 12),
+        "thumbnail": _of(data, "use_thumbnail", True),
+    }
+    positions = (side // patch) ** 2 + 1
+    return {
+        **sizes, "patch": patch, "merge": 2, "positions": positions, "projector": [hidden, hidden], "sizing": tiles
+    }  # fmt: skip
+
+
+def _kimi(block: Block, data: Block, hidden: int) -> Block:
+    sizes = _shared(block, 27, 16, 4304, 14)
+    kernel = block.get("merge_kernel_size") or [2, 2]
+    merge = kernel[0] if isinstance(kernel, list) else kernel
+    return {
+        **sizes,
+        "merge": merge,
+        "positions": _of(block, "init_pos_emb_height", 64) * _of(block, "init_pos_emb_width", 64),
+        "projector": [sizes["hidden_size"] * merge**2, hidden],
+        "sizing": {"kind": "padded", "max_patches": 4096, "markers": 4},
+    }
+
+
+_FAMILIES: dict[str, Callable[[Block, Block, int], Block]] = {
+    "Qwen2VLForConditionalGeneration": _qwen2,
+    "Qwen2_5_VLForConditionalGeneration": _qwen25,
+    "Qwen3VLForConditionalGeneration": _qwen3,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3,
+    "Qwen3_5ForConditionalGeneration": _qwen35,
+    "Qwen3_5MoeForConditionalGeneration": _qwen35,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Llama4ForConditionalGeneration": _llama4,
+    "Mistral3ForConditionalGeneration": _mistral3,
+    "InternVLChatModel": _internvl,
+    "InternVLForConditionalGeneration": _internvl,
+    "KimiVLForConditionalGeneration": _kimi,
+}
+"""Readers by the architecture that a config states: of its vision part, all of it, the hidden size of its text part."""

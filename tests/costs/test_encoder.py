@@ -1,0 +1,105 @@
+"""Times and memory of vision encoders: written out product by product, ranks that share layers or images, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simtune.costs.encoder import EncoderCosts, balanced
+from simtune.costs.encoder_memory import encoder_memory
+from simtune.costs.memory import kv_capacity
+from simtune.costs.predict import Profile
+from simtune.errors import Infeasible
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.pool import Pool
+
+MODEL, H100 = load_model("qwen2.5-vl-7b"), load_hardware("h100-sxm")
+IMAGE = (1, 4784, 1196)  # 1280 x 720
+
+
+def pool(tp: int = 1, tp_mode: str | None = "weights", **more: Any) -> Pool:
+    encoder = None if tp_mode is None else {"tp_mode": tp_mode, **more}
+    batching = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    settings = {"hardware": "h100-sxm", "instances": 1, "parallelism": {"tp": tp}, "batching": batching}
+    return Pool.model_validate({**settings, "encoder": encoder})
+
+
+def test_the_time_of_an_image_is_the_sum_of_its_kernels() -> None:
+    """Qwen2.5-VL: 32 layers of width 1280 and 3420, 4 of them with full attention, 28 in windows of 64 patches; two
+    products behind them."""
+    profile = Profile(H100)
+    gemm, attention = profile.predictor("gemm", "bf16"), profile.predictor("encoder_attention", "bf16")
+    norm, activation = (profile.predictor("elementwise", "bf16", variant=name) for name in ("norm", "activation"))
+    rows = 4784
+    products = [(3 * 1280, 1280), (1280, 1280), (2 * 3420, 1280), (1280, 3420)]
+    layer = sum(float(gemm.seconds(m=rows, n=n, k=k)) for n, k in products)
+    layer += 2 * float(norm.seconds(rows=rows, width=4 * 1280)) + float(activation.seconds(rows=rows, width=3 * 3420))
+    full = float(attention.seconds(batch=1, tokens=rows, heads=16, head_dim=80))
+    # 74 windows of 64 patches, and one of the 48 that are left
+    whole = float(attention.seconds(batch=74, tokens=64, heads=16, head_dim=80))
+    part = float(attention.seconds(batch=1, tokens=48, heads=16, head_dim=80))
+    windows = max(whole, whole + part - attention.overhead_s)
+    outside = [(rows, 1280, 3 * 2 * 14 * 14), (1196, 5120, 5120), (1196, 3584, 5120)]
+    products_s = sum(float(gemm.seconds(m=m, n=n, k=k)) for m, n, k in outside)
+    expected = 32 * layer + 4 * full + 28 * windows + products_s
+    assert EncoderCosts(MODEL, H100, pool()).seconds([IMAGE]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_images_in_one_step_take_less_than_two_steps_and_more_than_one() -> None:
+    costs = EncoderCosts(MODEL, H100, pool())
+    assert costs.seconds([]) == 0
+    assert costs.seconds([IMAGE]) < costs.seconds([IMAGE, IMAGE]) < 2 * costs.seconds([IMAGE])
+
+
+def test_ranks_that_share_images_take_the_time_of_the_busiest_one() -> None:
+    """Two equal images on two ranks: as one alone, but for the gathering of their embeddings."""
+    alone, shared = EncoderCosts(MODEL, H100, pool()), EncoderCosts(MODEL, H100, pool(2, "data"))
+    gather = Profile(H100).predictor("all_gather", "bf16").seconds(devices=2, bytes=np.array([2 * 1196 * 3584 * 2.0]))
+    assert shared.seconds([IMAGE, IMAGE]) == pytest.approx(alone.seconds([IMAGE]) + float(gather[0]))
+    by_weights = EncoderCosts(MODEL, H100, pool(2)).seconds([IMAGE])
+    assert alone.seconds([IMAGE]) / 2 < by_weights < alone.seconds([IMAGE])
+
+
+def test_the_next_largest_image_goes_to_the_rank_with_the_fewest_patches() -> None:
+    sizes = [(1, 8, 2), (1, 12, 3), (1, 4, 1), (1, 16, 4), (1, 8, 2)]
+    assert [[patches for _, patches, _ in share] for share in balanced(sizes, 2)] == [[16, 8], [12, 8, 4]]
+
+
+def test_launching_takes_its_time() -> None:
+    """A small image takes what launching the kernels of 32 layers takes."""
+    slow = pool().model_copy(update={"graph_sizes": None})
+    launched = Pool.model_validate(
+        {**slow.model_dump(exclude_unset=True), "graph_sizes": {"most": 512, "launch_s": 0.001}}
+    )
+    assert EncoderCosts(MODEL, H100, launched).seconds([(1, 16, 4)]) == pytest.approx(0.032)
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(Infeasible, match=r"16 heads of the vision encoder of qwen2\.5-vl-7b cannot be divided over tp"):
+        EncoderCosts(MODEL, H100, pool(5))
+    EncoderCosts(MODEL, H100, pool(5, "data"))
+
+
+def test_memory_of_an_encoder() -> None:
+    """Weights by rank or on each; 16,384 embeddings of the largest image kept, which is more than a step has tokens."""
+    assert MODEL.vision is not None
+    weights = 2 * MODEL.vision.parameters
+    one, shared, whole = (encoder_memory(MODEL, pool(*of)) for of in ((1,), (2,), (2, "data")))
+    assert (one.weights, shared.weights, whole.weights) == (weights, weights / 2, weights)
+    assert one.kept == 16384 * 3584 * 2
+    assert encoder_memory(MODEL, pool(1, "weights", cache_size=20000)).kept == 20000 * 3584 * 2
+    # 65,536 patches: twice the width, and three times the inner one
+    assert one.inside == 2 * 65536 * (2 * 1280 + 3 * 3420)
+    assert encoder_memory(MODEL, pool(1, None)) == (0, 0, 0)
+    assert encoder_memory(load_model("qwen2.5-7b"), pool()) == (0, 0, 0)
+
+
+def test_an_encoder_takes_kv_blocks() -> None:
+    without, with_it = (kv_capacity(MODEL, H100, pool(1, mode)) for mode in (None, "weights"))
+    assert MODEL.vision is not None
+    assert with_it.weights_bytes - without.weights_bytes == 2 * MODEL.vision.parameters
+    taken = with_it.weights_bytes + with_it.other_bytes - without.weights_bytes - without.other_bytes
+    assert without.kv_bytes - with_it.kv_bytes == pytest.approx(taken)
+    assert with_it.num_blocks < without.num_blocks
