@@ -8,6 +8,8 @@ from math import inf
 
 NO_LIMIT = 1 << 62
 """`max_tokens` of a client that sets no limit."""
+NO_ADAPTER = -1
+"""`adapter` of a request for the base model."""
 
 
 class CachedRun:
@@ -70,6 +72,8 @@ class Request:
     """Runs of the prefix cache that it holds, in order of its prompt."""
     shared: int = 0
     """KV blocks of the request that are part of `runs`."""
+    adapter: int = NO_ADAPTER
+    """Number of the LoRA adapter that it asks for."""
 
     @property
     def known_tokens(self) -> int:

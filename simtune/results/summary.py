@@ -143,6 +143,18 @@ class CacheTierUse(Record):
     hit_rate: Uncertain[Share]
 
 
+class AdapterUse(Record):
+    """LoRA adapters of the requests that a pool admitted, and the loads for which its steps waited."""
+
+    pool: str
+    requests: Uncertain[Whole] = Field(description="admissions of requests that ask for an adapter")
+    hits: Uncertain[Whole] = Field(description="number of them that found it in a slot")
+    hit_rate: Uncertain[Share | None] = Field(description="share of them; null without any")
+    loads_from_host: Uncertain[Whole]
+    loads_from_storage: Uncertain[Whole]
+    waited_s: Uncertain[NonNegative] = Field(description="seconds for which steps waited for loads, of all its cores")
+
+
 class Verifications(Record):
     """Totals of drafting. A wasted token was verified and not delivered."""
 
@@ -279,6 +291,7 @@ class SimulationSummary(Record):
     autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances come and go with the load")
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
+    adapters: Seq[AdapterUse] = Field((), description="pools with slots for LoRA adapters")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from simtune.costs.adapters import AdapterCosts
 from simtune.costs.estimate import link_of
 from simtune.costs.memory import Memory, kv_bytes_per_token
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
+from simtune.sim.adapters import give_slots
 from simtune.sim.admission import AdmissionLimits
 from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
@@ -46,6 +48,8 @@ class DeployedPool:
     """Hardware of the whole devices, of which `hardware` may be a share; None if it is `hardware` itself."""
     cascade: CascadeRule | None = None
     """Rule by which steps attend once to what all contexts begin with; None if none does."""
+    adapters: AdapterCosts | None = None
+    """Costs of LoRA adapters; None without slots for any."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
@@ -105,6 +109,8 @@ class DeployedPool:
                 core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
         if self.cascade is not None:
             attend_once(cores, self.costs, self.cascade)
+        if self.adapters is not None:
+            give_slots(cores, self.spec, self.adapters)
         if self.spec.queue_limits:
             admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
             for core in cores:
@@ -146,6 +152,7 @@ class DeployedPool:
             "dynamic_chunks": {"linear_tokens": self._linear_tokens},
             "active_seqs": {},
             "cascade_attention": {},
+            "lora": {},
             "long_prefills": {
                 "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
                 "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),

@@ -45,7 +45,9 @@ class RequestSource:
         self._output = _compact(stream.output_tokens)
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
-        self._plain = stream.hash_ids is None and predicted_tokens is None and deadlines is None
+        self._adapter: Sequence[int] | None = None if stream.adapter is None else _compact(stream.adapter)
+        hints = stream.hash_ids, predicted_tokens, deadlines, stream.adapter
+        self._plain = all(values is None for values in hints)
         self._max_tokens = stream.max_tokens or 0
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
@@ -81,7 +83,7 @@ class RequestSource:
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
-        # Requests without blocks, predictions and deadlines have no further fields to fill, so `made` is not called.
+        # Requests without blocks, adapters, predictions and deadlines have no further fields, so `made` is not called.
         if self._plain:
             output = self._output[number]
             return Request(
@@ -99,6 +101,8 @@ class RequestSource:
             request.predicted_tokens = self._predicted[number]
         if self._deadlines is not None:
             request.deadline = self._deadlines[number]
+        if self._adapter is not None:
+            request.adapter = self._adapter[number]
         return request
 
     def answered(self, now: int, number: int = -1) -> None:
@@ -129,7 +133,7 @@ class RequestSource:
     def prompt_only(self, request: Request) -> Request:
         """Return the request for a prefill instance: all known tokens, and one token to generate."""
         prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
-        prompt.blocks, prompt.deadline = request.blocks, request.deadline
+        prompt.blocks, prompt.deadline, prompt.adapter = request.blocks, request.deadline, request.adapter
         return prompt
 
     def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
@@ -151,6 +155,7 @@ class RequestSource:
             predicted_tokens=prompt.predicted_tokens,
             max_tokens=self._allowed(number),
             deadline=prompt.deadline,
+            adapter=prompt.adapter,
         )
 
     def resubmitted(self, request: Request, *, delivered: bool) -> Request:
@@ -158,7 +163,7 @@ class RequestSource:
         number = request.id
         emitted = request.known_tokens - self._prompt[number] if delivered else 0
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
-        fresh.blocks, fresh.deadline = request.blocks, request.deadline
+        fresh.blocks, fresh.deadline, fresh.adapter = request.blocks, request.deadline, request.adapter
         fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
         return fresh
 

@@ -117,6 +117,7 @@ def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestS
         priority=stream.priority[order],
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
+        adapter=None if stream.adapter is None else stream.adapter[order],
     )
 
 

@@ -23,7 +23,7 @@ from simtune.specs.workload import (
 )
 
 # Keys of the random streams: changing one changes every result.
-ARRIVALS, PROMPT, OUTPUT, CLASS, GROUP, PREDICTION, TURNS, PAUSE, FORK, SUB_TURNS = range(10)
+ARRIVALS, PROMPT, OUTPUT, CLASS, GROUP, PREDICTION, TURNS, PAUSE, FORK, SUB_TURNS, ADAPTER = range(11)
 
 
 class Span(NamedTuple):

@@ -164,6 +164,8 @@ class PlanBounds(LoneRequests):
             and not pool.pool.chunks_follow
             # Requests that are rejected leave their place to those behind them.
             and not pool.pool.spec.queue_limits
+            # Requests whose adapter finds no slot are passed over.
+            and pool.pool.spec.lora is None
             for pool in self.front
         )
         plan = self.deployment.plan

@@ -221,8 +221,8 @@ def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
     kv_cache, speculation = pool.spec.kv_cache, pool.spec.speculation
     # A prefix cache keeps blocks until others need them, so that hits depend on the number of blocks. Prompts without
     # names of their blocks find nothing in it but their own after a preemption, and preemptions count as a limit
-    # that was reached.
-    plain = not (kv_cache.prefix_caching and shared) and not kv_cache.watermark
+    # that was reached. Requests that find no slot for their adapter are passed over, whatever the other limits.
+    plain = not (kv_cache.prefix_caching and shared) and not kv_cache.watermark and pool.spec.lora is None
     batching = pool.spec.batching
     if batching.policy in RESERVING:
         # Prompts that wait for a fuller step compare it with the budget.
