@@ -53,6 +53,11 @@ class KindBasis:
         self.seconds[basis] += seconds
         self._weighted_sd += seconds * log_sd
 
+    def shrink(self, share: float) -> None:
+        """Multiply all seconds by a share, as another kind has the rest."""
+        self.seconds *= share
+        self._weighted_sd *= share
+
     @property
     def log_sd(self) -> float:
         """Log error of the time of all calls together: their errors have one cause, so they do not average out."""

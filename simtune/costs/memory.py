@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from simtune.costs.adapters import slots_bytes
 from simtune.costs.encoder_memory import encoder_memory
 from simtune.costs.layers import attention_layer
 from simtune.costs.sharding import check_parallelism
@@ -285,7 +286,7 @@ def kv_capacity(
         weights = (
             _on_device(model, pool) * weights_bytes(attention_model, pool.parallelism, stage) + extra_weights_bytes
         )
-        weights += encoder_memory(model, pool).weights
+        weights += encoder_memory(model, pool).weights + slots_bytes(model, pool)
         ranks.append(_rank(model, hardware, pool, stage, (weights, overhead_bytes), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     tightest = replace(tightest, seats=min(rank.seats for rank in ranks))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
+from simtune.emit.adapters import lora_unsaid
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.cache_tiers import CacheTier
@@ -167,6 +168,8 @@ class Emitter(ABC):
         yield from unsupported_settings(pool)
         if pool.cascade_attention and self.name != "vllm":
             yield f"cascade_attention: {self.title} has none; remove it"
+        if pool.lora is not None and "lora" not in self.knows:
+            yield f"lora: {self.title} is not set to serve adapters here; remove it to have engine settings written"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
@@ -212,6 +215,7 @@ class Emitter(ABC):
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
         yield from self._tiers_unsaid(pool)
+        yield from lora_unsaid(pool)
         if pool.autoscaling is not None:
             yield f"autoscaling: {SCALED_BY}"
         for key in ("host", "exposed_host"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
+from simtune.emit.adapters import sglang_lora
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.launch import Endpoint, Server, router_script
@@ -118,7 +119,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = _POLICIES
-    knows = frozenset({"max_queued_requests", "stream_interval"})
+    knows = frozenset({"lora", "max_queued_requests", "stream_interval"})
     chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
     tier_ratios = True
@@ -159,6 +160,11 @@ class Sglang(ServingEmitter):
         "hicache-ratio": Option(float),
         "hicache-size": Option(int),
         "hicache-write-policy": Option(str),
+        "enable-lora": Option(bool),
+        "max-loras-per-batch": Option(int),
+        "max-lora-rank": Option(int),
+        "max-loaded-loras": Option(int),
+        "lora-target-modules": Option(str),
         "disable-cuda-graph": Option(bool),
         "disable-decode-cuda-graph": Option(bool),
         "disable-prefill-cuda-graph": Option(bool),
@@ -195,6 +201,7 @@ class Sglang(ServingEmitter):
             quantization=self.quantization(pool, model),
             kv_cache_dtype=self.kv_dtype(pool, model),
             schedule_conservativeness=own_options(pool).get("schedule_conservativeness"),
+            **sglang_lora(pool),
             **{name.replace("-", "_"): value for name, value in _hicache(self.host_tier(pool), p.devices).items()},
             **{name.replace("-", "_"): True for name in (() if pool.cuda_graphs else self._eager)},
             disaggregation_transfer_backend=None if pool.role == "mixed" else "nixl",

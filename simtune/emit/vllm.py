@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
+from simtune.emit.adapters import vllm_lora
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
@@ -68,6 +69,10 @@ OPTIONS: dict[str, Option] = {
     "disable-cascade-attn": Option(bool, "cascade_attention", {True: False, False: True}),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
+    "enable-lora": Option(bool),
+    "max-loras": Option(int),
+    "max-lora-rank": Option(int),
+    "max-cpu-loras": Option(int),
     "async-scheduling": Option(bool, "async_scheduling"),
     "enforce-eager": Option(bool, "cuda_graphs", {False: True}),
     "kv-transfer-config": Option(str),
@@ -346,6 +351,7 @@ class Vllm(Emitter):
             quantization=self.quantization(pool, model),
             kv_cache_dtype=_kv_cache_dtype(pool, model),
             **_two_batches(pool),
+            **vllm_lora(pool),
             # of all ranks together
             kv_offloading_size=_gib(self.host_tier(pool), pool.model_devices),
             # vLLM refuses the option if it cannot schedule so.

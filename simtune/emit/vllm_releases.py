@@ -49,7 +49,9 @@ _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
 
 def knows(release: ReleaseNumber) -> frozenset[str]:
     """Settings of a pool that not every engine has, and this release has."""
-    return frozenset({"long_prefill_token_threshold", *(key for key, since in _OPTIONS.items() if since <= release)})
+    return frozenset(
+        {"long_prefill_token_threshold", "lora", *(key for key, since in _OPTIONS.items() if since <= release)}
+    )
 
 
 def options_by_release() -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from simtune.engine.images import Image
 
 NO_LIMIT = 1 << 62
 """`max_tokens` of a client that sets no limit."""
+NO_ADAPTER = -1
+"""`adapter` of a request for the base model."""
 
 
 class CachedRun:
@@ -74,6 +76,8 @@ class Request:
     """KV blocks of the request that are part of `runs`."""
     images: tuple[Image, ...] = ()
     """Images of its prompt, in order."""
+    adapter: int = NO_ADAPTER
+    """Number of the LoRA adapter that it asks for."""
 
     @property
     def known_tokens(self) -> int:

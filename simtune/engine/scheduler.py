@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
+from simtune.engine.adapters import AdapterSlots
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
@@ -45,6 +46,7 @@ class Scheduler(PolicyTraits, ABC):
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
     polls: Polls | None = None  # of an engine that looks for new requests every few steps only
+    adapters: AdapterSlots | None = None  # slots of LoRA adapters; only policies that offer "lora" read them
 
     def __init__(
         self,
@@ -63,8 +65,7 @@ class Scheduler(PolicyTraits, ABC):
         """
         self.kv = KvBlocks(num_blocks, block_size)
         self.check(self.kv, max_num_seqs, max_num_batched_tokens, max_model_len, chunked_prefill)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len = max_model_len
         self.longest_answer = max_model_len  # tokens that are reserved for an answer, if the policy reserves any
         self.chunked_prefill = chunked_prefill
@@ -173,9 +174,9 @@ class Scheduler(PolicyTraits, ABC):
         """
         self._late.move_all(self._queue)
         lost = [*self._lose_residents(), *self._reserved, *self._held, *self.waiting]
-        self.kv.clear()
-        for queue in (self._reserved, self._held, self.waiting):
-            queue.clear()
+        for part in (self.kv, self.adapters, self._reserved, self._held, self.waiting):
+            if part is not None:
+                part.clear()
         self._under_way = None
         for request in lost:
             request.lose_cache()

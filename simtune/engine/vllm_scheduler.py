@@ -33,9 +33,11 @@ block fewer of its answer in the prefix cache than in the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, Unpack
 
+from simtune.engine.adapters import AdmissibleQueue
 from simtune.engine.batch import Batch
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.cadence import PromptCadence
@@ -84,7 +86,18 @@ def _wanted_by(scheduler: VllmFcfs, request: Request) -> int:
 
 def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
     """Admit waiting requests; return the number admitted."""
-    newcomers = scheduler._schedule_waiting(chunks, token_budget) if scheduler.waiting else 0
+    if not scheduler.waiting:
+        newcomers = 0
+    elif scheduler.adapters is None:
+        newcomers = scheduler._schedule_waiting(chunks, token_budget)
+    else:
+        # Requests that have ended unknown to the engine run in its view, and keep their slots.
+        unseen = scheduler._settling.ended, scheduler._left_out
+        places = scheduler.adapters.places(chain(scheduler.decoding, scheduler.prefilling, *unseen))
+        queue = AdmissibleQueue(scheduler.waiting, places)
+        scheduler.waiting = queue  # type: ignore[assignment]
+        newcomers = scheduler._schedule_waiting(chunks, token_budget)
+        scheduler.waiting = queue.restore()
     if not scheduler._defers:
         scheduler._cadence.backlogged = bool(scheduler.waiting)
     return newcomers
@@ -134,7 +147,7 @@ _REFINED: tuple[Feature, ...] = ("long_prefills", "prefill_interval", "reserve_f
 class VllmFcfs(BatchScheduler):
     """First come, first served. See the module for the rule."""
 
-    offers = BatchScheduler.offers | {"active_seqs", "cascade_attention", "images", *_REFINED}
+    offers = BatchScheduler.offers | {"active_seqs", "cascade_attention", "images", "lora", *_REFINED}
     first_come = True
     chunks_follow = True
 
@@ -379,8 +392,8 @@ class VllmFcfs(BatchScheduler):
         return dict(sorted(super().composition().items(), key=lambda entry: entry[0].seat))
 
     def would_notice(self) -> bool:
-        """True if a newcomer could take a seat or, with an interval, wait for one; behind others that wait not."""
-        return not self.waiting and (self._cadence.interval > 1 or self._has_seat())
+        """True if a newcomer could take a seat or, with an interval, wait for one; behind others with adapters only."""
+        return (self.adapters is not None or not self.waiting) and (self._cadence.interval > 1 or self._has_seat())
 
 
 class VllmPriority(VllmFcfs):

@@ -202,6 +202,10 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
             (f"tier {x.tier}{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")
             for x in s.cache_tiers
         ),
+        *(
+            (f"adapters{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of requests found in a slot")
+            for x in s.adapters
+        ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
 

@@ -65,6 +65,11 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
         sharing = ", shared by all instances" if tier.shared else ""
         rate = f"{(tier.bytes_per_s or 0.0) / 1e9:,.4g} GB/s"
         yield f"tier {tier.name} {size}{sharing}: blocks that were {tier.written} come back at {rate}"
+    if pool.lora is not None:
+        yield (
+            f"lora: {plural(pool.lora.slots, 'slot')} for adapters of up to rank {pool.lora.rank}, "
+            f"{pool.lora.in_host} in host memory; products of {pool.lora.targets}, by an assumed roofline"
+        )
     yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
     if pool.speculation is not None:
         yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"

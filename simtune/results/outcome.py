@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.engine import Tally
+from simtune.engine.adapters import AdapterTally
 from simtune.results.recorded_steps import RecordedSteps
 
 Ticks = NDArray[np.int64]
@@ -58,6 +59,8 @@ class EngineCoreUse(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     tier_tokens: tuple[tuple[str, int], ...] = ()
     """Number of them found in each tier below the device, by its name."""
+    adapters: AdapterTally | None = None
+    """Tally of the core's LoRA adapters; None without slots for any."""
     sampled: tuple[SampledStep, ...] = ()
     """Some of its steps, evenly spaced in its busy time."""
     most_tokens: int = 0

@@ -153,6 +153,18 @@ class EncoderWork(Record):
     busy_share: Uncertain[Share] = Field(description="of the time that engine cores are busy")
 
 
+class AdapterUse(Record):
+    """LoRA adapters of the requests that a pool admitted, and the loads for which its steps waited."""
+
+    pool: str
+    requests: Uncertain[Whole] = Field(description="admissions of requests that ask for an adapter")
+    hits: Uncertain[Whole] = Field(description="number of them that found it in a slot")
+    hit_rate: Uncertain[Share | None] = Field(description="share of them; null without any")
+    loads_from_host: Uncertain[Whole]
+    loads_from_storage: Uncertain[Whole]
+    waited_s: Uncertain[NonNegative] = Field(description="seconds for which steps waited for loads, of all its cores")
+
+
 class Verifications(Record):
     """Totals of drafting. A wasted token was verified and not delivered."""
 
@@ -290,6 +302,7 @@ class SimulationSummary(Record):
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     encoders: Seq[EncoderWork] = Field((), description="pools that encode images in their steps")
+    adapters: Seq[AdapterUse] = Field((), description="pools with slots for LoRA adapters")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
+from simtune.engine.adapters import AdapterTally
 from simtune.results.outcome import EncoderUse, EngineCoreUse, PoolInstances
 from simtune.results.statistics import TokenIntervals, batch_means
 from simtune.results.summary import (
+    AdapterUse,
     CacheTierUse,
     ClassRejections,
     Distribution,
@@ -26,6 +27,7 @@ from simtune.results.summary import (
     Rejections,
     Verifications,
 )
+from simtune.specs.base import Record
 
 FEWEST_SLOWEST = 10
 """Fewest requests of which the slowest share is a group of its own."""
@@ -156,6 +158,38 @@ def cache_tiers(cores: Sequence[EngineCoreUse]) -> tuple[CacheTierUse, ...]:
     )
 
 
+def cache_uses(cores: Sequence[EngineCoreUse]) -> dict[str, tuple[Record, ...]]:
+    """Return the use of prefix caches, of the tiers below them, of adapters and encoders, by their names in a
+    summary."""
+    return {
+        "prefix_cache": prefix_cache(cores),
+        "cache_tiers": cache_tiers(cores),
+        "adapters": adapters(cores),
+        "encoders": encoders(cores),
+    }
+
+
+def adapters(cores: Sequence[EngineCoreUse]) -> tuple[AdapterUse, ...]:
+    """Return the use of LoRA adapters of each pool that has slots for them."""
+    tallies: dict[str, list[AdapterTally]] = {}
+    for core in cores:
+        if core.adapters is not None:
+            tallies.setdefault(core.pool, []).append(core.adapters)
+    sums = {pool: AdapterTally(*map(sum, zip(*of_cores, strict=True))) for pool, of_cores in tallies.items()}
+    return tuple(
+        AdapterUse(
+            pool=pool,
+            requests=total.requests,
+            hits=total.hits,
+            hit_rate=total.hits / total.requests if total.requests else None,
+            loads_from_host=total.from_host,
+            loads_from_storage=total.from_storage,
+            waited_s=total.waited / TICKS_PER_SECOND,
+        )
+        for pool, total in sums.items()
+    )
+
+
 def scaling(of: PoolInstances) -> PoolScaling:
     """Return the instances of an autoscaled pool over a run."""
     hours = max(0, of.end) / TICKS_PER_SECOND / 3600.0
@@ -174,11 +208,6 @@ def scaling(of: PoolInstances) -> PoolScaling:
         accepting=accepting,
         holding=holding,
     )
-
-
-def of_cores(cores: Sequence[EngineCoreUse]) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of a summary that add up the use of cores, which not all pools have."""
-    return {"prefix_cache": prefix_cache(cores), "cache_tiers": cache_tiers(cores), "encoders": encoders(cores)}
 
 
 def encoders(cores: Sequence[EngineCoreUse]) -> tuple[EncoderWork, ...]:

@@ -212,6 +212,7 @@ def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence
         if stream.turns is None
         else TraceTurns(stream.turns.first, stream.turns.after, stream.turns.pause / TICKS_PER_SECOND),
         block_tokens=stream.block_tokens,
+        adapter=stream.adapter,
     )
     (folder / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
     (folder / "model.yaml").write_text(model.to_yaml(), encoding="utf-8")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simtune.costs.adapters import AdapterCosts
 from simtune.costs.compiled import CompiledCosts, compile_costs
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.iteration import StepModel
@@ -291,6 +292,7 @@ def _deployed(
         device,
         cascade=CascadeRule.of(model, pool, hardware_of_pool) if pool.cascade_attention else None,
         encoder=PoolEncoder.of(pool, model, hardware_of_pool, factors),
+        adapters=AdapterCosts.of(model, pool, hardware_of_pool, factors),
         idle_devices=devices - pool.devices,
     )
     if pool.role == "prefill":

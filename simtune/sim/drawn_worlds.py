@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simtune.arrays import Array
+from simtune.costs.adapters import ADAPTERS
 from simtune.costs.basis import KindBasis
 from simtune.costs.engine_steps import EngineSteps
 from simtune.costs.host import HostCosts
@@ -39,7 +40,7 @@ ACCEPTANCE = "acceptance"
 _PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, continued
 
 
-_NAMES = (*KINDS, ACCEPTANCE, HOST, DECODE_STEPS, PROMPT_STEPS)
+_NAMES = (*KINDS, ACCEPTANCE, HOST, DECODE_STEPS, PROMPT_STEPS, ADAPTERS)
 """Errors in the order of their random streams, to which new ones are added at the end."""
 
 

@@ -12,7 +12,7 @@ from simtune.costs.protocol import UNBOUNDED
 from simtune.engine import POLICIES
 from simtune.engine.policy_traits import Feature
 from simtune.errors import Infeasible
-from simtune.sim import cascade, encoding
+from simtune.sim import adapters, cascade, encoding
 from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.plan_parts import POLICY
 from simtune.specs.hardware import Hardware
@@ -31,7 +31,8 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
         raise Infeasible(
             f"max_model_len ({max_model_len}) exceeds the longest context of {model.name} ({model.max_position})"
         )
-    for refusal in (*_refusals(pool), *cascade.refusals(pool, model), *encoding.refusals(pool, model)):
+    kinds = (cascade.refusals, encoding.refusals, adapters.refusals)
+    for refusal in (*_refusals(pool), *(refusal for refusals in kinds for refusal in refusals(pool, model))):
         raise Infeasible(f"pool {pool.name}: {refusal}")
     _check_seats_and_budget(pool, max_model_len)
     _check_weights(pool, model, hardware)
@@ -64,6 +65,7 @@ def _refusals(pool: Pool) -> Iterator[str]:
         "dynamic_chunks": ("chunk_pipeline: dynamic", batching.chunk_pipeline == "dynamic"),
         "speculation": ("speculation", pool.speculation is not None),
         "cascade_attention": ("cascade_attention", bool(pool.cascade_attention)),
+        "lora": ("lora", pool.lora is not None),
         "safety_margin": ("safety_margin", batching.safety_margin is not None),
         "long_prefills": ("long_prefill_token_threshold", batching.long_prefill_token_threshold is not None),
         "prefill_interval": ("prefill_schedule_interval", batching.prefill_schedule_interval is not None),

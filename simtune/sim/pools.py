@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from simtune.costs.adapters import AdapterCosts
 from simtune.costs.estimate import link_of
 from simtune.costs.memory import Memory, kv_bytes_per_token
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
 from simtune.engine.policy_traits import Feature
+from simtune.sim.adapters import give_slots
 from simtune.sim.admission import AdmissionLimits
 from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
@@ -49,6 +51,8 @@ class DeployedPool:
     """Rule by which steps attend once to what all contexts begin with; None if none does."""
     encoder: PoolEncoder | None = None
     """Vision encoder in the steps; None if the pool encodes nothing."""
+    adapters: AdapterCosts | None = None
+    """Costs of LoRA adapters; None without slots for any."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
@@ -110,6 +114,8 @@ class DeployedPool:
             attend_once(cores, self.costs, self.cascade)
         if self.encoder is not None:
             encode_in_steps(cores, self.encoder.costs)
+        if self.adapters is not None:
+            give_slots(cores, self.spec, self.adapters)
         if self.spec.queue_limits:
             admission = [AdmissionLimits(self.spec.batching) for _ in range(instances)]
             for core in cores:
@@ -152,6 +158,7 @@ class DeployedPool:
             "active_seqs": {},
             "cascade_attention": {},
             "images": {} if self.encoder is None else {"encoder": self.encoder.limits},
+            "lora": {},
             "long_prefills": {
                 "long_prefill_token_threshold": batching.long_prefill_token_threshold or 0,
                 "long_prefill_token_threshold_adaptive": bool(batching.long_prefill_token_threshold_adaptive),

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from simtune.arrays import Array
+from simtune.costs.adapters import ADAPTERS
 from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
 from simtune.costs.iteration import HOST, StepModel, StepWork
-from simtune.costs.predict import Basis
+from simtune.costs.predict import DATA_SHEET_LOG_SD, Basis
 from simtune.costs.protocol import TellingCosts
 from simtune.results.outcome import SampledStep
 from simtune.results.run_statistics import RunStatistics
@@ -45,7 +46,22 @@ def pool_bases(
         elif steps:
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             bases[pool.spec.name] = model.of((_weighted(step) for step in evenly(steps, STEPS)), errors=errors)
+            _add_adapters(bases[pool.spec.name], pool.spec.name, result, errors)
     return bases
+
+
+def _add_adapters(kinds: dict[str, KindBasis], pool: str, result: RunStatistics, errors: bool) -> None:
+    """Add the products of LoRA adapters, which no table has, to the kinds of a pool by their share of its time."""
+    cores = [core for core in result.outcome.cores if core.pool == pool]
+    products = sum(0 if core.adapters is None else core.adapters.products for core in cores)
+    if not products:
+        return
+    share = min(1.0, products / sum(core.busy for core in cores))
+    seconds = share * float(sum(kind.seconds.sum() for kind in kinds.values()))
+    for kind in kinds.values():
+        kind.shrink(1 - share)
+    kinds[ADAPTERS] = KindBasis()
+    kinds[ADAPTERS].add(seconds, Basis.DATA_SHEET, DATA_SHEET_LOG_SD if errors else 0.0)
 
 
 def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[SampledStep, dict[str, float], float]]:

@@ -47,9 +47,9 @@ class RequestSource:
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
         self._images = stream.images
-        self._plain = not any(
-            column is not None for column in (stream.hash_ids, predicted_tokens, deadlines, stream.images)
-        )
+        self._adapter: Sequence[int] | None = None if stream.adapter is None else _compact(stream.adapter)
+        hints = stream.hash_ids, predicted_tokens, deadlines, stream.adapter, stream.images
+        self._plain = all(values is None for values in hints)
         self._max_tokens = stream.max_tokens or 0
         self._think = round(stream.think_s * TICKS_PER_SECOND)
         self._users = stream.users or 1
@@ -85,7 +85,7 @@ class RequestSource:
         after = number + 1
         if self._open and after < len(self.arrival):
             self._agenda.post((self.arrival[after], ARRIVAL, after, 0))
-        # Requests without blocks, predictions and deadlines have no further fields to fill, so `made` is not called.
+        # Requests without blocks, adapters, predictions and deadlines have no further fields, so `made` is not called.
         if self._plain:
             output = self._output[number]
             return Request(
@@ -104,6 +104,8 @@ class RequestSource:
         if self._deadlines is not None:
             request.deadline = self._deadlines[number]
         request.images = self._images_of(number)
+        if self._adapter is not None:
+            request.adapter = self._adapter[number]
         return request
 
     def answered(self, now: int, number: int = -1) -> None:
@@ -145,7 +147,8 @@ class RequestSource:
     def prompt_only(self, request: Request) -> Request:
         """Return the request for a prefill instance: all known tokens, and one token to generate."""
         prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
-        prompt.blocks, prompt.deadline, prompt.images = request.blocks, request.deadline, request.images
+        prompt.blocks, prompt.deadline = request.blocks, request.deadline
+        prompt.images, prompt.adapter = request.images, request.adapter
         return prompt
 
     def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
@@ -168,6 +171,7 @@ class RequestSource:
             max_tokens=self._allowed(number),
             deadline=prompt.deadline,
             images=prompt.images,
+            adapter=prompt.adapter,
         )
 
     def resubmitted(self, request: Request, *, delivered: bool) -> Request:
@@ -175,7 +179,8 @@ class RequestSource:
         number = request.id
         emitted = request.known_tokens - self._prompt[number] if delivered else 0
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
-        fresh.blocks, fresh.deadline, fresh.images = request.blocks, request.deadline, request.images
+        fresh.blocks, fresh.deadline = request.blocks, request.deadline
+        fresh.images, fresh.adapter = request.images, request.adapter
         fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
         return fresh
 

@@ -128,6 +128,7 @@ def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestS
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
         images=None if stream.images is None else stream.images.rows(order),
+        adapter=None if stream.adapter is None else stream.adapter[order],
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
+from simtune.engine.request import NO_ADAPTER
 from simtune.errors import UsageError
 from simtune.results.energy import Power
 from simtune.results.outcome import Outcome, Ticks
@@ -192,7 +193,7 @@ class StreamedSource(RequestSource):
 
     def arrive(self, number: int) -> Request:
         """Return the request that arrives now, and announce the next one."""
-        _, self._prompt[number], self._output[number], self._priority[number], kind, blocks = self._ahead
+        _, self._prompt[number], self._output[number], self._priority[number], kind, adapter, blocks = self._ahead
         if kind:
             self._class[number] = kind
         if number + 1 < self._count:
@@ -200,7 +201,7 @@ class StreamedSource(RequestSource):
             if self._open:
                 self._announce(number + 1)
         request = Request(number, self._prompt[number], self._output[number], priority=self._priority[number])
-        request.max_tokens = self._allowed(number)
+        request.max_tokens, request.adapter = self._allowed(number), adapter
         if blocks is not None:
             request.blocks = blocks
         return request
@@ -212,8 +213,8 @@ class StreamedSource(RequestSource):
         return arrivals.pop(number, -1), prompts.pop(number, 0), outputs.pop(number, 0), classes.pop(number, 0)
 
 
-def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[int, ...] | None]]:
-    """Yield arrival, prompt tokens, output tokens, priority, class and blocks of every request."""
+def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, int, tuple[int, ...] | None]]:
+    """Yield arrival, prompt tokens, output tokens, priority, class, adapter and blocks of every request."""
     for chunk in load.chunks():
         n = len(chunk)
         arrival = np.zeros(n) if chunk.arrival_s is None else np.rint(chunk.arrival_s * TICKS_PER_SECOND)
@@ -223,6 +224,7 @@ def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, tuple[i
             chunk.output_tokens,
             chunk.priority,
             chunk.class_index,
+            np.full(n, NO_ADAPTER) if chunk.adapter is None else chunk.adapter,
         )
         blocks = [None] * n if chunk.hash_ids is None else chunk.hash_ids
         yield from zip(*(column.tolist() for column in columns), blocks, strict=True)

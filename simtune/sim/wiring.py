@@ -17,6 +17,7 @@ from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
+from simtune.sim.adapters import check_adapters
 from simtune.sim.admission import check_clients_wait
 from simtune.sim.autoscaler import Autoscaler, PoolScaler, states_tokens
 from simtune.sim.availability import Change
@@ -91,6 +92,7 @@ def wire(
     if stream.graph is not None:
         check_graph_runs(plan)
     check_clients_wait(plan.pools, stream)
+    check_adapters(plan.pools, stream)
     block_tokens = _hash_block_tokens(pools, stream)
     # Instances that may join a pool later have cores from the beginning, which `_changes` marks as down.
     joining = _joining(plan)

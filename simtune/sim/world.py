@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import Progress, Request
 from simtune.results.outcome import EngineCoreUse, Outcome
+from simtune.sim.adapters import AdapterTimer
 from simtune.sim.agenda import (
     ARRIVAL,
     CHANGE,
@@ -219,6 +220,11 @@ def _use(core: EngineCore) -> EngineCoreUse:
     tiers = () if kv.tiers is None else tuple((tier.name, tier.hit_tokens) for tier in kv.tiers.tiers)
     hits = (kv.queried_tokens, kv.hit_tokens, tiers) if kv.counts_hits else ()
     use = EngineCoreUse(core.pool, core.instance, core.virtual_engine, kv.total, core.busy, tally, *hits)
+    if isinstance(core.timer, AdapterTimer):
+        core.timer.account()
+    slots = core.scheduler.adapters
+    if slots is not None:
+        use = use._replace(adapters=slots.tally)
     return use._replace(
         sampled=core.sampler.steps(), most_tokens=core.most_tokens, encoder=encoder_use(core.scheduler, core.timer)
     )

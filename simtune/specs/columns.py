@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from simtune.errors import UsageError
 from simtune.specs.base import spec_name
-from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
+from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace, adapter_numbers
 from simtune.specs.workload import MAX_TOKENS, TraceArrivals, TraceLengths, Workload
 
 NAME = "<columns>"
 REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
-OPTIONAL = ("hash_ids", "block_tokens")
+OPTIONAL = ("hash_ids", "block_tokens", "adapter")
 
 
 def replay(trace: Trace, name: str) -> Workload:
@@ -33,7 +33,7 @@ def replay(trace: Trace, name: str) -> Workload:
 
 def trace_of(columns: Mapping[str, Any]) -> Trace:
     """Make a trace of columns of one length: REQUIRED, and `hash_ids` (names of the prompt's blocks, of `block_tokens`
-    tokens each) if prompts share something.
+    tokens each) if prompts share something, `adapter` (name of each request's LoRA adapter, None for the base model).
 
     Raises UsageError if a column is missing, unknown, or contains values that a trace cannot have.
     """
@@ -48,8 +48,11 @@ def trace_of(columns: Mapping[str, Any]) -> Trace:
     hash_ids = columns.get("hash_ids")
     rows = None if hash_ids is None else _blocks(hash_ids)
     sizes = {"arrival_s": len(arrival_s), "prompt_tokens": len(prompt), "output_tokens": len(output)}
+    adapter = columns.get("adapter")
     if rows is not None:
         sizes["hash_ids"] = len(rows)
+    if adapter is not None:
+        sizes["adapter"] = len(adapter)
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise UsageError(f"the columns of a trace must be of one length: {lengths}")
@@ -57,11 +60,14 @@ def trace_of(columns: Mapping[str, Any]) -> Trace:
         raise UsageError("arrival_s must not fall; sort the requests by time")
     digest = hashlib.sha256(b"".join(column.tobytes() for column in (arrival_s, prompt, output)))
     digest.update(repr(rows).encode())
+    if adapter is not None:
+        adapter = adapter_numbers(adapter)
+        digest.update(adapter.tobytes())
     since_first = arrival_s - arrival_s[0]
     for column in (since_first, prompt, output):
         column.flags.writeable = False
     block_tokens = int(columns.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
-    return Trace(NAME, digest.hexdigest(), since_first, prompt, output, rows, block_tokens)
+    return Trace(NAME, digest.hexdigest(), since_first, prompt, output, rows, block_tokens, adapter=adapter)
 
 
 def _numbers(columns: Mapping[str, Any], name: str) -> NDArray[Any]:

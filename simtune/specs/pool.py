@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from simtune.specs.adapters import Lora
 from simtune.specs.autoscaling import Autoscaling, check_autoscaling
 from simtune.specs.base import (
     BlockSize,
@@ -428,6 +429,9 @@ class Pool(Part):
         None,
         description="true: a step attends once to what all running requests begin with, if 8 or more share 256 tokens "
         "or more and it pays by the rule of vLLM, which has it no more since 0.33; false unless given",
+    )
+    lora: Lora | None = Field(
+        None, description="slots for LoRA adapters; the pool serves the base model alone unless given"
     )
     max_model_len: Context | None = Field(None, description="longest prompt + output; the model's limit unless given")
     speculation: Speculation | None = Field(

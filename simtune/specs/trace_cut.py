@@ -98,6 +98,7 @@ def of_rows(trace: Trace, kept: Mask, arrival_s: Array | None, note: str) -> Tra
         hash_ids=None if trace.hash_ids is None else tuple(compress(trace.hash_ids, kept.tolist())),
         session=None if trace.session is None else np.unique(trace.session[kept], return_inverse=True)[1],
         turns=None if trace.turns is None else trace.turns.kept(kept),
+        adapter=None if trace.adapter is None else trace.adapter[kept],
         began_s=began_s,
         notes=(*trace.notes, f"{note}: {int(kept.sum()):,} of {len(trace):,} requests"),
     )
@@ -163,8 +164,8 @@ def _of_day_s(clock: str) -> float:
 def merged(traces: Sequence[Trace]) -> Trace:
     """Return several traces as one, by the time of day if all contain it, else each from its own start.
 
-    Sessions and prefixes stay those of their own file. Raises UsageError if some have times or prefixes and others have
-    not.
+    Sessions, prefixes and adapters stay those of their own file. Raises UsageError if some have times or prefixes and
+    others have not.
     """
     if len(traces) == 1:
         return traces[0]
@@ -173,7 +174,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     arrival_s = _times_of_all(traces, clock or [0.0] * len(traces), files)
     order = np.arange(sum(map(len, traces))) if arrival_s is None else np.argsort(arrival_s, kind="stable")
     hash_ids, session = _prefixes_of_all(traces, files), _sessions_of_all(traces)
-    waiting = _turns_of_all(traces, files)
+    waiting, adapter = _turns_of_all(traces, files), _adapters_of_all(traces, order)
     return Trace(
         file=files,
         sha256=hashlib.sha256("".join(trace.sha256 for trace in traces).encode()).hexdigest(),
@@ -184,9 +185,22 @@ def merged(traces: Sequence[Trace]) -> Trace:
         block_tokens=traces[0].block_tokens,
         session=None if session is None else session[order],
         turns=None if waiting is None else joined(waiting, order),
+        adapter=adapter,
         began_s=min(clock) if clock else None,
         notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
     )
+
+
+def _adapters_of_all(traces: Sequence[Trace], order: Ints) -> Ints | None:
+    """Return the adapters of all traces in an order, each file with numbers of its own; None if none names any."""
+    if all(trace.adapter is None for trace in traces):
+        return None
+    columns, first = [], 0
+    for trace in traces:
+        of_file = np.full(len(trace), -1, dtype=np.int64) if trace.adapter is None else trace.adapter
+        columns.append(np.where(of_file < 0, of_file, of_file + first))
+        first += int(of_file.max()) + 1
+    return np.concatenate(columns)[order]
 
 
 def _from_the_first(arrival_s: Array | None, order: Ints) -> Array | None:

@@ -13,17 +13,34 @@ SUFFIXES = (".csv", ".jsonl")
 
 def trace_text(trace: Trace, name: str) -> str:
     """Return the text of a file of this name. Raises UsageError if a file with this ending cannot contain the trace."""
+    if name.endswith(".csv"):
+        if trace.hash_ids is not None or trace.session is not None:
+            raise UsageError(f"{name}: this trace says what its prompts share; end the name in .jsonl")
+        columns = _requests(trace)
+        rows = (",".join("" if x is None else str(x) for x in row) for row in zip(*columns.values(), strict=True))
+        return "\n".join([",".join(columns), *rows]) + "\n"
+    if not name.endswith(".jsonl"):
+        raise UsageError(f"{name}: end the name in .csv or .jsonl")
+    columns = _requests(trace) | _shared(trace)
+    return "".join(
+        json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in zip(*columns.values(), strict=True)
+    )
+
+
+def _requests(trace: Trace) -> dict[str, list[Any]]:
+    """Return what each request is by itself, as columns."""
     columns: dict[str, list[Any]] = {}
     if trace.arrival_s is not None:
         columns["arrival_s"] = [round(x, 9) for x in trace.arrival_s.tolist()]
     columns |= {"prompt_tokens": trace.prompt_tokens.tolist(), "output_tokens": trace.output_tokens.tolist()}
-    if name.endswith(".csv"):
-        if trace.hash_ids is not None or trace.session is not None:
-            raise UsageError(f"{name}: this trace says what its prompts share; end the name in .jsonl")
-        rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
-        return "\n".join(rows) + "\n"
-    if not name.endswith(".jsonl"):
-        raise UsageError(f"{name}: end the name in .csv or .jsonl")
+    if trace.adapter is not None:
+        columns["adapter"] = [None if number < 0 else f"adapter-{number}" for number in trace.adapter.tolist()]
+    return columns
+
+
+def _shared(trace: Trace) -> dict[str, list[Any]]:
+    """Return what requests have in common with others, as columns."""
+    columns: dict[str, list[Any]] = {}
     if trace.session is not None:
         columns["session"] = trace.session.tolist()
     if trace.turns is not None:
@@ -32,6 +49,4 @@ def trace_text(trace: Trace, name: str) -> str:
     if trace.hash_ids is not None:
         columns["hash_ids"] = [list(row) for row in trace.hash_ids]
         columns["block_tokens"] = [trace.block_tokens] * len(trace)
-    return "".join(
-        json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in zip(*columns.values(), strict=True)
-    )
+    return columns

@@ -75,6 +75,9 @@ COLUMNS = {
 }  # fmt: skip
 """Names of the columns, whatever their case; the first name of each is simtune's own."""
 
+ADAPTER = "adapter"
+"""Name of the column of LoRA adapters."""
+
 _CACHED = ("cached_tokens", "num_cached_tokens", "prompt_cached_tokens")
 """Names of a column of prompt tokens that were found in a prefix cache."""
 
@@ -101,6 +104,8 @@ class Trace:
     turns: TraceTurns | None = None
     """Turns that wait for the answers before them; then requests are in order of sessions, and arrival_s is that of
     the session. None if every request has a time of its own."""
+    adapter: Ints | None = None
+    """LoRA adapter of each request, numbered by first request, -1 for the base model; None if the file names none."""
     began_s: float | None = None
     """Time of day of the first request, in seconds since 1970 UTC; None if the file has none."""
     notes: tuple[str, ...] = ()
@@ -177,7 +182,8 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
     turns = table.turns
     if turns is None and "after" in table.values:
         turns = turns_of(table.values, table.lines, problems)
-    for column in (arrival_s, prompt_tokens, output_tokens, session):
+    adapter = _adapters(table, problems)
+    for column in (arrival_s, prompt_tokens, output_tokens, session, adapter):
         if column is not None:
             column.flags.writeable = False
     return Trace(
@@ -190,6 +196,7 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
         block_tokens=table.block_tokens,
         session=session,
         turns=turns,
+        adapter=adapter,
         began_s=began_s,
         notes=tuple(table.notes),
         ignored=table.ignored,
@@ -200,6 +207,24 @@ def _numbered(values: Sequence[Any]) -> Ints:
     """Whole numbers in place of names, in order of appearance."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
+
+
+def _adapters(table: _TraceTable, problems: _Faults) -> Ints | None:
+    """Return the numbers of the adapters that a column names; an empty cell or null is the base model."""
+    if ADAPTER not in table.values:
+        return None
+    for value, line in zip(table.values[ADAPTER], table.lines, strict=True):
+        if value is not None and not isinstance(value, (str, int)):
+            problems.add(f"must be the name of an adapter or null, not {reprlib.repr(value)}", line, ADAPTER)
+    problems.raise_if_any()
+    return adapter_numbers(table.values[ADAPTER])
+
+
+def adapter_numbers(names: Sequence[Any]) -> Ints:
+    """Return whole numbers in place of names of adapters, in order of appearance; -1 for None and empty names."""
+    numbers: dict[Any, int] = {}
+    column = [-1 if name is None or name == "" else numbers.setdefault(name, len(numbers)) for name in names]
+    return np.array(column, dtype=np.int64)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -316,6 +341,8 @@ def _csv_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trace
         rows, lines = [rows[i] for i in complete], [lines[i] for i in complete]
         if len(rows) == 1:
             problems.raise_if_any()
+    if ADAPTER in header:
+        names[ADAPTER] = ADAPTER
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
     values: dict[str, Sequence[str]] = {field: columns[name] for field, name in names.items()}
     # Spreadsheets that separate cells by semicolons write decimal commas.
@@ -400,7 +427,9 @@ def _with_dotted(rows: list[dict[str, Any]], asked: Mapping[str, str]) -> list[d
 
 def _optional(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Columns that a trace has or has not, which must then be in all of its lines."""
-    return {name: name for name in ("hash_ids", "session", "after", "pause_s") if any(name in row for row in rows)}
+    return {
+        name: name for name in ("hash_ids", "session", "after", "pause_s", ADAPTER) if any(name in row for row in rows)
+    }
 
 
 def _block_tokens(row: Mapping[str, Any], line: int, problems: _Faults) -> int:

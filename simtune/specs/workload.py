@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from simtune.specs.adapters import Adapters
 from simtune.specs.base import (
     LONGEST_S,
     BlockSize,
@@ -229,6 +230,9 @@ class RequestClass(Part):
     priority: int = 0
     prompt: Lengths | None = None
     output: Lengths | None = None
+    adapters: Adapters | None = Field(
+        None, description="LoRA adapters of the class, shared with no other class; those of the workload unless given"
+    )
     slo: Slo | None = None
 
     @field_validator("slo")
@@ -399,6 +403,11 @@ class Workload(Spec):
         description="conversations, only without a trace that contains them; `prompt` is then what a turn adds to the "
         "conversation, and groups and classes are drawn for each; `requests` is the number of sessions if turns follow "
         "answers",
+    )
+    adapters: Adapters | None = Field(
+        None,
+        description="LoRA adapters for which requests ask, only without a trace that names them; the requests of a "
+        "session or family ask for the same one. The base model alone unless given",
     )
     warm_up: Count | None = Field(
         None,

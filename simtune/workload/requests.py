@@ -40,6 +40,7 @@ from simtune.specs.workload import (
     TraceLengths,
     Workload,
 )
+from simtune.workload.adapters import AdapterBlocks, Asking, adapters_of
 from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
 from simtune.workload.images import RequestImages, draw_images, named_blocks, placed
 from simtune.workload.sampling import (
@@ -109,6 +110,8 @@ class RequestStream:
     """True if the requests are a finite load, and no part of a load that continues."""
     max_tokens: int | None = None
     """Output tokens that each client allows; None: the output tokens of the request itself."""
+    adapter: Ints | None = None
+    """LoRA adapter of each request, -1 for the base model; None if no request asks for one."""
     of_load: Ints | None = None
     """Numbers of these requests within a load, from 0; None if they are the whole load."""
     images: RequestImages | None = None
@@ -205,6 +208,7 @@ class RequestStream:
             hash_ids=self._blocks_of(seen),
             session=None if self.session is None else self.session[seen],
             turns=None if self.turns is None else self.turns.kept(seen),
+            adapter=None if self.adapter is None else self.adapter[seen],
             warm_up=int(seen[: self.warm_up].sum()),
             of_load=self.numbers[seen],
             images=None if self.images is None else self.images.kept(seen),
@@ -213,7 +217,7 @@ class RequestStream:
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
         if self.hash_ids is None:
             return None
-        if isinstance(self.hash_ids, RepeatedBlocks | TextBlocks):
+        if isinstance(self.hash_ids, RepeatedBlocks | TextBlocks | AdapterBlocks):
             return self.hash_ids.kept(seen)
         return tuple(compress(self.hash_ids, seen.tolist()))
 
@@ -300,7 +304,9 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, vision:
         batch=workload.batch,
         max_tokens=workload.max_tokens,
     )
-    return stream if workload.images is None else _with_images(stream, workload, in_trace, vision, (seed, span))
+    if workload.images is not None:
+        stream = _with_images(stream, workload, in_trace, vision, (seed, span))
+    return _with_adapters(stream, workload, trace, span, seed)
 
 
 def _with_images(
@@ -336,6 +342,19 @@ def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
     uniforms = drawn(seed, CLASS, span) * upper[-1]
     index: Ints = np.minimum(np.searchsorted(upper, uniforms, side="right"), len(classes) - 1)
     return index
+
+
+def _with_adapters(
+    stream: RequestStream, workload: Workload, trace: Trace | None, span: Span, seed: int
+) -> RequestStream:
+    """Return the requests of a range with their adapters, and with names of blocks that depend on them."""
+    replayed = stream.turns is not None and trace is not None and trace.turns is not None
+    asked_for = adapters_of(Asking(stream.class_index, stream.session, replayed), workload, trace, span, seed)
+    if asked_for is None:
+        return stream
+    adapter, count = asked_for
+    blocks = None if stream.hash_ids is None else AdapterBlocks(stream.hash_ids, adapter, count)
+    return replace(stream, adapter=adapter, hash_ids=blocks)
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------
@@ -444,7 +463,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
     _room_for_names(workload, (prompts + output) // BLOCK_TOKENS)
     users, think_s = _users(workload.arrivals)
     arrival_s = _soon_enough(_arrival_s(workload.arrivals, None, seed, Span(0, families)), f"workload {workload.name}")
-    return RequestStream(
+    stream = RequestStream(
         arrival_s=None if arrival_s is None else np.repeat(arrival_s, graph.size),
         prompt_tokens=prompts.reshape(-1),
         output_tokens=output.reshape(-1),
@@ -461,6 +480,7 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
         max_tokens=workload.max_tokens,
         graph=graph,
     )
+    return _with_adapters(stream, workload, None, Span(0, requests), seed)
 
 
 # --- sessions ---------------------------------------------------------------------------------------------
@@ -474,7 +494,7 @@ def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int) ->
     users, think_s = _users(workload.arrivals)
     arrival_s = _soon_enough(_arrival_s(workload.arrivals, trace, seed, Span(0, count)), f"workload {workload.name}")
     sizes = stream.turns.sizes
-    return replace(
+    stream = replace(
         stream,
         arrival_s=None if arrival_s is None else np.repeat(arrival_s, sizes),
         session=np.repeat(np.arange(count), sizes),
@@ -483,6 +503,7 @@ def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int) ->
         batch=workload.batch,
         max_tokens=workload.max_tokens,
     )
+    return _with_adapters(stream, workload, trace, Span(0, len(stream)), seed)
 
 
 def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:

@@ -25,7 +25,7 @@ from simtune.specs.workload import (
 # Keys of the random streams: changing one changes every result.
 ARRIVALS, PROMPT, OUTPUT, CLASS, GROUP, PREDICTION, TURNS, PAUSE, FORK, SUB_TURNS = range(10)
 IMAGE_SHARE, IMAGE_COUNT, IMAGE_REPEATS, IMAGE_IN_SET, IMAGE_SIZE, IMAGE_WIDTH, IMAGE_HEIGHT = range(10, 17)
-SET_SIZE, SET_WIDTH, SET_HEIGHT = range(17, 20)
+SET_SIZE, SET_WIDTH, SET_HEIGHT, ADAPTER = range(17, 21)
 
 
 class Span(NamedTuple):

@@ -29,7 +29,7 @@ def read(parser: Any, serve: Any, model: str, settings: str) -> dict[str, Any]:
         arguments.swap_space = 0  # releases that swap look whether this machine has memory for it
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     parallel, scheduler, cache = config.parallel_config, config.scheduler_config, config.cache_config
-    drafting, transfer = config.speculative_config, config.kv_transfer_config
+    drafting, transfer, lora = config.speculative_config, config.kv_transfer_config, config.lora_config
     found = {
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
@@ -54,6 +54,7 @@ def read(parser: Any, serve: Any, model: str, settings: str) -> dict[str, Any]:
         "connector": transfer and transfer.kv_connector,
         "method": drafting and drafting.method,
         "drafts": drafting and drafting.num_speculative_tokens,
+        "lora": lora and [lora.max_loras, lora.max_lora_rank, lora.max_cpu_loras],
         "by_batch": drafting and getattr(drafting, "num_speculative_tokens_per_batch_size", None),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}

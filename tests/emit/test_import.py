@@ -11,6 +11,7 @@ from simtune.emit.importing import Imported, ImportRequest, import_plan
 from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED, REFUSED
 from simtune.errors import SimtuneError
+from simtune.specs.adapters import Lora
 from simtune.specs.pool import Pool
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -172,9 +173,9 @@ def test_every_option_is_read_ignored_refused_or_unknown() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused_by_name() -> None:
-    command = f"vllm serve {MODEL} --enable-lora --cpu-offload-gb 4"
+    command = f"vllm serve {MODEL} --fully-sharded-loras --cpu-offload-gb 4"
     message = refused(command)
-    assert "line:1: --enable-lora: is not simulated; it changes the weights of a step, by adapters" in message
+    assert "line:1: --fully-sharded-loras: is not simulated; it changes the weights of a step, by adapters" in message
     assert "--cpu-offload-gb" in message
     notes = line(command, lenient=True).notes
     assert "not simulated: --cpu-offload-gb: it changes which weights lie in host memory" in notes
@@ -278,3 +279,34 @@ def test_what_is_not_stated_is_asked_for(stated: dict[str, Any], message: str) -
     with pytest.raises(SimtuneError) as error:
         import_plan(ImportRequest(words=["vllm", "serve", "org/Llama-3.1-8B"], **request))
     assert message in str(error.value)
+
+
+def lora_of(command: str, engine: str = "vllm-0.33") -> Lora:
+    lora = pool(line(command, engine=engine)).lora
+    assert lora is not None
+    return lora
+
+
+def test_slots_for_adapters_are_read() -> None:
+    serve = f"vllm serve {MODEL} --enable-lora"
+    usual = lora_of(serve)
+    assert (usual.rank, usual.slots, usual.host_slots, usual.targets) == (16, 1, None, "all")
+    read = lora_of(f"{serve} --max-loras 4 --max-lora-rank 64 --max-cpu-loras 40 --lora-modules a=/x b=/y")
+    assert (read.rank, read.slots, read.host_slots) == (64, 4, 40)
+    assert lora_of(f"{serve} --lora-target-modules q_proj k_proj v_proj o_proj").targets == "attention"
+    assert lora_of(f"{serve} --lora-target-modules qkv_proj o_proj").targets == "attention"
+    assert "which matrices adapters change" in refused(f"{serve} --lora-target-modules q_proj")
+    assert "--max-lora-rank: 24: no such rank is simulated; it can be 1, 8" in refused(f"{serve} --max-lora-rank 24")
+    without = line(f"vllm serve {MODEL} --max-loras 4")
+    assert without.plan.pools[0].lora is None
+    assert "ignored: --max-loras: there are no adapters without enable-lora" in without.notes
+
+
+def test_slots_for_adapters_of_sglang_are_read() -> None:
+    launch = f"python -m sglang.launch_server --model-path {MODEL}"
+    options = "--lora-paths a=/x --max-lora-rank 32 --max-loaded-loras 9 --lora-target-modules all"
+    read = lora_of(f"{launch} {options}", "sglang-0.5.23")
+    assert (read.rank, read.slots, read.host_slots, read.targets) == (32, 8, 9, "all")
+    assert "the rank of the adapters is not known here; give --max-lora-rank" in refused(
+        f"{launch} --enable-lora", engine="sglang-0.5.23"
+    )

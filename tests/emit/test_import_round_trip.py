@@ -100,6 +100,13 @@ def test_cascade_attention(tmp_path: Path) -> None:
     same(tmp_path, plan_of(tmp_path, "vllm-0.28", {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}))
 
 
+@pytest.mark.parametrize("engine", ["vllm-0.11", "vllm-0.33", "sglang-0.5", "sglang-0.5.23"])
+@pytest.mark.parametrize("host_slots", [{}, {"host_slots": 100}])
+def test_slots_for_adapters(tmp_path: Path, engine: str, host_slots: dict[str, int]) -> None:
+    lora = {"rank": 64, "slots": 12, **host_slots}
+    same(tmp_path, plan_of(tmp_path, engine, {"lora": lora, "parallelism": {"tp": 2}}))
+
+
 @pytest.mark.parametrize(("engine", "tier"), [
     ("vllm-0.33", {"bytes": 64.0 * 2**30}),
     ("sglang-0.5.23", {"device_ratio": 3.0, "fetched": "beside"}),

@@ -42,6 +42,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "conservative": {"batching": {"options": {"schedule_conservativeness": 0.5}}},
     "messages of several tokens": {"stream_interval": 10},
     "tier": {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}]}},
+    "adapters": {"lora": {"rank": 32, "slots": 4, "host_slots": 20}},
     "prefill": {"role": "prefill", "name": "a"},
 }
 DRAFTS: dict[str, dict[str, Any]] = {

@@ -170,6 +170,23 @@ def test_cascade_attention_is_asked_for_in_releases_that_have_it(tmp_path: Path)
             engine_files(plan_of(tmp_path, preset, **pool), MODEL, 8, {})
 
 
+def test_slots_for_adapters_are_written_for_engines_that_serve_them(tmp_path: Path) -> None:
+    lora = {"rank": 32, "slots": 4, "host_slots": 50, "targets": "all"}
+    vllm = written(plan_of(tmp_path, "vllm-0.33", lora=lora), "vllm")
+    names = ["enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras"]
+    assert [vllm[name] for name in names] == [True, 4, 32, 50]
+    sglang = written(plan_of(tmp_path, "sglang-0.5.23", lora=lora), "sglang")
+    names = ["enable-lora", "max-loras-per-batch", "max-lora-rank", "max-loaded-loras", "lora-target-modules"]
+    assert [sglang[name] for name in names] == [True, 4, 32, 50, "all"]
+    for preset, engine in (("vllm-0.33", "vllm"), ("sglang-0.5.23", "sglang")):
+        files = engine_files(plan_of(tmp_path, preset, lora=lora | {"targets": "attention"}), MODEL, 8, {})
+        text = files[f"engine/{engine}-mixed.yaml"]
+        assert "lora.targets: add --lora-target-modules q_proj k_proj v_proj o_proj" in text
+        assert "lora-target-modules" not in yaml.safe_load(text)
+    with pytest.raises(UsageError, match="lora: TensorRT-LLM is not set to serve adapters here; remove it"):
+        engine_files(plan_of(tmp_path, "trtllm-1.4", lora=lora), MODEL, 8, {})
+
+
 def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:
     limits = {"max_num_queued_reqs": 300, "max_num_queued_tokens": 65_536}
     for preset, engine in (("vllm-0.28", "vllm"), ("sglang-0.5.23", "sglang"), ("trtllm-1.4", "tensorrt-llm")):

@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "async_scheduling": False,
     },
     "cascade": {"cascade_attention": False, "kv_cache": {"prefix_caching": True}},
+    "adapters": {"lora": {"rank": 32, "slots": 4, "host_slots": 20}},
     "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
     "whole prompts": {
         "batching": {"chunked_prefill": False, "max_num_batched_tokens": 16384},
@@ -191,6 +192,7 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         "connector": None if pool.role == "mixed" else "NixlConnector",
         "method": None if pool.speculation is None else pool.speculation.drafter.label,
         "drafts": None,
+        "lora": None if pool.lora is None else [pool.lora.slots, pool.lora.rank, pool.lora.in_host],
         "by_batch": None,
     }
     scheme = None if pool.speculation is None else pool.speculation.scheme

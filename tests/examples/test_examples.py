@@ -96,7 +96,8 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(name, marks=[pytest.mark.slow] * (name == "techniques")) for name in EXAMPLES]
+    "example",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("adapters", "techniques"))) for name in EXAMPLES],
 )
 def test_an_example_with_its_own_load(example: str, tmp_path: Path) -> None:
     optimize(example, tmp_path / "run")
@@ -120,7 +121,8 @@ def test_an_example_with_a_published_trace(example: str, trace: str, data_dir: P
 
 def test_all_examples_are_tried() -> None:
     assert EXAMPLES == [
-        "checkpoints", "closed-loop", "code-completion", "llama-70b", "quickstart", "speculation", "techniques",
+        "adapters", "checkpoints", "closed-loop", "code-completion", "llama-70b", "quickstart", "speculation",
+        "techniques",
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from simtune.emit.importing import drafts_read, tiers_read
+from simtune.emit.importing import adapters_read, drafts_read, tiers_read
 from simtune.emit.importing.launches import Given, Launch, plain, real_number, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.emit.importing.reader import (
@@ -133,6 +133,10 @@ def _threshold(key: str) -> Special:
     return read
 
 
+def _later(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    """Leave an option to `finish`, which reads it with others."""
+
+
 class VllmReader(OptionReader):
     """Reads options of `vllm serve`."""
 
@@ -177,6 +181,7 @@ class VllmReader(OptionReader):
         "max-cudagraph-capture-size": _vllm_graphs,
         "enable-dbo": _setting("overlap", "two_batches"),
         "kv-offloading-size": _of_draft(tiers_read.read_vllm),
+        **dict.fromkeys(adapters_read.VLLM, _later),
         "kv-offloading-backend": _vllm_offloading,
         "dbo-decode-token-threshold": _threshold("decode_tokens"),
         "dbo-prefill-token-threshold": _threshold("prefill_tokens"),
@@ -195,7 +200,9 @@ class VllmReader(OptionReader):
     more_flags = frozenset({"enable-dbo", "enable-lora", "enable-eplb", "disable-custom-all-reduce"})
 
     def finish(self, draft: PoolDraft, launch: Launch) -> None:
-        """Leave asynchronous scheduling to the preset if drafts must be awaited: vLLM refuses it with them."""
+        """Read slots of adapters, and leave asynchronous scheduling to the preset if drafts must be awaited: vLLM
+        refuses it with them."""
+        adapters_read.read_lora(draft, launch, adapters_read.VLLM, slots=1, rank=16)
         drafts = draft.data.get("speculation", {"drafter": {"kind": ""}})
         awaited = drafts["drafter"]["kind"] in ("medusa", "ngram", "suffix")
         if awaited and draft.data.get("async_scheduling") is False:
@@ -211,10 +218,6 @@ _SGLANG_LATER = (
     "max-prefill-tokens", "max-total-tokens", "disable-cuda-graph", "disable-decode-cuda-graph",
     "disable-prefill-cuda-graph", "disaggregation-transfer-backend", "moe-a2a-backend", "cuda-graph-max-bs",
 )  # fmt: skip
-
-
-def _later(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
-    """Leave an option to `finish`, which reads it with others."""
 
 
 def _sglang_conservativeness(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
@@ -248,7 +251,7 @@ class SglangReader(OptionReader):
         "model": "model-path",
     }
     special: ClassVar[Mapping[str, Special]] = {
-        **dict.fromkeys((*_SGLANG_LATER, *tiers_read.HICACHE), _later),
+        **dict.fromkeys((*_SGLANG_LATER, *tiers_read.HICACHE, *adapters_read.SGLANG), _later),
         "quantization": _quantization,
         "dtype": _of_draft(check_dtype),
         "kv-cache-dtype": _of_draft(lambda draft, option: set_kv_dtype(draft, option, {**_FP8, **_BF16})),
@@ -298,6 +301,7 @@ class SglangReader(OptionReader):
             draft.set("kv_cache.num_blocks", tokens // (draft.get("kv_cache.block_size") or 1))
         self._graphs(draft, launch, by_name)
         tiers_read.read_sglang(draft, {x.name: x for x in launch.given if x.name in tiers_read.HICACHE})
+        adapters_read.read_lora(draft, launch, adapters_read.SGLANG, slots=8, rank=None)
 
     @staticmethod
     def _ranks(draft: PoolDraft, launch: Launch, by_name: Mapping[str, Given]) -> None:

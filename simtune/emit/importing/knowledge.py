@@ -111,7 +111,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _LINKS: "disable-custom-all-reduce disable-nccl-for-dp-synchronization",
         _PLACEMENT: "enable-eplb eplb-config num-redundant-experts expert-placement-strategy",
         _OFFLOAD: "cpu-offload-gb offload-group-size offload-num-in-group",
-        _LORA: "enable-lora lora-modules max-loras max-lora-rank fully-sharded-loras max-cpu-loras",
+        _LORA: "fully-sharded-loras lora-dtype specialize-active-lora enable-moe-shared-loras",
         _MODEL: "hf-overrides rope-scaling rope-theta task runner convert pooler-config",
         _STATES: "mamba-ssm-cache-dtype mamba-cache-dtype mamba-block-size mamba-cache-mode",
         _GRAPHS: "compilation-config cuda-graph-sizes cudagraph-capture-sizes optimization-level performance-mode",
@@ -135,7 +135,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "expert-distribution-recorder-mode moe-dense-tp-size enable-dp-lm-head",
         _OFFLOAD: "cpu-offload-gb offload-group-size",
         _TIERS: "hicache-storage-backend hicache-io-backend hicache-mem-layout enable-lmcache",
-        _LORA: "enable-lora lora-paths max-loras-per-batch max-lora-rank lora-backend",
+        _LORA: "lora-backend enable-lora-overlap-loading lora-eviction-policy lora-drain-wait-threshold",
         _MODEL: "json-model-override-args is-embedding",
         _STATES: "max-mamba-cache-size mamba-ssm-dtype mamba-full-memory-ratio mamba-scheduler-strategy "
         "swa-full-tokens-ratio mamba-track-interval",

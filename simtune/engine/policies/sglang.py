@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
+from simtune.engine.adapters import AdmissibleQueue
 from simtune.engine.kv import Hit
 from simtune.engine.policies.dynamic_chunks import DynamicChunks
 from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
@@ -42,11 +43,13 @@ class SglangScheduler(ListScheduler):
     *Cache.* With `prefix_caching` a newcomer needs no room for the beginning of its prompt that is in the radix tree
     (`simtune.engine.radix`); pages of it that no other request holds are free no more.
 
+    *Adapters.* A request whose LoRA adapter finds no slot is passed over (`simtune.engine.adapters`).
+
     Facts: schedule_policy.py, schedule_batch.py, scheduler.py and scheduler_recv_skipper.py of SGLang 0.5. Left out:
     orders of the queue by the radix cache, and that under overlap an end is known one step late.
     """
 
-    offers = frozenset({"async_scheduling", "dynamic_chunks", "prefix_caching", "speculation"})
+    offers = frozenset({"async_scheduling", "dynamic_chunks", "lora", "prefix_caching", "speculation"})
     lacks: ClassVar[Mapping[Feature, str]] = {"swap": "SGLang computes retracted requests again"}
     chunks_follow = True
     INIT_NEW_TOKEN_RATIO = 0.7
@@ -168,7 +171,13 @@ class SglangScheduler(ListScheduler):
                 scheduled[request] = min(request.known_tokens - request.computed, budget)
                 budget -= scheduled[request]
         if not self._full and self.polls.due(any(request.decoding for request in self.residents)):
-            self._admit(scheduled, budget, max(least, 0))
+            if self.adapters is None:
+                self._admit(scheduled, budget, max(least, 0))
+            else:
+                queue = AdmissibleQueue(self.waiting, self.adapters.places(self.residents))
+                self.waiting = queue  # type: ignore[assignment]
+                self._admit(scheduled, budget, max(least, 0))
+                self.waiting = queue.restore()  # type: ignore[assignment]
         return scheduled
 
     def _spare(self) -> float:

@@ -40,13 +40,16 @@ class TensorRtLlmScheduler(StallFree):
 
     *Drafts.* They count in the budget, and a request has room for them beyond its longest answer.
 
+    *Adapters.* A request whose LoRA adapter finds no slot is passed over, as in vLLM (`simtune.engine.adapters`); its
+    capacity scheduler does the same with pages of adapters, which is assumed and was not read.
+
     Under the overlap scheduler (`async_scheduling`) a newcomer waits for one more dispatched step.
 
     Facts: capacityScheduler.cpp, microBatchScheduler.cpp, kvCacheManager.cpp and py_executor.py of TensorRT-LLM 1.x.
     Left out: blocks for a second step that MAX_UTILIZATION asks for under the overlap scheduler, and encoders.
     """
 
-    offers = frozenset({"async_scheduling", "prefix_caching", "speculation"})
+    offers = frozenset({"async_scheduling", "lora", "prefix_caching", "speculation"})
     lacks: ClassVar[Mapping[Feature, str]] = {"swap": "TensorRT-LLM computes paused requests again"}
 
     def __init__(
@@ -173,7 +176,10 @@ class TensorRtLlmScheduler(StallFree):
         kv = self.kv
         to_come = {kv.first_missing(r) for r in self.residents if not r.decoding} if kv.caches else set()
         admitted: list[Request] = []
+        places = None if self.adapters is None else self.adapters.places(self.residents)
         for request in self.waiting:
+            if places is not None and not places.admit(request):
+                continue
             if kv.caches:
                 absent = kv.first_missing(request)
                 if absent is not None and absent in to_come:
@@ -183,6 +189,8 @@ class TensorRtLlmScheduler(StallFree):
             if len(admitted) == seats or room < 0:
                 break
             admitted.append(request)
+            if places is not None:
+                places.note(request)
         return admitted
 
     @staticmethod

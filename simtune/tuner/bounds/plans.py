@@ -166,6 +166,8 @@ class PlanBounds(LoneRequests):
             and not pool.pool.spec.queue_limits
             # A chunk that ends before an image leaves its place in the step to those behind it.
             and pool.pool.encoder is None
+            # Requests whose adapter finds no slot are passed over.
+            and pool.pool.spec.lora is None
             for pool in self.front
         )
         plan = self.deployment.plan

@@ -223,8 +223,9 @@ def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
     # names of their blocks find nothing in it but their own after a preemption, and preemptions count as a limit
     # that was reached.
     plain = not (kv_cache.prefix_caching and shared) and not kv_cache.watermark
-    # An encoder has limits of its own, which follow from the budget of a step.
-    plain = plain and pool.encoder is None
+    # An encoder has limits of its own, which follow from the budget of a step. Requests that find no slot for their
+    # adapter are passed over, whatever the other limits.
+    plain = plain and pool.encoder is None and pool.spec.lora is None
     batching = pool.spec.batching
     if batching.policy in RESERVING:
         # Prompts that wait for a fuller step compare it with the budget.

@@ -498,6 +498,7 @@ def at_once(stream: RequestStream, order: Ints) -> RequestStream:
         priority=stream.priority[order],
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
+        adapter=None if stream.adapter is None else stream.adapter[order],
         users=None,
         due_s=None,
     )

@@ -1,0 +1,46 @@
+"""Settings of LoRA adapters, as engines have them. The adapters themselves are named as the engine is started.
+
+Facts: vllm/config/lora.py of vLLM 0.33; srt/arg_groups/fields/lora.py of SGLang 0.5.23. Memory and slots are of the
+largest rank, and host memory keeps as many adapters as slots unless told otherwise (vLLM), or any number (SGLang).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from simtune.specs.pool import Pool
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Suffixes of the matrices of attention."""
+
+
+def vllm_lora(pool: Pool) -> dict[str, Any]:
+    """Return the settings of vLLM, with _ for - in their names."""
+    if pool.lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": pool.lora.slots,
+        "max_lora_rank": pool.lora.rank,
+        "max_cpu_loras": pool.lora.host_slots,
+    }
+
+
+def sglang_lora(pool: Pool) -> dict[str, Any]:
+    """Return the settings of SGLang, with _ for - in their names. Without paths it must be given the matrices."""
+    if pool.lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras_per_batch": pool.lora.slots,
+        "max_lora_rank": pool.lora.rank,
+        "max_loaded_loras": pool.lora.in_host,
+        "lora_target_modules": "all" if pool.lora.targets == "all" else None,
+    }
+
+
+def lora_unsaid(pool: Pool) -> Iterator[str]:
+    """Yield the settings of adapters that are given as an engine is started."""
+    if pool.lora is not None and pool.lora.targets == "attention":
+        yield f"lora.targets: add --lora-target-modules {' '.join(ATTENTION)}"

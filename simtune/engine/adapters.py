@@ -1,0 +1,168 @@
+"""Slots of LoRA adapters: which waiting requests may be admitted, and which adapters a step has to load.
+
+The rule is that of vLLM (0.33: `Scheduler.schedule` in vllm/v1/core/sched/scheduler.py, `LRUCacheWorkerLoRAManager` in
+vllm/lora/worker_manager.py). The adapters of all requests that run may not exceed the slots. A waiting request whose
+adapter would exceed them is skipped: those behind it may be admitted, and it stays where it is in the queue. Adapters
+stay in their slots until another one needs the slot of the least recently used; the same holds for the copies in host
+memory. SGLang (0.5.23: `can_schedule_lora_req` in srt/managers/scheduler.py, `prepare_lora_batch` in
+srt/lora/mem_pool.py) has the same rule, and the base model takes one of the slots while requests without an adapter
+run.
+
+vLLM goes through the adapters of a step in the order of a hash, and may evict one that the same step needs. Here the
+adapters of a step are used in order of their numbers, and none of them is evicted for another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from simtune.engine.request import NO_ADAPTER, Request
+from simtune.engine.waiting import WaitingQueue
+
+
+class AdapterTally(NamedTuple):
+    """Adapters that the steps of an engine core needed."""
+
+    requests: int = 0
+    """Admissions of requests with an adapter."""
+    hits: int = 0
+    """Number of them that found their adapter in a slot."""
+    from_host: int = 0
+    """Loads of an adapter from host memory."""
+    from_storage: int = 0
+    """Loads of an adapter that was not in host memory."""
+    waited: int = 0
+    """Ticks for which steps waited for loads."""
+    products: int = 0
+    """Ticks of the products of adapters, those that hide behind the host among them."""
+
+
+class AdapterSlots:
+    """Adapters in the slots of an engine core and in its host memory, the least recently used first."""
+
+    __slots__ = ("_host", "_latest", "_resident", "counts_base", "host_slots", "slots", "tally")
+
+    def __init__(self, slots: int, host_slots: int | None = None, *, counts_base: bool = False) -> None:
+        """Make empty slots. `host_slots` adapters are kept in host memory, at least as many as slots; None: all are,
+        from the beginning. With `counts_base` the base model needs a slot too while requests without an adapter run.
+
+        Raises ValueError for fewer host slots than slots, or no slot."""
+        if slots < 1 or (host_slots is not None and host_slots < slots):
+            raise ValueError(f"slots ({slots}) must be at least 1, and host_slots ({host_slots}) at least as many")
+        self.slots, self.host_slots, self.counts_base = slots, host_slots, counts_base
+        self.tally = AdapterTally()
+        self.clear()
+
+    def clear(self) -> None:
+        """Lose all adapters, with the instance."""
+        self._resident: OrderedDict[int, None] = OrderedDict()
+        self._host: OrderedDict[int, None] = OrderedDict()
+        self._latest: frozenset[int] = frozenset()
+
+    def use(self, adapters: frozenset[int], admitted: Iterable[Request] = ()) -> tuple[int, int]:
+        """Load the adapters of a step, at most `slots`; return the numbers of loads from host memory and from storage.
+        `admitted` are the requests that it admits."""
+        if adapters == self._latest:
+            absent: set[int] = set()
+        else:
+            absent = {adapter for adapter in adapters if adapter not in self._resident}
+        from_host, from_storage = self._take_in(adapters, absent)
+        requests = [request.adapter for request in admitted if self._counts(request.adapter)]
+        # Of several newcomers with an adapter that is absent the first one loads it.
+        hits = len(requests) - len(absent.intersection(requests))
+        tally = self.tally
+        self.tally = tally._replace(
+            requests=tally.requests + len(requests),
+            hits=tally.hits + hits,
+            from_host=tally.from_host + from_host,
+            from_storage=tally.from_storage + from_storage,
+        )
+        return from_host, from_storage
+
+    def note_wait(self, ticks: int) -> None:
+        """Add the ticks for which a step waits for its loads."""
+        self.tally = self.tally._replace(waited=self.tally.waited + ticks)
+
+    def note_products(self, ticks: int) -> None:
+        """Add the ticks of the products of steps."""
+        self.tally = self.tally._replace(products=self.tally.products + ticks)
+
+    def places(self, residents: Iterable[Request]) -> AdapterPlaces:
+        """Return the slots as an admission finds them, while `residents` run."""
+        return AdapterPlaces(self, {r.adapter for r in residents if self._counts(r.adapter)})
+
+    def _counts(self, adapter: int) -> bool:
+        return adapter != NO_ADAPTER or self.counts_base
+
+    def _take_in(self, adapters: frozenset[int], absent: Collection[int]) -> tuple[int, int]:
+        """Make the adapters those used last; return the numbers of loads from host memory and from storage."""
+        if adapters == self._latest:
+            return 0, 0
+        resident, host = self._resident, self._host
+        assert len(adapters) <= self.slots, f"{len(adapters)} adapters in a step, {self.slots} slots"
+        # The base model has nothing to load.
+        loads = [adapter for adapter in absent if adapter != NO_ADAPTER]
+        from_storage = 0 if self.host_slots is None else sum(adapter not in host for adapter in loads)
+        for adapter in sorted(adapters):
+            for place in (resident, host):
+                place[adapter] = None
+                place.move_to_end(adapter)
+        while len(resident) > self.slots:
+            resident.popitem(last=False)
+        while self.host_slots is not None and len(host) > self.host_slots:
+            host.popitem(last=False)
+        self._latest = adapters
+        return len(loads) - from_storage, from_storage
+
+
+class AdapterPlaces:
+    """Adapters that run, and the slots that are left, while requests are admitted to a step."""
+
+    __slots__ = ("_running", "_slots")
+
+    def __init__(self, slots: AdapterSlots, running: set[int]) -> None:
+        self._slots, self._running = slots, running
+
+    def admit(self, request: Request) -> bool:
+        """True if the adapter of a waiting request runs, needs no slot, or finds one."""
+        adapter = request.adapter
+        if adapter in self._running or not self._slots._counts(adapter):
+            return True
+        return len(self._running) < self._slots.slots
+
+    def note(self, request: Request) -> None:
+        """Let an admitted request have its slot."""
+        if self._slots._counts(request.adapter):
+            self._running.add(request.adapter)
+
+
+class AdmissibleQueue:
+    """Waiting requests without those that find no slot, for one admission; `restore` puts these back in front."""
+
+    def __init__(self, queue: WaitingQueue, places: AdapterPlaces) -> None:
+        self._queue, self._places = queue, places
+        self._skipped: deque[Request] = deque()
+
+    def __bool__(self) -> bool:
+        queue, places = self._queue, self._places
+        while queue and not places.admit(queue[0]):
+            self._skipped.append(queue.popleft())
+        return bool(queue)
+
+    def __getitem__(self, index: int) -> Request:
+        """Return the first request that finds a slot; `index` is 0, and the queue was found not to be empty."""
+        return self._queue[index]
+
+    def popleft(self) -> Request:
+        """Remove and return the first request that finds a slot: it is admitted."""
+        request = self._queue.popleft()
+        self._places.note(request)
+        return request
+
+    def restore(self) -> WaitingQueue:
+        """Return the queue, with the skipped requests at its head again."""
+        while self._skipped:
+            self._queue.appendleft(self._skipped.pop())
+        return self._queue
