@@ -156,8 +156,7 @@ class Question:
     def stream(self, candidate: Candidate, rate_rps: float | None = None, requests: int | None = None) -> RequestStream:
         """Return the requests for a candidate, of which `requests` are simulated; by default as many as the study asks
         for."""
-        number = self.num_requests(candidate, requests)
-        stream = self.draws.stream(number)
+        stream = self.draws.stream(self.num_requests(candidate, requests))
         return stream if rate_rps is None else stream.at_rate(rate_rps)
 
     def capacity_stream(self, candidate: Candidate) -> RequestStream:
@@ -208,8 +207,7 @@ class Question:
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        if self.workload.images is not None and shape.role != "decode":
-            settings["encoder"] = {}
+        settings |= {"encoder": {}} if self.workload.images is not None and shape.role != "decode" else {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

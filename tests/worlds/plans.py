@@ -138,7 +138,7 @@ def _deployed(recipe: Recipe, plan: Plan, stream: RequestStream) -> World:
     costs = OwnCosts(base if kinks is None else Kinked(base, kinks))
     deployment = deploy(plan, _model(plan.model), _hardware(), costs, drafting=drafting)
     # Raise if the load lacks what a stage, a router or a policy reads.
-    wire(plan, deployment.model, deployment.pools, passed(plan, stream).stream, Slo(), recipe.seed)
+    wire(plan, deployment.model, deployment.pools, passed(plan, stream, {}).stream, Slo(), recipe.seed)
     if not (stream.prompt_tokens + stream.output_tokens <= deployment.max_model_len).any():
         raise UsageError("no request fits")
     return World(recipe, deployment, stream)

@@ -308,7 +308,7 @@ def check_stages(cluster: Cluster, stages: Sequence[Stage]) -> None:
     if stream.arrival_s is None or stream.graph is not None or "speculation" in cluster.options:
         return  # what is kept of a request's drafts depends on its number, and stages may change that
     stream = replace(stream, arrival_s=stream.arrival_s + 1e-7 * np.arange(len(stream)))
-    through = passed(Behind(stages), stream)  # type: ignore[arg-type]
+    through = passed(Behind(stages), stream, {})  # type: ignore[arg-type]
     assert through.arrival_s is not None
     assert through.beside_s is not None
     left = queued(stages, stream)
