@@ -111,6 +111,28 @@ def test_blocks_that_no_resident_holds_are_waited_for(policy: str) -> None:
     assert scheduler.kv.free == 4
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_pause_only_where_others_decode(policy: str) -> None:
+    """Requests that decode and are not in a step, if others are; a step of prompts alone pauses nobody."""
+    scheduler = made(policy, max_num_seqs=4, max_num_batched_tokens=16)
+    joining = [[Request(0, 4, 8), Request(1, 4, 8)], [], [Request(2, 9, 3)], [Request(3, 4, 2)]]
+    decoding: list[Request] = []
+    while joining or scheduler.has_work:
+        for request in joining.pop(0) if joining else ():
+            assert scheduler.add(request)
+        step = scheduler.schedule()
+        if step is None:
+            continue
+        in_step = scheduler.composition()
+        absent = [request for request in decoding if request not in in_step and request not in step.preempted]
+        assert sorted(request.id for request in step.paused) == (
+            sorted(request.id for request in absent) if step.num_decodes else []
+        )
+        progress = scheduler.complete()
+        decoding = [*decoding, *progress.first_token]
+        decoding = [r for r in decoding if r not in progress.finished and r not in step.preempted]
+
+
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_reserved_for_requests_that_have_left(policy: str, caching: bool) -> None:

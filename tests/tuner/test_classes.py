@@ -71,6 +71,34 @@ def test_no_allocation_passes_a_bound_whatever_the_worths(aim: Aim) -> None:
             assert aim == "per cost" or best <= answer.lp_bound * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("demand", [0.3, 2.3, 5.1])
+def test_one_kind_of_instance_is_bounded_in_proportion(demand: float) -> None:
+    """Mixed instances on 2 of 16 H GPUs, at 4 an hour each, serve 1.15 requests/s; a pair takes 8 / 3.1 for prefill and
+    8 / 2 for decode."""
+    alone, pair = RATES[6:7], (RATES[0], RATES[3])
+    assert [(kind.role, kind.gpus, kind.rate_rps) for kind in (*alone, *pair)] == [
+        ("mixed", 2, 1.15), ("prefill", 2, 3.1), ("decode", 2, 2.0)
+    ]  # fmt: skip
+
+    def widened(bound: float, exact: float) -> float:
+        """Return the relative amount by which a bound is wider than exact arithmetic makes it."""
+        return abs(bound / exact - 1)
+
+    close = pytest.approx(relaxation.ROUNDING, rel=0.01)
+    for rates, cost in ((alone, 8 / 1.15), (pair, 8 / 3.1 + 8 / 2)):
+        cheapest, per_cost = Relaxation(LINKED, rates, "least cost", demand), Relaxation(LINKED, rates, "per cost")
+        for solver in (False, True):
+            bound = cheapest.bound(cheapest.best(solver=solver))
+            assert bound < cost * demand
+            assert bound == pytest.approx(cost * demand)
+            assert per_cost.bound(per_cost.best(solver=solver)) == pytest.approx(1 / cost)
+        assert widened(cheapest.bound(cheapest.best(solver=False)), cost * demand) == close
+        assert widened(per_cost.bound(per_cost.best(solver=False)), 1 / cost) == close
+    most = Relaxation(LINKED, alone, "most")
+    assert widened(most.bound(most.best(solver=False)), 8 * 1.15) == close, "eight instances"
+    assert most.serves() == pytest.approx(8 * 1.15)
+
+
 def test_worths_that_prove_nothing() -> None:
     most, cheapest = Relaxation(LINKED, RATES, "most"), Relaxation(LINKED, RATES, "least cost", 5.0)
     even: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
