@@ -148,7 +148,7 @@ class EncoderWork(Record):
 
     pool: str
     encoded_images: Uncertain[Whole]
-    found_images: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
+    cache_hits: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
     encoder_s: Uncertain[NonNegative] = Field(description="seconds of steps spent in encoding, over all engine cores")
     busy_share: Uncertain[Share] = Field(description="of the time that engine cores are busy")
 

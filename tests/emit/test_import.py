@@ -11,6 +11,7 @@ from simtune.emit.importing import Imported, ImportRequest, import_plan
 from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED, REFUSED
 from simtune.errors import SimtuneError
+from simtune.specs.encoder import Encoder
 from simtune.specs.pool import Pool
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -278,3 +279,13 @@ def test_what_is_not_stated_is_asked_for(stated: dict[str, Any], message: str) -
     with pytest.raises(SimtuneError) as error:
         import_plan(ImportRequest(words=["vllm", "serve", "org/Llama-3.1-8B"], **request))
     assert message in str(error.value)
+
+
+def test_the_encoder_of_a_model_that_states_one() -> None:
+    """For another model only its text is served here."""
+    shown = line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct --mm-encoder-tp-mode data --disable-chunked-mm-input")
+    assert shown.plan.pools[0].encoder == Encoder(tp_mode="data", disable_chunked_mm_input=True)
+    assert line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct").plan.pools[0].encoder is None
+    text = line("vllm serve meta-llama/Llama-3.1-8B --mm-encoder-tp-mode data")
+    assert text.plan.pools[0].encoder is None
+    assert any("states no vision encoder" in note for note in text.notes)
