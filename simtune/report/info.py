@@ -202,6 +202,10 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
             (f"tier {x.tier}{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of prompt tokens found")
             for x in s.cache_tiers
         ),
+        *(
+            (f"encoder{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.busy_share), "of the time in steps")
+            for x in s.encoders
+        ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
 

@@ -71,10 +71,11 @@ def test_an_image_in_two_chunks_is_encoded_in_the_first() -> None:
 
 
 def test_a_load_without_images_takes_no_tick_more_beside_an_encoder() -> None:
+    encoders: tuple[dict[str, Any] | None, ...] = (None, {})
     for policy in ("vllm-fcfs", "vllm-priority"):
         for kv_cache in ({}, {"prefix_caching": True}):
             settings = {"batching": {"policy": policy}, "kv_cache": kv_cache}
-            results = [deployed(encoder, **settings).simulate(requests(load(), 80)) for encoder in (None, {})]
+            results = [deployed(encoder, **settings).simulate(requests(load(), 80)) for encoder in encoders]
             assert same(*results)
 
 
