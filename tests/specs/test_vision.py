@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simtune.specs.model import Model
+from simtune.specs.catalog import load_model
 from simtune.specs.vision import ImageShape, NativeSizing, Vision
 from tests.specs.published.configs import PUBLISHED
 from tests.specs.test_hf_config import read
@@ -96,7 +96,7 @@ def test_no_image_has_more_vectors_than_the_largest(
 def test_parameters_of_encoders_are_the_published_ones() -> None:
     """Gemma 3: 417 M of the encoder (technical report, table 1), without its projector. Llama 4: as the index of the
     checkpoint has them besides its language part."""
-    gemma, llama = (Model.from_file(f"simtune/models/{name}.yaml").vision for name in ("gemma-3-27b", "llama-4-scout"))
+    gemma, llama = (load_model(name).vision for name in ("gemma-3-27b", "llama-4-scout"))
     assert gemma is not None
     assert llama is not None
     assert (gemma.parameters - 1152 * 5376) / 1e6 == pytest.approx(417, abs=1)
