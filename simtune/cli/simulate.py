@@ -375,9 +375,11 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
 
 
 def _print_scaling(summary: SimulationSummary, price: Price | None) -> None:
-    """Print the instances of autoscaled pools, and the price of the GPUs that they held."""
+    """Print the instances of autoscaled pools, the work of encoders, and the price of the GPUs that were held."""
     for pool in summary.autoscaling:
         click.echo(f"{'autoscaling of pool ' + pool.pool:30} {pool.sentence}")
+    for work in summary.encoders:
+        click.echo(f"{'encoder of pool ' + work.pool:30} {work.sentence}")
     if price is not None and price.run_usd is not None:
         most = f"{number(price.run_usd_of_most)} with all instances throughout"
         click.echo(f"{'price of the run':30} {number(price.run_usd)} USD, of {most}")

@@ -166,6 +166,8 @@ class Emitter(ABC):
         here.
         """
         yield from unsupported_settings(pool)
+        if pool.encoder is not None and self.name != "vllm":
+            yield f"encoder: {self.title} is given no encoder settings here; remove it"
         if pool.cascade_attention and self.name != "vllm":
             yield f"cascade_attention: {self.title} has none; remove it"
         if pool.lora is not None and "lora" not in self.knows:
@@ -214,8 +216,8 @@ class Emitter(ABC):
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
-        yield from self._tiers_unsaid(pool)
         yield from lora_unsaid(pool)
+        yield from self._parts_unsaid(pool)
         if pool.autoscaling is not None:
             yield f"autoscaling: {SCALED_BY}"
         for key in ("host", "exposed_host"):
@@ -233,7 +235,10 @@ class Emitter(ABC):
         }
         return f"{ways[self.chunk_pipelines[0]]} here"
 
-    def _tiers_unsaid(self, pool: Pool) -> Iterator[str]:
+    def _parts_unsaid(self, pool: Pool) -> Iterator[str]:
+        for key in ("cache_size", "max_batched_embeds"):
+            if getattr(pool.encoder, key, None) is not None:
+                yield f"encoder.{key}: as many embeddings as max_num_batched_tokens here"
         host = self.host_tier(pool)
         for tier in pool.kv_cache.tiers or ():
             if tier is not host:

@@ -29,7 +29,7 @@ class Option:
             return None
         value: Any = pool.stated(self.key) if self.stated else pool
         for part in () if self.stated else self.key.split("."):
-            value = getattr(value, part)
+            value = getattr(value, part, None)
         if value is None or value == self.unless:
             return None
         return value if self.values is None else self.values.get(value)

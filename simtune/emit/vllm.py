@@ -67,6 +67,8 @@ OPTIONS: dict[str, Option] = {
     "max-num-queued-tokens": Option(int, "batching.max_num_queued_tokens"),
     "scheduler-reserve-full-isl": Option(bool, "batching.scheduler_reserve_full_isl"),
     "disable-cascade-attn": Option(bool, "cascade_attention", {True: False, False: True}),
+    "mm-encoder-tp-mode": Option(str, "encoder.tp_mode", unless="weights"),
+    "disable-chunked-mm-input": Option(bool, "encoder.disable_chunked_mm_input", unless=False),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
     "enable-lora": Option(bool),
@@ -295,6 +297,8 @@ class Vllm(Emitter):
         yield from _parallelism_refusals(pool, model)
         if pool.cascade_attention and not shares_prefixes(self._release):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
+        if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in self.knows:
+            yield f"encoder.tp_mode: data was not checked in vLLM {self.version}; take release 0.28, or use weights"
         if pool.overlap == "two_batches":
             yield from self._overlap_refusals(pool)
 

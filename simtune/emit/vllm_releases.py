@@ -21,6 +21,8 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
+    # First release whose option was checked; earlier ones may have it.
+    "mm_encoder_tp_mode": (0, 28),
     "max_num_queued_reqs": (0, 30),
     "max_num_queued_tokens": (0, 30),
     "max_num_active_seqs": (0, 31),

@@ -206,6 +206,10 @@ def key_figures(s: Summary) -> list[tuple[str, str, str]]:
             (f"adapters{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.hit_rate), "of requests found in a slot")
             for x in s.adapters
         ),
+        *(
+            (f"encoder{f' of {x.pool}' * (len(s.plan.pools) > 1)}", percent(x.busy_share), "of the time in steps")
+            for x in s.encoders
+        ),
     ]
     return [figure for figure in figures if figure[1] != ABSENT]
 

@@ -70,9 +70,21 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
             f"lora: {plural(pool.lora.slots, 'slot')} for adapters of up to rank {pool.lora.rank}, "
             f"{pool.lora.in_host} in host memory; products of {pool.lora.targets}, by an assumed roofline"
         )
+    yield from _encoder(deployed)
     yield f"preemption by {cache.preemption}: when blocks run out, the last to come in gives up its own"
     if pool.speculation is not None:
         yield f"speculation: drafts of {pool.speculation.drafter.label}, {pool.speculation.scheme.in_words()}"
+
+
+def _encoder(deployed: DeployedPool) -> Iterator[str]:
+    """Yield the limits of a vision encoder, if the pool has one."""
+    if deployed.encoder is not None and deployed.spec.encoder is not None:
+        limits, mode = deployed.encoder.limits, deployed.spec.encoder.tp_mode
+        shared = f", {'its weights' if mode == 'weights' else 'images'} divided over tp ranks"
+        yield (
+            f"encoder: images are encoded in the steps, up to {limits.budget:,} embeddings in one, and {limits.room:,} "
+            f"are kept{shared * (deployed.spec.parallelism.tp > 1)}"
+        )
 
 
 def _kernels(hardware: Hardware) -> str:

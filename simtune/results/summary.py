@@ -148,9 +148,17 @@ class EncoderWork(Record):
 
     pool: str
     encoded_images: Uncertain[Whole]
-    hit_images: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
+    cache_hits: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
     encoder_s: Uncertain[NonNegative] = Field(description="seconds of steps spent in encoding, over all engine cores")
     busy_share: Uncertain[Share] = Field(description="of the time that engine cores are busy")
+
+    @property
+    def sentence(self) -> str:
+        """Images and time in words."""
+        return (
+            f"{self.encoded_images:,} images encoded, {self.cache_hits:,} in its cache; {self.encoder_s:.3g} s, "
+            f"{self.busy_share:.1%} of busy time"
+        )
 
 
 class AdapterUse(Record):

@@ -225,7 +225,7 @@ def encoders(cores: Sequence[EngineCoreUse]) -> tuple[EncoderWork, ...]:
                 EncoderWork(
                     pool=pool,
                     encoded_images=encoded,
-                    hit_images=hits,
+                    cache_hits=hits,
                     encoder_s=ticks / TICKS_PER_SECOND,
                     busy_share=min(1.0, ticks / busy) if busy else 0.0,
                 )

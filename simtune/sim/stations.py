@@ -50,7 +50,7 @@ class Passed(NamedTuple):
         return outcome
 
 
-def passed(plan: Plan, stream: RequestStream, works: Mapping[str, EncodeWork]) -> Passed:
+def passed(plan: Plan, stream: RequestStream, works: Mapping[str, EncodeWork] | None = None) -> Passed:
     """Pass all requests through the stages of a plan; return them unchanged if there are none. `works` is the work of
     stages that encode images.
 

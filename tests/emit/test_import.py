@@ -12,6 +12,7 @@ from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED, REFUSED
 from simtune.errors import SimtuneError
 from simtune.specs.adapters import Lora
+from simtune.specs.encoder import Encoder
 from simtune.specs.pool import Pool
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -310,3 +311,13 @@ def test_slots_for_adapters_of_sglang_are_read() -> None:
     assert "the rank of the adapters is not known here; give --max-lora-rank" in refused(
         f"{launch} --enable-lora", engine="sglang-0.5.23"
     )
+
+
+def test_the_encoder_of_a_model_that_states_one() -> None:
+    """For another model only its text is served here."""
+    shown = line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct --mm-encoder-tp-mode data --disable-chunked-mm-input")
+    assert shown.plan.pools[0].encoder == Encoder(tp_mode="data", disable_chunked_mm_input=True)
+    assert line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct").plan.pools[0].encoder is None
+    text = line("vllm serve meta-llama/Llama-3.1-8B --mm-encoder-tp-mode data")
+    assert text.plan.pools[0].encoder is None
+    assert any("states no vision encoder" in note for note in text.notes)

@@ -311,3 +311,19 @@ def test_tensorrt_llm_is_told_to_capture_no_graphs(tmp_path: Path) -> None:
     """Left out, the setting is the engine's default, which captures graphs."""
     settings = written(plan_of(tmp_path, "trtllm-1.4", cuda_graphs=False), "tensorrt-llm")
     assert settings["cuda_graph_config"] is None
+
+
+def test_vllm_divides_images_over_ranks(tmp_path: Path) -> None:
+    """As 0.33 has it; its cache of embeddings is as large as a step."""
+    encoder = {"tp_mode": "data", "disable_chunked_mm_input": True, "cache_size": 40_000}
+    plan = plan_of(tmp_path, "vllm-0.33", encoder=encoder)
+    settings = written(plan, "vllm")
+    assert (settings["mm-encoder-tp-mode"], settings["disable-chunked-mm-input"]) == ("data", True)
+    text = engine_files(plan, MODEL, 8, {})["engine/vllm-mixed.yaml"]
+    assert "encoder.cache_size: as many embeddings as max_num_batched_tokens here" in text
+    plain = written(plan_of(tmp_path, "vllm-0.33", encoder={}), "vllm")
+    assert not {"mm-encoder-tp-mode", "disable-chunked-mm-input"} & {*plain}
+    with pytest.raises(UsageError, match=r"encoder\.tp_mode: data was not checked in vLLM 0\.10"):
+        written(plan_of(tmp_path, "vllm-0.10", encoder={"tp_mode": "data"}), "vllm")
+    with pytest.raises(UsageError, match="encoder: SGLang is given no encoder settings here; remove it"):
+        written(plan_of(tmp_path, "sglang-0.5", encoder={}), "sglang")

@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "messages of several tokens": {"stream_interval": 10},
     "tier": {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", "bytes": 64e9, "bytes_per_s": 50e9}]}},
     "prefill": {"role": "prefill"},
+    "images": {"encoder": {"tp_mode": "data", "disable_chunked_mm_input": True}},
 }
 OF_THE_CPU = ("on the CPU backend is not compatible with FP8 KV cache", "not supported with --kv-cache-dtype")
 """What some CPU builds say of a cache of fp8, after everything was read."""

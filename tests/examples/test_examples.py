@@ -190,7 +190,7 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (work,) = json.loads((run / "summary.json").read_text())["encoders"]
-    assert 0 < work["hit_images"] < work["encoded_images"]
+    assert 0 < work["cache_hits"] < work["encoded_images"]
     assert 0 < work["busy_share"] < 0.5
 
 

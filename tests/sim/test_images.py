@@ -71,10 +71,11 @@ def test_an_image_in_two_chunks_is_encoded_in_the_first() -> None:
 
 
 def test_a_load_without_images_takes_no_tick_more_beside_an_encoder() -> None:
+    encoders: tuple[dict[str, Any] | None, ...] = (None, {})
     for policy in ("vllm-fcfs", "vllm-priority"):
         for kv_cache in ({}, {"prefix_caching": True}):
             settings = {"batching": {"policy": policy}, "kv_cache": kv_cache}
-            results = [deployed(x, **settings).simulate(requests(load(), 80)) for x in (None, dict[str, Any]())]
+            results = [deployed(encoder, **settings).simulate(requests(load(), 80)) for encoder in encoders]
             assert same(*results)
 
 
@@ -94,7 +95,7 @@ def test_images_that_come_again_are_found() -> None:
     small = {"sizes": [{"width": 280, "height": 280}], "repeats": {"share": 1.0, "images": 10}}
     summary = deployed({}).simulate(requests(load(small), 200)).summary()
     (work,) = summary.encoders
-    assert (work.encoded_images, work.hit_images) == (10, 190)
+    assert (work.encoded_images, work.cache_hits) == (10, 190)
     assert 0 < work.encoder_s < summary.duration_s
     # with a prefix cache most prompts begin with blocks that are there, and reach no image at all
     (cached,) = deployed({}, kv_cache={"prefix_caching": True}).simulate(requests(load(small), 200)).summary().encoders
@@ -102,7 +103,7 @@ def test_images_that_come_again_are_found() -> None:
     # new images are encoded each
     new = {"sizes": small["sizes"]}
     (fresh,) = deployed({}).simulate(requests(load(new), 200)).summary().encoders
-    assert (fresh.encoded_images, fresh.hit_images) == (200, 0)
+    assert (fresh.encoded_images, fresh.cache_hits) == (200, 0)
 
 
 def test_a_prompt_finds_the_blocks_of_the_same_image_behind_the_same_prefix() -> None:

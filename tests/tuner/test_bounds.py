@@ -16,9 +16,12 @@ from simtune.costs.protocol import StepCosts
 from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.encoder import Encoder
+from simtune.specs.images import LoadImages
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
+from simtune.specs.stages import Stage
 from simtune.specs.workload import (
     ClosedLoop,
     FixedLength,
@@ -226,6 +229,30 @@ def test_bounds_hold_of_compiled_costs(given: dict[str, Any]) -> None:
     deployment = deployed(pool(**{"max_model_len": 2048, **given}), costs=None, **router)
     stream = build_stream(workload, None, requests=250, seed=1)
     for slo in (Slo(ttft_s={"p90": 0.3}, tpot_s={"p90": 0.02}), Slo(ttft_s={"mean": 0.1}, e2el_s={"p90": 2.0})):
+        _never_above(deployment, stream, slo)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
+    """A prompt that waits for its image lets those behind it pass; images that come again are found."""
+    model = load_model("qwen2.5-vl-7b")
+    sizes = [{"width": 1280, "height": 720}]
+    images = LoadImages.model_validate({"per_request": [1, 3], "sizes": sizes, "repeats": {"share": 0.5, "images": 4}})
+    workload = Workload(
+        name="load",
+        arrivals=Poisson(rate_rps=4.0),
+        prompt=Lognormal(mean_tokens=200, sigma=0.6, max_tokens=900),
+        output=Lognormal(mean_tokens=40, sigma=0.6, max_tokens=200),
+        images=images,
+    )
+    encoder: dict[str, Any] = {} if apart else {"encoder": Encoder(cache_size=1200)}
+    given: dict[str, Any] = {"kv_cache": {"prefix_caching": True}, "batching": {"max_num_batched_tokens": 2048}}
+    parts = pool(max_model_len=8192, **given, **encoder)
+    stages = (Stage(name="encode", pool="mixed", encoder="weights", devices=1),) if apart else None
+    plan = Plan(name="plan", model=model.name, pools=(parts,), stages=stages)
+    deployment = deploy(plan, model, HARDWARE)
+    stream = build_stream(workload, None, requests=150, seed=1, vision=model.vision)
+    for slo in (Slo(ttft_s={"p90": 0.5}, tpot_s={"p90": 0.03}), Slo(ttft_s={"mean": 0.3}, e2el_s={"p90": 3.0})):
         _never_above(deployment, stream, slo)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from simtune.emit.importing import adapters_read, drafts_read, tiers_read
@@ -137,6 +137,20 @@ def _later(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given
     """Leave an option to `finish`, which reads it with others."""
 
 
+def _encoder_setting(key: str, values: Sequence[Any]) -> Special:
+    """Return a reader of a setting of a vision encoder, which matters only if the model states one."""
+
+    def read(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+        if draft.model.vision is None:
+            draft.ignore(option, "the model states no vision encoder, so only text is simulated")
+        elif option.value in values:
+            draft.set(f"encoder.{key}", option.value)
+        else:
+            draft.refuse(option, f"a vision encoder by {option.value}")
+
+    return read
+
+
 class VllmReader(OptionReader):
     """Reads options of `vllm serve`."""
 
@@ -195,6 +209,8 @@ class VllmReader(OptionReader):
             },
             "how tokens come to experts",
         ),
+        "mm-encoder-tp-mode": _encoder_setting("tp_mode", ("weights", "data")),
+        "disable-chunked-mm-input": _encoder_setting("disable_chunked_mm_input", (True, False)),
         "disaggregation-mode": _words("role", {"agg": None, "prefill": "prefill", "decode": "decode"}, "roles"),
     }
     more_flags = frozenset({"enable-dbo", "enable-lora", "enable-eplb", "disable-custom-all-reduce"})

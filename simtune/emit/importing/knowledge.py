@@ -38,7 +38,7 @@ _IGNORED: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
             "data-parallel-start-rank data-parallel-rank uds middleware",
             _LOGS: "kv-events-config show-hidden-metrics-for-version collect-detailed-traces stat-logger",
             _TEXT: "generation-config override-generation-config chat-template-content-format max-logprobs "
-            "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb mm-encoder-tp-mode "
+            "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb "
             "allowed-local-media-path media-io-kwargs logits-processors",
             _LOADING: "config-format code-revision tokenizer-revision hf-config-path hf-token "
             "prefix-caching-hash-algo distributed-executor-backend max-parallel-loading-workers",
@@ -48,7 +48,7 @@ _IGNORED: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
         {
             _ADDRESS: "headless data-parallel-external-lb data-parallel-hybrid-lb disable-frontend-multiprocessing",
             "a setting of engines before V1": "use-v2-block-manager enable-flashinfer-autotune",
-            _TEXT: "language-model-only skip-mm-profiling disable-chunked-mm-input enable-prompt-tokens-details",
+            _TEXT: "language-model-only skip-mm-profiling enable-prompt-tokens-details",
             "what a server does when idle": "enable-sleep-mode",
         },
     ),
