@@ -69,7 +69,7 @@ class AdapterSlots:
         else:
             absent = {adapter for adapter in adapters if adapter not in self._resident}
         from_host, from_storage = self._take_in(adapters, absent)
-        requests = [request.adapter for request in admitted if self._counts(request.adapter)]
+        requests = [request.adapter for request in admitted if request.adapter != NO_ADAPTER]
         # Of several newcomers with an adapter that is absent the first one loads it.
         hits = len(requests) - len(absent.intersection(requests))
         tally = self.tally
@@ -107,10 +107,12 @@ class AdapterSlots:
         from_storage = 0 if self.host_slots is None else sum(adapter not in host for adapter in loads)
         for adapter in sorted(adapters):
             for place in (resident, host):
-                place[adapter] = None
-                place.move_to_end(adapter)
+                if place is resident or adapter != NO_ADAPTER:
+                    place[adapter] = None
+                    place.move_to_end(adapter)
         while len(resident) > self.slots:
-            resident.popitem(last=False)
+            # The base model goes last, as in SGLang.
+            del resident[next((x for x in resident if x != NO_ADAPTER and x not in adapters), NO_ADAPTER)]
         while self.host_slots is not None and len(host) > self.host_slots:
             host.popitem(last=False)
         self._latest = adapters

@@ -229,6 +229,25 @@ def test_a_request_without_a_slot_is_passed_by_those_behind_it_and_keeps_its_pla
     assert outcome.finish[0] <= outcome.scheduled[1] <= outcome.finish[1] <= outcome.scheduled[4]
 
 
+def test_the_base_model_takes_a_slot_in_sglang_only() -> None:
+    """With one slot requests for the base model and for an adapter take turns there, and run together in vLLM."""
+    stream = asking(stream_of([0.0, 0.001], [20, 20], [20, 5]), [-1, 0])
+    for policy in POLICIES:
+        batching = {"policy": policy, "max_num_seqs": 8, "max_num_batched_tokens": 4096}
+        result = run(stream, {"slots": 1}, batching=batching)
+        waits = result.outcome.scheduled[1] >= result.outcome.finish[0]
+        assert waits == (policy == "sglang")
+        use = use_of(result)
+        assert (use.requests, use.hits, use.loads_from_host) == (1, 0, 1)
+
+
+def test_the_base_model_is_evicted_last_and_is_not_in_host_memory() -> None:
+    slots = AdapterSlots(2, 2, counts_base=True)
+    steps = [{-1, 0}, {0}, {1}, {-1}, {0, 1}, {1}]
+    # Adapter 0 makes room for 1, though the base model was used before it; both then take its slot together.
+    assert [slots.use(frozenset(step)) for step in steps] == [(0, 1), (0, 0), (0, 1), (0, 0), (1, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_load_without_adapters_takes_the_same_time_to_the_tick(policy: str) -> None:
     rng = np.random.default_rng(1)
