@@ -215,7 +215,8 @@ class Emitter(ABC):
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
         yield from self._tiers_unsaid(pool)
-        yield from lora_unsaid(pool)
+        if "lora_targets" not in self.knows:
+            yield from lora_unsaid(pool)
         if pool.autoscaling is not None:
             yield f"autoscaling: {SCALED_BY}"
         for key in ("host", "exposed_host"):
