@@ -1,7 +1,7 @@
 """Settings of LoRA adapters, as engines have them. The adapters themselves are named as the engine is started.
 
-Facts: vllm/config/lora.py of vLLM 0.33; srt/arg_groups/fields/lora.py of SGLang 0.5.23. Memory and slots are of the
-largest rank, and host memory keeps as many adapters as slots unless told otherwise (vLLM), or any number (SGLang).
+Facts: vllm/config/lora.py of vLLM 0.33; srt/arg_groups/fields/lora.py of SGLang 0.5.23; tensorrt_llm/lora_helper.py of
+TensorRT-LLM 1.x. Host memory keeps as many adapters as slots unless set otherwise (vLLM), or any number (SGLang).
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from simtune.specs.pool import Pool
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Suffixes of the matrices of attention."""
+
+
+TRTLLM_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_dense")
+TRTLLM_ALL = (*TRTLLM_ATTENTION, "mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h")
+"""Words of TensorRT-LLM for these matrices, and for all with those of feed-forward blocks."""
 
 
 def vllm_lora(pool: Pool) -> dict[str, Any]:
@@ -37,6 +42,18 @@ def sglang_lora(pool: Pool) -> dict[str, Any]:
         "max_lora_rank": pool.lora.rank,
         "max_loaded_loras": pool.lora.in_host,
         "lora_target_modules": "all" if pool.lora.targets == "all" else None,
+    }
+
+
+def trtllm_lora(pool: Pool) -> dict[str, Any] | None:
+    """Return the `lora_config` of TensorRT-LLM; None without slots."""
+    if pool.lora is None:
+        return None
+    return {
+        "max_lora_rank": pool.lora.rank,
+        "max_loras": pool.lora.slots,
+        "max_cpu_loras": pool.lora.in_host,
+        "lora_target_modules": list(TRTLLM_ALL if pool.lora.targets == "all" else TRTLLM_ATTENTION),
     }
 
 

@@ -216,7 +216,8 @@ class Emitter(ABC):
             yield "batching.safety_margin: the engine admits by a rule of its own"
         if pool.kv_cache.other_memory_gib is not None:
             yield "kv_cache.other_memory_gib: the engine measures what else takes memory"
-        yield from lora_unsaid(pool)
+        if "lora_targets" not in self.knows:
+            yield from lora_unsaid(pool)
         yield from self._parts_unsaid(pool)
         if pool.autoscaling is not None:
             yield f"autoscaling: {SCALED_BY}"

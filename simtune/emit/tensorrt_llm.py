@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from simtune.emit.adapters import trtllm_lora
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded
 from simtune.emit.launch import Server, endpoints
 from simtune.emit.option import Option, written
@@ -65,7 +66,7 @@ class TensorrtLlm(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = {"tensorrt-llm": "GUARANTEED_NO_EVICT"}
-    knows = frozenset({"stream_interval"})
+    knows = frozenset({"lora", "lora_targets", "stream_interval"})
     tiers_written = frozenset({"evicted"})
     own_defaults = (
         "kv_cache.prefix_caching",
@@ -96,6 +97,7 @@ class TensorrtLlm(ServingEmitter):
         "kv_cache_config": Option(dict),
         "scheduler_config": Option(dict),
         "stream_interval": Option(int, "stream_interval"),
+        "lora_config": Option(dict),
         "cuda_graph_config": Option(dict),
         "speculative_config": Option(dict),
         "cache_transceiver_config": Option(dict),
@@ -141,6 +143,7 @@ class TensorrtLlm(ServingEmitter):
                 "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
                 **({} if chunking is None else {"context_chunking_policy": chunking}),
             },
+            lora_config=trtllm_lora(pool),
             cuda_graph_config=graphs if pool.cuda_graphs else None,
             cache_transceiver_config=None if pool.role == "mixed" else {"backend": "DEFAULT"},
         )

@@ -69,7 +69,7 @@ class AdapterSlots:
         else:
             absent = {adapter for adapter in adapters if adapter not in self._resident}
         from_host, from_storage = self._take_in(adapters, absent)
-        requests = [request.adapter for request in admitted if self._counts(request.adapter)]
+        requests = [request.adapter for request in admitted if request.adapter != NO_ADAPTER]
         # Of several newcomers with an adapter that is absent the first one loads it.
         hits = len(requests) - len(absent.intersection(requests))
         tally = self.tally
@@ -91,10 +91,13 @@ class AdapterSlots:
 
     def places(self, residents: Iterable[Request]) -> AdapterPlaces:
         """Return the slots as an admission finds them, while `residents` run."""
-        return AdapterPlaces(self, {r.adapter for r in residents if self._counts(r.adapter)})
-
-    def _counts(self, adapter: int) -> bool:
-        return adapter != NO_ADAPTER or self.counts_base
+        allowed = {request.adapter for request in residents}
+        if not self.counts_base:
+            allowed.discard(NO_ADAPTER)
+        free_slots = self.slots - len(allowed)
+        if not self.counts_base:
+            allowed.add(NO_ADAPTER)
+        return AdapterPlaces(allowed, free_slots)
 
     def _take_in(self, adapters: frozenset[int], absent: Collection[int]) -> tuple[int, int]:
         """Make the adapters those used last; return the numbers of loads from host memory and from storage."""
@@ -105,37 +108,42 @@ class AdapterSlots:
         # The base model has nothing to load.
         loads = [adapter for adapter in absent if adapter != NO_ADAPTER]
         from_storage = 0 if self.host_slots is None else sum(adapter not in host for adapter in loads)
-        for adapter in sorted(adapters):
-            for place in (resident, host):
-                place[adapter] = None
-                place.move_to_end(adapter)
+        _use_last(resident, sorted(adapters))
+        _use_last(host, sorted(adapters - {NO_ADAPTER}))
         while len(resident) > self.slots:
-            resident.popitem(last=False)
+            # The base model goes last, as in SGLang.
+            del resident[next((x for x in resident if x != NO_ADAPTER and x not in adapters), NO_ADAPTER)]
         while self.host_slots is not None and len(host) > self.host_slots:
             host.popitem(last=False)
         self._latest = adapters
         return len(loads) - from_storage, from_storage
 
 
+def _use_last(place: OrderedDict[int, None], adapters: Iterable[int]) -> None:
+    """Make these adapters the ones used last in a place, in their order."""
+    for adapter in adapters:
+        place[adapter] = None
+        place.move_to_end(adapter)
+
+
 class AdapterPlaces:
-    """Adapters that run, and the slots that are left, while requests are admitted to a step."""
+    """Slots as requests are admitted to a step."""
 
-    __slots__ = ("_running", "_slots")
+    __slots__ = ("allowed", "left")
 
-    def __init__(self, slots: AdapterSlots, running: set[int]) -> None:
-        self._slots, self._running = slots, running
+    def __init__(self, allowed: set[int], left: int) -> None:
+        self.allowed, self.left = allowed, left
+        """Adapters that have a slot, or need none; and the number of slots without one."""
 
     def admit(self, request: Request) -> bool:
-        """True if the adapter of a waiting request runs, needs no slot, or finds one."""
-        adapter = request.adapter
-        if adapter in self._running or not self._slots._counts(adapter):
-            return True
-        return len(self._running) < self._slots.slots
+        """True if the adapter of a waiting request has a slot, needs none, or finds one."""
+        return self.left > 0 or request.adapter in self.allowed
 
     def note(self, request: Request) -> None:
         """Let an admitted request have its slot."""
-        if self._slots._counts(request.adapter):
-            self._running.add(request.adapter)
+        if request.adapter not in self.allowed:
+            self.allowed.add(request.adapter)
+            self.left -= 1
 
 
 class AdmissibleQueue:
@@ -146,9 +154,12 @@ class AdmissibleQueue:
         self._skipped: deque[Request] = deque()
 
     def __bool__(self) -> bool:
-        queue, places = self._queue, self._places
-        while queue and not places.admit(queue[0]):
-            self._skipped.append(queue.popleft())
+        queue, allowed = self._queue, self._places.allowed
+        if not self._places.left:
+            # Inlined for speed: in a queue that waits for slots most requests are passed over in each step.
+            skip = self._skipped.append
+            while queue and queue[0].adapter not in allowed:
+                skip(queue.popleft())
         return bool(queue)
 
     def __getitem__(self, index: int) -> Request:
@@ -163,6 +174,9 @@ class AdmissibleQueue:
 
     def restore(self) -> WaitingQueue:
         """Return the queue, with the skipped requests at its head again."""
+        if isinstance(self._queue, deque):
+            self._queue.extendleft(reversed(self._skipped))
+            self._skipped.clear()
         while self._skipped:
             self._queue.appendleft(self._skipped.pop())
         return self._queue

@@ -6,6 +6,7 @@ before may still run, so that its loads are shorter by at most one step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from simtune.costs.adapted_steps import AdaptedSteps
@@ -14,6 +15,7 @@ from simtune.costs.compiled import CompiledCosts
 from simtune.costs.protocol import ChunkList
 from simtune.engine import Step
 from simtune.engine.adapters import AdapterSlots
+from simtune.engine.batched import BatchScheduler
 from simtune.engine.request import NO_ADAPTER
 from simtune.errors import UsageError
 from simtune.sim.core import EngineCore
@@ -54,19 +56,29 @@ class AdapterTimer(StepTimer):
     def _prepare(self, step: Step) -> int:
         """Take the adapters of a step into their slots and set the ticks of its products; return the ticks of loads."""
         slots, costs = self._slots, self._adapters
-        tokens, in_step = 0, set()
-        for request, num_tokens in self._scheduler.composition().items():
-            if request.adapter != NO_ADAPTER:
-                tokens += num_tokens
-            elif not slots.counts_base:
-                continue
-            in_step.add(request.adapter)
+        tokens_of = self._tokens(step)
+        tokens = sum(tokens_of.values()) - tokens_of[NO_ADAPTER]
+        in_step = {adapter for adapter in tokens_of if adapter != NO_ADAPTER or slots.counts_base}
         wait = costs.load_ticks(*slots.use(frozenset(in_step), step.admitted)) if in_step else 0
         self.account()
         slots.note_wait(wait)
         if self._steps is not None:
             self._extra = self._steps.extra = costs.ticks(tokens, len(in_step - {NO_ADAPTER}))
         return wait
+
+    def _tokens(self, step: Step) -> Counter[int]:
+        """Return the tokens of each adapter in a step."""
+        scheduler = self._scheduler
+        if not isinstance(scheduler, BatchScheduler):
+            tokens: Counter[int] = Counter()
+            for request, num_tokens in scheduler.composition().items():
+                tokens[request.adapter] += num_tokens
+            return tokens
+        # As `composition`, which sorts: without drafts each request that decodes computes one token.
+        tokens = Counter([request.adapter for request in scheduler.decoding])
+        for chunk in step.chunks:
+            tokens[chunk.request.adapter] += chunk.tokens
+        return tokens
 
 
 def give_slots(cores: Sequence[EngineCore], pool: Pool, adapters: AdapterCosts) -> None:

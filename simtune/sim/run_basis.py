@@ -52,11 +52,9 @@ def pool_bases(
 
 def _add_adapters(kinds: dict[str, KindBasis], pool: str, result: RunStatistics, errors: bool) -> None:
     """Add the products of LoRA adapters, which no table has, to the kinds of a pool by their share of its time."""
-    cores = [core for core in result.outcome.cores if core.pool == pool]
-    products = sum(0 if core.adapters is None else core.adapters.products for core in cores)
-    if not products:
+    share = _share_of_adapters(pool, result)
+    if not share:
         return
-    share = min(1.0, products / sum(core.busy for core in cores))
     seconds = share * float(sum(kind.seconds.sum() for kind in kinds.values()))
     for kind in kinds.values():
         kind.shrink(1 - share)
@@ -64,21 +62,34 @@ def _add_adapters(kinds: dict[str, KindBasis], pool: str, result: RunStatistics,
     kinds[ADAPTERS].add(seconds, Basis.DATA_SHEET, DATA_SHEET_LOG_SD if errors else 0.0)
 
 
+def _share_of_adapters(pool: str, result: RunStatistics) -> float:
+    """Return the share of the busy time of a pool's cores that products of LoRA adapters take."""
+    cores = [core for core in result.outcome.cores if core.pool == pool]
+    products = sum(0 if core.adapters is None else core.adapters.products for core in cores)
+    return min(1.0, products / sum(core.busy for core in cores)) if products else 0.0
+
+
 def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
     """Yield steps of a run, each with its seconds by kind, host time that is not hidden among them, and in all;
-    pools whose costs come from outside are left out."""
+    pools whose costs come from outside are left out. Products of adapters count as much in each step of a pool."""
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if not steps or isinstance(pool.costs, OwnCosts):
             continue
         model, some = deployment.step_model(pool), evenly(steps, STEPS)
+        share = _share_of_adapters(pool.spec.name, result)
         columns = _seconds_by_kind(model, some)
         for at, step in enumerate(some):
             by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
             kernels, work = sum(by_kind.values()), _weighted(step).work
             total = model.with_host_s(max(kernels, model.launches.least_s(work.num_tokens, bool(step.chunks))), work)
             beyond = model.beyond_kernels_s(kernels, work)
-            yield step, {**by_kind, HOST: beyond} if beyond > 0 else by_kind, total
+            if beyond > 0:
+                by_kind[HOST] = beyond
+            if 0 < share < 1:
+                by_kind[ADAPTERS] = total * share / (1 - share)
+                total += by_kind[ADAPTERS]
+            yield step, by_kind, total
 
 
 def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str, Array]:

@@ -42,8 +42,14 @@ class NamedLoad(NamedTuple):
 def loads(deployment: Deployment, stream: RequestStream, rates: Sequence[float] = (), seed: int = 0) -> list[NamedLoad]:
     """Return the stream at given rates, or at FRACTIONS of its knee; unchanged if it has no rate to change.
 
-    Raise UsageError for families and sessions: the load client sends every request at a time of its own.
+    Raise UsageError for families and sessions, because the load client sends every request at a time of its own, and
+    for adapters, which it does not name.
     """
+    if stream.adapter is not None:
+        raise UsageError(
+            "requests of this workload ask for LoRA adapters, and the load client sends all of them to the base model; "
+            "validate with a workload without adapters"
+        )
     if stream.families is not None:
         raise UsageError(
             "requests of this workload follow one another (a graph, or sessions whose turns follow answers), and the "

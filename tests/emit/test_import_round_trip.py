@@ -100,10 +100,11 @@ def test_cascade_attention(tmp_path: Path) -> None:
     same(tmp_path, plan_of(tmp_path, "vllm-0.28", {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}))
 
 
-@pytest.mark.parametrize("engine", ["vllm-0.11", "vllm-0.33", "sglang-0.5", "sglang-0.5.23"])
+@pytest.mark.parametrize("engine", ["vllm-0.11", "vllm-0.33", "sglang-0.5", "sglang-0.5.23", "trtllm-1.4"])
 @pytest.mark.parametrize("host_slots", [{}, {"host_slots": 100}])
 def test_slots_for_adapters(tmp_path: Path, engine: str, host_slots: dict[str, int]) -> None:
-    lora = {"rank": 64, "slots": 12, **host_slots}
+    targets = {"targets": "attention"} if "trtllm" in engine and host_slots else {}
+    lora = {"rank": 64, "slots": 12, **host_slots, **targets}
     same(tmp_path, plan_of(tmp_path, engine, {"lora": lora, "parallelism": {"tp": 2}}))
 
 

@@ -183,8 +183,14 @@ def test_slots_for_adapters_are_written_for_engines_that_serve_them(tmp_path: Pa
         text = files[f"engine/{engine}-mixed.yaml"]
         assert "lora.targets: add --lora-target-modules q_proj k_proj v_proj o_proj" in text
         assert "lora-target-modules" not in yaml.safe_load(text)
-    with pytest.raises(UsageError, match="lora: TensorRT-LLM is not set to serve adapters here; remove it"):
-        engine_files(plan_of(tmp_path, "trtllm-1.4", lora=lora), MODEL, 8, {})
+    assert written(plan_of(tmp_path, "trtllm-1.4", lora=lora), "tensorrt-llm")["lora_config"] == {
+        "max_lora_rank": 32,
+        "max_loras": 4,
+        "max_cpu_loras": 50,
+        "lora_target_modules": ["attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h"],
+    }
+    with pytest.raises(UsageError, match=r"lora: llama.cpp is not set to serve adapters here; remove it"):
+        engine_files(plan_of(tmp_path, "llamacpp", lora=lora), MODEL, 8, {})
 
 
 def test_limits_of_queues_are_left_out_for_engines_without_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from simtune.errors import Infeasible, UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.drawn_worlds import spreads
-from simtune.sim.run_basis import cost_basis
+from simtune.sim.run_basis import cost_basis, timed_steps
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.testing.clusters import stream_of
@@ -229,6 +229,35 @@ def test_a_request_without_a_slot_is_passed_by_those_behind_it_and_keeps_its_pla
     assert outcome.finish[0] <= outcome.scheduled[1] <= outcome.finish[1] <= outcome.scheduled[4]
 
 
+def test_a_slot_is_free_when_the_engine_knows_that_its_request_has_ended() -> None:
+    """Under asynchronous scheduling one step later: the next step is scheduled before the result of the last is known.
+    The request beside them keeps the engine running."""
+    stream = asking(stream_of([0.0, 0.0, 0.001], [20] * 3, [5, 40, 5]), [0, -1, 1])
+    for later in (False, True):
+        outcome = run(stream, {"slots": 1, "host_slots": 2}, async_scheduling=later).outcome
+        waited = outcome.scheduled[2] - outcome.finish[0]
+        assert waited == (to_ticks(STEP_S) if later else 0)
+
+
+def test_the_base_model_takes_a_slot_in_sglang_only() -> None:
+    """With one slot requests for the base model and for an adapter take turns there, and run together in vLLM."""
+    stream = asking(stream_of([0.0, 0.001], [20, 20], [20, 5]), [-1, 0])
+    for policy in POLICIES:
+        batching = {"policy": policy, "max_num_seqs": 8, "max_num_batched_tokens": 4096}
+        result = run(stream, {"slots": 1}, batching=batching)
+        waits = result.outcome.scheduled[1] >= result.outcome.finish[0]
+        assert waits == (policy == "sglang")
+        use = use_of(result)
+        assert (use.requests, use.hits, use.loads_from_host) == (1, 0, 1)
+
+
+def test_the_base_model_is_evicted_last_and_is_not_in_host_memory() -> None:
+    slots = AdapterSlots(2, 2, counts_base=True)
+    steps = [{-1, 0}, {0}, {1}, {-1}, {0, 1}, {1}]
+    # Adapter 0 makes room for 1, though the base model was used before it; both then take its slot together.
+    assert [slots.use(frozenset(step)) for step in steps] == [(0, 1), (0, 0), (0, 1), (0, 0), (1, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_load_without_adapters_takes_the_same_time_to_the_tick(policy: str) -> None:
     rng = np.random.default_rng(1)
@@ -314,6 +343,10 @@ def test_intervals_and_what_the_step_time_rests_on_name_the_products(step_costs:
     assert of_products.share == pytest.approx(use.adapters.products / more, abs=1e-4)
     assert of_products.basis.data_sheet == pytest.approx(1)
     assert sum(x.share for x in basis.operators) == pytest.approx(1, abs=1e-4)
+    for _, by_kind, total in timed_steps(deployment, adapted):
+        assert by_kind[ADAPTERS] / total == pytest.approx(of_products.share, abs=1e-4)
+        assert sum(by_kind.values()) == pytest.approx(total)
+    assert all(ADAPTERS not in by_kind for _, by_kind, _ in timed_steps(deployment, base))
     assert spreads(deployment, adapted)[ADAPTERS] == pytest.approx(DATA_SHEET_LOG_SD)
     assert ADAPTERS not in spreads(deployment, base)
     slow = deploy(plan_of({"slots": 2}), MODEL, HARDWARE, factors={ADAPTERS: 2.0}).pools[0].adapters

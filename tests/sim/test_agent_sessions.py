@@ -351,6 +351,14 @@ def test_what_follows_answers_cannot_be_sent_by_the_load_client(load: dict[str, 
         loads(deployed(), stream)
 
 
+def test_adapters_are_not_named_by_the_load_client() -> None:
+    fixed = {"kind": "fixed", "tokens": 8}
+    spec = {"name": "w", "arrivals": {"kind": "poisson", "rate_rps": 1.0}, "prompt": fixed, "output": fixed}
+    stream = drawn(Workload.model_validate(spec | {"adapters": {"count": 2}}, strict=False), 3)
+    with pytest.raises(UsageError, match="requests of this workload ask for LoRA adapters, and the load client sends"):
+        loads(deployed(), stream)
+
+
 def test_the_audit_counts_energy_over_the_warm_up_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SIMTUNE_AUDIT", "1")
     monkeypatch.chdir(tmp_path)

@@ -192,3 +192,33 @@ def test_a_setting_that_fits_nowhere_says_so(setting: str, told: str) -> None:
     with pytest.raises(UsageError, match=r"^--set ") as error:
         override(PLAN, [setting])
     assert told in str(error.value)
+
+
+def test_slots_and_adapters_that_cannot_be_are_answered_with_the_rule() -> None:
+    text = """\
+schema: simtune/plan@1
+name: p
+model: llama-3.1-8b
+pools:
+  - hardware: h100-sxm
+    instances: 1
+    batching: {max_num_seqs: 4, max_num_batched_tokens: 512}
+    lora: {rank: 0, slots: 8}
+"""
+    (found,) = lines_of(Plan, text)
+    assert found == "f.yaml:8:12: pools.0.lora.rank: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512, not 0"
+    (found,) = lines_of(Plan, text.replace("rank: 0, slots: 8", "rank: 8, slots: 8, host_slots: 4"))
+    rule = "pools.0.lora.host_slots: 4 is less than slots (8), whose adapters are in host memory too; raise it"
+    assert found.endswith(rule)
+    load = """\
+schema: simtune/workload@1
+name: w
+arrivals: {kind: closed_loop, users: 1}
+prompt: {kind: fixed, tokens: 8}
+output: {kind: fixed, tokens: 8}
+adapters: {count: 0}
+"""
+    (found,) = lines_of(Workload, load)
+    assert found == "f.yaml:6:12: adapters.count: must be greater than or equal to 1 (found 0)"
+    (found,) = lines_of(Workload, load.replace("count: 0", "count: 3, base_share: 1"))
+    assert found == "f.yaml:6:22: adapters.base_share: must be less than 1 (found 1)"

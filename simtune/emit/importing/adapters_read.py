@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
-from simtune.emit.adapters import ATTENTION
-from simtune.emit.importing.launches import Given, Launch, switch, whole_number
+from simtune.emit.adapters import ATTENTION, TRTLLM_ALL, TRTLLM_ATTENTION
+from simtune.emit.importing.launches import Given, Launch, plain, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.errors import SpecError
 from simtune.specs.adapters import LoraRank
@@ -62,3 +62,22 @@ def _set(
         draft.set("lora.targets", "attention")
     elif modules != {"all"}:
         draft.refuse(options[of_targets], "which matrices adapters change; those of attention, or all, can be")
+
+
+def read_trtllm(draft: PoolDraft, option: Given, config: Mapping[str, Any]) -> None:
+    """Read lora_config. Raises SpecError for a value that no plan has."""
+    options = {
+        str(key).replace("_", "-"): Given(f"{option.name}.{plain(str(key))}", value, option.file, option.line)
+        for key, value in config.items()
+    }
+    targets = options.pop("lora-target-modules", None)
+    for name in options.keys() - {"max-lora-rank", "max-loras", "max-cpu-loras"}:
+        draft.ignore(options[name], "the adapters for which requests ask are those of the load")
+    if "max-loras" not in options:
+        raise SpecError(option.problem("the number of slots is not known here; set max_loras"))
+    _set(draft, options, ("max-loras", "max-lora-rank", "max-cpu-loras", "lora-target-modules"), 1, 64, option)
+    modules = set() if targets is None else set(targets.value)
+    if modules == set(TRTLLM_ATTENTION):
+        draft.set("lora.targets", "attention")
+    elif targets is not None and modules != set(TRTLLM_ALL):
+        draft.refuse(targets, "which matrices adapters change; those of attention, or all, can be")

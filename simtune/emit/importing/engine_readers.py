@@ -399,6 +399,11 @@ def _trt_drafts(reader: OptionReader, draft: PoolDraft, launch: Launch, option: 
     drafts_read.read_trtllm(draft, option, json_value(option))
 
 
+def _trt_lora(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    if option.value is not None:
+        adapters_read.read_trtllm(draft, option, json_value(option))
+
+
 def _trt_overlap(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
     """Context servers never schedule ahead, whatever the plan."""
     if launch.role != "prefill" or not switch(option):
@@ -441,6 +446,7 @@ class TensorrtLlmReader(OptionReader):
         "scheduler-config": _capacity,
         "cuda-graph-config": _trt_graphs,
         "speculative-config": _trt_drafts,
+        "lora-config": _trt_lora,
         "disable-overlap-scheduler": _trt_overlap,
         "cache-transceiver-config": _trt_transfer,
         "kv-cache-dtype": _of_draft(lambda draft, option: set_kv_dtype(draft, option, {**_FP8, **_BF16})),

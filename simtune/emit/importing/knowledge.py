@@ -156,7 +156,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _ADMISSION: "attention-dp-config batch-wait-timeout-ms batch-wait-timeout-iters batch-wait-max-tokens-ratio "
         "max-input-len",
         _PLACEMENT: "cluster-size moe-cluster-parallel-size moe-tensor-parallel-size",
-        _LORA: "lora-config enable-lora",
+        _LORA: "enable-lora",
         _MODEL: "quant-config",
         _TIERS: "kv-cache-config.secondary-offload-min-priority kv-connector-config",
         "what a prefix cache finds": "kv-cache-config.enable-partial-reuse kv-cache-config.copy-on-partial-reuse",
