@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from simtune.emit.dynamo_planner import left_to_planner, planner_config, planner_refusal
 from simtune.emit.emitter import EngineFiles, with_unsaid
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
@@ -45,15 +46,7 @@ def deployment_file(
     router = ROUTER_MODES.get(plan.router.kind, _DEFAULT_MODE)
     checkpoint = model.hf or model.name
     module, model_option = worker
-    services: dict[str, Any] = {
-        "Frontend": {
-            "componentType": "frontend",
-            "replicas": 1,
-            "extraPodSpec": _container(
-                ["python3", "-m", "dynamo.frontend"], ["--router-mode", router, *_conditional(plan)]
-            ),
-        }
-    }
+    services = {"Frontend": _single("frontend", ["--router-mode", router, *_conditional(plan)])}
     for pool in plan.pools:
         arguments = [model_option, checkpoint, "--disaggregation-mode", _ROLES[pool.role], *_options(settings(pool))]
         if pool.role == "decode" and _conditional(plan) and module == "dynamo.vllm":
@@ -65,6 +58,9 @@ def deployment_file(
             "resources": {"limits": {"gpu": str(pool.devices)}},
             "extraPodSpec": _container(["python3", "-m", module], arguments),
         }
+    config = planner_config(plan, module)
+    if config is not None:
+        services["Planner"] = _single("planner", ["--config", json.dumps(config)])
     manifest = {
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "DynamoGraphDeployment",
@@ -76,7 +72,7 @@ def deployment_file(
         "Put the image of your Dynamo runtime in for IMAGE; then kubectl apply -f dynamo.yaml"
     )
     undecided = [f"pool {pool.name}: {why}" for pool in plan.pools for why in left_open(pool)]
-    unsaid = [*_unsaid(plan, model), *undecided]
+    unsaid = [*_unsaid(plan, model), *_scaling_unsaid(plan, module), *undecided]
     return {"engine/dynamo.yaml": yamlfile.dump(manifest, with_unsaid(comment, unsaid))}
 
 
@@ -120,21 +116,20 @@ def _unsaid(plan: Plan, model: Model) -> Iterator[str]:
         yield "events: what happens to instances is not a setting"
     if plan.control is not None:
         yield "control: instances keep their roles; Dynamo's planner scales pools by rules of its own"
-    yield from _scaling_unsaid(plan)
     if len({pool.hardware for pool in plan.pools}) > 1:
         yield "hardware: give the pods of each pool a node selector for its GPUs"
     if model.hf is None:
         yield f"model: its spec names no `hf`; put what the workers load in for {model.name}"
 
 
-def _scaling_unsaid(plan: Plan) -> Iterator[str]:
-    """Yield the pools whose autoscaling is not written."""
+def _scaling_unsaid(plan: Plan, module: str) -> Iterator[str]:
+    """Yield what Dynamo's planner does otherwise than the pools' autoscaling, or why it cannot be given that."""
+    why = planner_refusal(plan, module)
+    if not why:
+        yield from left_to_planner(plan)
     for pool in plan.pools:
-        if pool.autoscaling is not None:
-            yield (
-                f"autoscaling of pool {pool.name}: replicas stay as they are here; give the rule to Dynamo's planner "
-                "(rate: its throughput-based mode; thresholds, sla: its load-based one), which has a file of its own"
-            )
+        if why and pool.autoscaling is not None:
+            yield f"autoscaling of pool {pool.name}: replicas stay as they are here; of Dynamo's planner: {why}"
 
 
 def service_name(pool: Pool) -> str:
@@ -155,6 +150,12 @@ def _options(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"--{option}"
         if value is not True:
             yield str(value)
+
+
+def _single(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Return a service of one pod that runs a module of Dynamo."""
+    container = _container(["python3", "-m", f"dynamo.{name}"], arguments)
+    return {"componentType": name, "replicas": 1, "extraPodSpec": container}
 
 
 def _container(command: list[str], arguments: list[str]) -> dict[str, Any]:
