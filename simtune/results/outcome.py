@@ -136,7 +136,8 @@ class Outcome:
     records: RecordedSteps = field(default_factory=RecordedSteps)
     """All jumps, if the run recorded them."""
     rejected: Ticks | None = None
-    """Numbers of the requests that servers rejected because their queues were full; None without such a limit."""
+    """Numbers of the requests that servers rejected because their queues were full; None without such a limit, and in a
+    streamed run, which counts them only."""
     role_switches: int | None = None
     """Instances that took the other role; None without a controller."""
     scaled: tuple[PoolInstances, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from simtune.costs.basis import StepBasis, WeightedStep
 from simtune.costs.compiled import compile_costs
+from simtune.costs.drafting.passes import DraftPasses
 from simtune.costs.hardware_profile import UNLIKE, _unlike
 from simtune.costs.iteration import HOST, KINDS, StepModel, StepWork
 from simtune.costs.layers import attention_layer
@@ -21,8 +23,9 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.outcome import SampledStep
 from simtune.sim.run_basis import _seconds_by_kind
 from simtune.specs.catalog import load_model
+from simtune.specs.drafters import Ngram
 from simtune.specs.hardware import Hardware
-from simtune.specs.model import CompressedAttention, FullAttention
+from simtune.specs.model import CompressedAttention, FullAttention, SlidingAttention
 from tests.costs.made_up import hardware, mixing, model, moe, pool
 from tests.costs.test_shared_experts import reusing
 
@@ -70,6 +73,21 @@ def test_parts_of_softmax_attention(tp: int, changes: dict[str, Any], beside: An
         2 * 2 * 16 * kv_heads,
         2 * 16 * kv_heads,
     )
+
+
+def test_the_longest_context_costs_what_the_kernel_says() -> None:
+    """Beside a chunk the kernel's own 30 ns a token; alone 20 ns once pairs of sequence and KV head fill eight
+    processors, and nothing in windows."""
+    attention, profile = FullAttention(heads=8, kv_heads=2, head_dim=16), Profile(mixing(hardware()))
+    costs = attention_layer(model(), attention, 1).costs(profile, "bf16", "bf16")
+    decodes = np.array([1.0, 40.0])
+    assert costs.imbalance_s(decodes, True).tolist() == [3e-8, 3e-8]
+    assert costs.imbalance_s(decodes, False).tolist() == [0.0, 2e-8]
+    plain = attention_layer(model(), attention, 1).costs(Profile(hardware()), "bf16", "bf16")
+    assert plain.imbalance_s(decodes, True).tolist() == plain.imbalance_s(decodes, False).tolist() == [0.0, 0.0]
+    sliding = SlidingAttention(heads=8, kv_heads=2, head_dim=16, window=64)
+    windowed = attention_layer(model(), sliding, 1).costs(profile, "bf16", "bf16")
+    assert windowed.imbalance_s(decodes, True).tolist() == [0.0, 0.0]
 
 
 def test_queries_of_low_rank_are_a_product_and_a_norm_more() -> None:
@@ -217,3 +235,29 @@ def test_the_weight_of_a_step_is_divided_as_its_seconds_are(asynchronous: bool) 
     assert sum(expected.values()) == pytest.approx(sum(weights))
     quick = hardware(host_step_s=1e-9)
     assert HOST not in StepBasis(model(), quick, pool(max_num_seqs=32)).of(steps), "hidden behind the GPU"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "chunks", "together", "without"),
+    [
+        # Three tokens of each of 4 sequences, and 20 of prompts; with 90 a step reads 100 at most.
+        (4, [(0, 15), (10, 5)], 32, 12),
+        (4, [(0, 90)], 100, 12),
+        (40, [(0, 5)], 100, 100),
+        (0, [(0, 7)], 7, 0),
+    ],
+)
+@pytest.mark.parametrize("joins", [True, False])
+def test_prompts_add_their_tokens_to_the_first_pass_of_a_drafter(
+    sequences: int, chunks: list[tuple[int, int]], together: int, without: int, joins: bool
+) -> None:
+    linear, join = [3 * n * n for n in range(101)], [5 * n for n in range(101)]
+    prefill, cached = [7 * n * n for n in range(101)], [2 * n for n in range(101)]
+    tables: Any = SimpleNamespace(mixed=SimpleNamespace(linear=linear), prefill=prefill, cached=cached, chunk=1000)
+    shape: Any = SimpleNamespace(overlapped=False)
+    passes = DraftPasses(Ngram(lookup_max=3), shape, tables, None, join if joins else ())
+    passes.tables = tables
+    new = sum(tokens for _, tokens in chunks)
+    expected = 1000 * len(chunks) + 3 * (together**2 - without**2) + 5 * (together - without) * joins
+    expected += sum(7 * (past + tokens) ** 2 - 2 * past for past, tokens in chunks)
+    assert passes.chunks(sequences, 2, chunks, new) == expected

@@ -273,6 +273,22 @@ def test_near_the_limit_a_step_may_verify_fewer_drafts_than_were_just_rejected(a
     assert widths == [[6, 5], [6], [1], [2], [2], [2]]
 
 
+def test_a_calendar_counts_members_with_uneven_rounds_while_they_are_there() -> None:
+    """max_model_len leaves the last rounds of two members no room for both drafts, and those of a third one all."""
+    sampler = AcceptanceSampler(0)
+    batch = DraftingBatch(4, DraftingTerms(2, sampler, tokens_after=sampler.tokens_after), 20)
+    members = [Request(number, 8, output, computed=8, emitted=1) for number, output in ((0, 12), (1, 3), (2, 12))]
+    counts = []
+    for member in members:
+        batch.join(member)
+        counts.append(batch._calendar.ragged)
+    batch.leave(members[2])
+    counts.append(batch._calendar.ragged)
+    while batch.count:
+        batch.advance(batch.steps_to_completion())
+    assert [*counts, batch._calendar.ragged] == [1, 1, 2, 1, 0]
+
+
 def test_courses_are_joined_end_to_end() -> None:
     first, second = Course(np.array([5, 7]), 3, 9), Course(np.array([9]), np.array([2]), 11)
     assert joined([second]) is second

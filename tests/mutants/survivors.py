@@ -187,4 +187,18 @@ SURVIVORS = (
         "2",
         "no more drafts are right than the window has, so that a further entry is never read",
     ),
+    Survivor(
+        "simtune/costs/curve.py",
+        "smaller, larger = sorted(n for n in curves if n < devices), sorted(n for n in curves if n > devices)",
+        "n > devices",
+        "n >= devices",
+        "the line above has returned if there is a curve of as many devices",
+    ),
+    Survivor(
+        "simtune/costs/curve.py",
+        "smaller, larger = sorted(n for n in curves if n < devices), sorted(n for n in curves if n > devices)",
+        "n < devices",
+        "n <= devices",
+        "the line above has returned if there is a curve of as many devices",
+    ),
 )

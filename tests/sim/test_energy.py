@@ -141,3 +141,13 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     refused = call("optimize", study, "--dry-run")
     assert refused.code == 2
     assert "hardware profile b300 has none; set device.power" in refused.err
+
+
+def test_stages_draw_what_their_servers_do() -> None:
+    """Ten seconds. Two instances of 100 W idle and 700 W at most, one of them busy half of the time; three servers of a
+    stage of 50 W and 300 W, busy for 12 s together, and for no more than 30 s."""
+    power = {"mixed": InstancePower(100.0, 700.0, 2), "stage x": InstancePower(50.0, 300.0, 3, stage_busy_s=12.0)}
+    used = [InstanceUse(pool="mixed", instance=number, busy=0.5 * (not number), requests=1) for number in range(2)]
+    assert energy_j(power, used, 10.0) == pytest.approx((100 + 300 + 100) * 10 + 50 * 3 * 10 + 250 * 12)
+    always = power | {"stage x": InstancePower(50.0, 300.0, 3, stage_busy_s=99.0)}
+    assert energy_j(always, used, 10.0) == pytest.approx((100 + 300 + 100) * 10 + 300 * 3 * 10)

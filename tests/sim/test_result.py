@@ -15,7 +15,9 @@ from simtune.costs.compiled import LinearCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import VllmFcfs
 from simtune.results.result import MissBudget, Result
+from simtune.results.summary import SloLimit
 from simtune.sim.core import EngineCore
+from simtune.sim.recorder import Recorder
 from simtune.sim.world import World
 from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
@@ -185,3 +187,23 @@ def test_a_summary_has_no_nan_and_no_number_that_does_not_exist() -> None:
     text = json.dumps(result.summary().to_data(), allow_nan=False)
     assert '"request_throughput_rps": null' in text
     assert result.summary().to_data()["metrics"]["ttft"] == {"unit": "s", "count": 0}
+
+
+def test_requests_of_the_warm_up_lose_no_limit() -> None:
+    """The first two of four requests warm up; the p90 of the others is lost when both are late."""
+    stream = replace(stream_of(np.arange(4) * 1.0, [8] * 4, [2] * 4), warm_up=2)
+    late = 2 * TICKS_PER_SECOND
+    budget = MissBudget(stream, Slo(ttft_s={"p90": 1.0}))
+    assert [budget(number, 0, late, late) for number in range(4)] == [False, False, False, True]
+
+
+def test_a_load_without_families_has_empty_columns_of_them() -> None:
+    recorder = Recorder(5)
+    assert len(recorder.family_begin) == len(recorder.family_end) == 0
+    assert len(recorder.finish) == 5
+
+
+def test_the_schema_marks_numbers_that_have_intervals() -> None:
+    schema = SloLimit.model_json_schema()
+    assert schema["properties"]["value_s"]["uncertain"] is True
+    assert "uncertain" not in schema["properties"]["limit_s"]

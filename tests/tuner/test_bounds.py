@@ -461,6 +461,22 @@ def test_a_window_drops_its_largest_works() -> None:
     assert jobs(0.5).highest_rate(1) == np.inf
 
 
+@pytest.mark.parametrize("speed", [0.01, 0.3, 3.0, 100.0])
+def test_servers_that_are_as_much_faster_as_works_are_larger_make_no_difference(speed: float) -> None:
+    draw = np.random.default_rng(4)
+    arrival_s = np.sort(draw.uniform(0, 10.0, 60))
+    lead_s, slack_s, work_s = draw.uniform(0, 0.5, 60), draw.uniform(0.5, 2.0, 60), draw.exponential(0.5, 60)
+    plain = WindowJobs(arrival_s, lead_s, slack_s, [work_s, work_s[::-1]], 1.0)
+    scaled = WindowJobs(arrival_s, lead_s, slack_s, [speed * work_s, speed * work_s[::-1]], speed)
+    assert plain.must_miss() == scaled.must_miss() > 0
+    for allowed in (0, 6, 20):
+        factor = plain.highest_rate(allowed)
+        assert 0 < factor < np.inf
+        assert scaled.highest_rate(allowed) == pytest.approx(factor)
+        assert scaled.highest_rate(allowed, below=1.01 * factor) == pytest.approx(factor)
+        assert scaled.highest_rate(allowed, below=0.99 * factor) == np.inf
+
+
 def test_a_percentile_leaves_so_many_out_and_a_mean_by_markov() -> None:
     stream = poisson(100, 20.0, 50, 20)
     lines, means = of_statistics(stream, Slo(ttft_s={"p90": 1.0, "mean": 0.5}))

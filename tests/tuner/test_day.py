@@ -180,3 +180,10 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert [hour["replicas"] for hour in summary["day"]["hours"]] == [1, 2]
     assert ">A day</h2>" in (out / "report.html").read_text()
     assert call("certify", out).code == 0
+
+
+def test_the_money_that_a_day_saves_is_said_if_prices_are_known(day: DayPlan) -> None:
+    priced = day.model_copy(update={"usd": 30.0, "peak_usd": 48.5})
+    assert priced.lines()[0].endswith(f"{day.saved:.1%} saved, 18.50 of 48.50 USD")
+    for unknown in ({"usd": None}, {"peak_usd": None}, {"usd": None, "peak_usd": None}):
+        assert priced.model_copy(update=unknown).lines()[0].endswith(f"{day.saved:.1%} saved")

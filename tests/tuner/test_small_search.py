@@ -117,6 +117,10 @@ def test_the_certificate_lists_what_the_rows_say_and_is_checked_by_two_simulatio
         assert (fate.allocation, fate.same_as) == (row.allocation, "")
     assert certificate.bound == tuned.bound
     assert certificate.gap == pytest.approx(tuned.gap)
+    written = next(fate for fate in certificate.to_data()["plans"] if fate["plan"] == MIXED)["simulated"]
+    assert all("missed_by" not in tried for tried in written), "no part of a run missed the SLO alone"
+    in_part = certificate.plans[2].simulated[0].model_copy(update={"missed_by": 40})
+    assert in_part.model_dump()["missed_by"] == 40
     audit = Audit(certificate, q, tuned.deployment.plan)
     assert audit.run(), audit.problems
     # The lowest rate that missed, and the rate of the chosen plan on all cores; bounds of the two mixed plans.

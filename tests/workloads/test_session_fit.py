@@ -15,7 +15,7 @@ from simtune.specs.workload import ClosedLoop, FixedLength, Poisson, Workload
 from simtune.workload.load import shared_share
 from simtune.workload.load_fit import fit_workload
 from simtune.workload.requests import build_stream
-from simtune.workload.session_fit import facts_of
+from simtune.workload.session_fit import _thread, facts_of
 from tests.sim.test_agent_sessions import workload
 
 SPREAD = {"kind": "lognormal", "mean": 6, "sigma": 0.5, "max": 20}
@@ -122,3 +122,21 @@ def test_contexts_that_agents_cut_are_counted() -> None:
         cut.file, cut.sha256, cut.arrival_s, prompts, cut.output_tokens, cut.hash_ids, 16, cut.session, cut.turns
     )
     assert any("6 turns with less text than before them" in lost for lost in fit_workload(fewer, "t").lost)
+
+
+@pytest.mark.parametrize(
+    ("after", "prompt", "names", "thread"),
+    [
+        # One turn after another.
+        ([(), (0,), (1,), (2,)], [5, 6, 7, 8], None, [0, 1, 2, 3]),
+        # Two turns beside each other are not of the thread; the one that waits for both is.
+        ([(), (0,), (0,), (1, 2)], [5, 6, 7, 8], None, [0, 3]),
+        # A turn whose prompt is shorter, or begins otherwise, does not go on.
+        ([(), (0,), (1,), (2,)], [5, 4, 7, 8], None, [0, 2, 3]),
+        ([(), (0,), (1,)], [5, 6, 7], [(1, 2), (9,), (1, 3)], [0, 2]),
+    ],
+)
+def test_the_thread_of_a_session_are_turns_that_are_before_or_after_all_others(
+    after: list[tuple[int, ...]], prompt: list[int], names: list[tuple[int, ...]] | None, thread: list[int]
+) -> None:
+    assert _thread(after, prompt, names) == thread
