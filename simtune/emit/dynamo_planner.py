@@ -1,8 +1,8 @@
 """Autoscaling as Dynamo's planner takes it: the configuration of `python3 -m dynamo.planner --config` (`PlannerConfig`
 in ai-dynamo 1.6.1, dynamo/planner/config/planner_config.py).
 
-One planner scales all pools of a deployment, by one target at one interval. It has no rule for instances that are still
-needed by the HorizontalPodAutoscaler's or llm-d's rule, whose programs have files of their own.
+One planner scales all pools of a deployment, by one target at one interval. It has no rule like that of the
+HorizontalPodAutoscaler or of llm-d, whose programs have files of their own.
 """
 
 from __future__ import annotations
