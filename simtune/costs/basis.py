@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from simtune.arrays import Array, Mask
+from simtune.costs.encoder import ENCODER, EncoderCosts, Work
 from simtune.costs.iteration import HOST, StepModel, StepWork
 from simtune.costs.operators import operator_key
 from simtune.costs.predict import OUTSIDE, Basis, Predictor, Profile
@@ -303,6 +304,24 @@ def _net(kind: str, calls: Sequence[tuple[float, _OperatorCall]]) -> list[_TimeS
         for slope, call in calls
         if slope > 0
     ]
+
+
+def encoder_calls(
+    model: Model, hardware: Hardware, pool: Pool, batches: Iterable[Sequence[Work]], *, errors: bool = True
+) -> list[AskedCall]:
+    """Return the shapes that a vision encoder asks operators for, given the images of some steps; each stands for the
+    seconds of one call, as nearly all are made once in each layer."""
+    notes = _Notes()
+    costs = EncoderCosts(model, hardware, pool, profile=_NotingProfile(hardware, notes))
+    for batch in batches:
+        costs.seconds(batch)
+    by_predictor: dict[_Noting, list[tuple[float, _TimeShare]]] = defaultdict(list)
+    for noted in notes.calls:
+        seconds = np.atleast_1d(noted.seconds)
+        call = noted._replace(seconds=seconds)
+        share = _TimeShare(ENCODER, call, seconds, np.zeros(seconds.shape, dtype=bool))
+        by_predictor[call.predictor].append((1.0, share))
+    return [call for predictor, of_it in by_predictor.items() for call in _asked(predictor, of_it, errors=errors)]
 
 
 def _asked(predictor: _Noting, shares: Sequence[tuple[float, _TimeShare]], *, errors: bool) -> Iterator[AskedCall]:

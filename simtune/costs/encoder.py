@@ -25,6 +25,8 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
 
+ENCODER = "encoder"
+"""Kind of the times of a vision encoder, beside the kinds of operators."""
 Work = tuple[int, int, int]
 """Sequences that are encoded apart, patches of each, and embeddings of one image."""
 
@@ -35,11 +37,14 @@ class EncoderCosts:
     Raises Infeasible if its heads cannot be divided over the ranks, or the device has no rate for its number format.
     """
 
-    def __init__(self, model: Model, hardware: Hardware, pool: Pool, factor: float = 1.0) -> None:
-        """`factor` multiplies all times, for a world in which they are off."""
+    def __init__(
+        self, model: Model, hardware: Hardware, pool: Pool, factor: float = 1.0, profile: Profile | None = None
+    ) -> None:
+        """`factor` multiplies all times, for a world in which they are off. `profile` replaces that of the hardware, to
+        record which operators are used."""
         assert model.vision is not None
         self._vision, self._dtype, self._factor = model.vision, model.dtype, factor
-        self._profile = Profile(hardware)
+        self._profile = profile or Profile(hardware)
         self._tp = pool.parallelism.tp
         self._by_weights = pool.encoder is None or pool.encoder.tp_mode == "weights"
         launch_s = 0.0 if pool.graph_sizes is None else pool.graph_sizes.launch_s
@@ -50,6 +55,11 @@ class EncoderCosts:
                 f"divided over tp ({self._tp}); set encoder.tp_mode to data, or change tp"
             )
         self._seconds: dict[tuple[Work, ...], float] = {}
+
+    @property
+    def batches(self) -> list[tuple[Work, ...]]:
+        """Images of each step so far, each combination once."""
+        return list(self._seconds)
 
     @property
     def _shards(self) -> int:

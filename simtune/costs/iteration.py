@@ -40,6 +40,7 @@ import numpy as np
 from simtune.arrays import Array, Mask
 from simtune.costs.adapters import ADAPTERS
 from simtune.costs.afd import BatchPart, FeedForwardDevices, attention_side
+from simtune.costs.encoder import ENCODER
 from simtune.costs.host import HostCosts
 from simtune.costs.launches import Launches
 from simtune.costs.offload import HostWork, floor_s
@@ -82,7 +83,7 @@ KINDS = (
 HOST = "host"
 """Part of a step that its kernels do not account for: the host's time that nothing hides, and waiting for launches."""
 
-REDRAWN_KINDS = (*KINDS, HOST, ADAPTERS)
+REDRAWN_KINDS = (*KINDS, HOST, ADAPTERS, ENCODER)
 """Parts of a step whose times have an error, by which they are redrawn."""
 
 

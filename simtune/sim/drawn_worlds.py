@@ -19,6 +19,7 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.adapters import ADAPTERS
 from simtune.costs.basis import KindBasis
+from simtune.costs.encoder import ENCODER
 from simtune.costs.engine_steps import EngineSteps
 from simtune.costs.host import HostCosts
 from simtune.costs.iteration import HOST, KINDS, REDRAWN_KINDS
@@ -40,7 +41,7 @@ ACCEPTANCE = "acceptance"
 _PURPOSE = 6  # key of the random streams of `simtune.workload.requests`, continued
 
 
-_NAMES = (*KINDS, ACCEPTANCE, HOST, DECODE_STEPS, PROMPT_STEPS, ADAPTERS)
+_NAMES = (*KINDS, ACCEPTANCE, HOST, DECODE_STEPS, PROMPT_STEPS, ADAPTERS, ENCODER)
 """Errors in the order of their random streams, to which new ones are added at the end."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from simtune.costs.encoder import EncoderCosts
+from simtune.costs.encoder import ENCODER, EncoderCosts
 from simtune.costs.protocol import ChunkList
 from simtune.costs.ticks import to_ticks
 from simtune.engine import Scheduler, Step
@@ -76,7 +76,7 @@ class PoolEncoder:
         tokens, largest = pool.batching.max_num_batched_tokens, model.vision.largest.vectors
         room, budget = pool.encoder.room(tokens, largest), pool.encoder.budget(tokens, largest)
         limits = EncoderLimits(room, budget, not pool.encoder.disable_chunked_mm_input)
-        return cls(limits, EncoderCosts(model, hardware, pool, 1.0 if factors is None else factors.get("encoder", 1.0)))
+        return cls(limits, EncoderCosts(model, hardware, pool, 1.0 if factors is None else factors.get(ENCODER, 1.0)))
 
 
 def refusals(pool: Pool, model: Model) -> Iterator[str]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.costs.adapters import ADAPTERS
-from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep
+from simtune.costs.basis import AskedCall, KindBasis, StepBasis, WeightedStep, encoder_calls
+from simtune.costs.encoder import ENCODER
 from simtune.costs.iteration import HOST, StepModel, StepWork
 from simtune.costs.predict import DATA_SHEET_LOG_SD, Basis
 from simtune.costs.protocol import TellingCosts
@@ -18,6 +19,7 @@ from simtune.results.run_statistics import RunStatistics
 from simtune.results.summary import BasisByOperator, BasisShares, CostBasis, OperatorBasis, PoolBasis
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import OwnCosts
+from simtune.sim.pools import DeployedPool
 
 STEPS = 48
 """Steps of each pool that are examined, evenly spaced in its busy time."""
@@ -46,38 +48,57 @@ def pool_bases(
         elif steps:
             model = StepBasis(deployment.model, pool.hardware, pool.spec)
             bases[pool.spec.name] = model.of((_weighted(step) for step in evenly(steps, STEPS)), errors=errors)
-            _add_adapters(bases[pool.spec.name], pool.spec.name, result, errors)
+            _add_beside(bases[pool.spec.name], deployment, pool, result, errors)
     return bases
 
 
-def _add_adapters(kinds: dict[str, KindBasis], pool: str, result: RunStatistics, errors: bool) -> None:
-    """Add the products of LoRA adapters, which no table has, to the kinds of a pool by their share of its time."""
-    share = _share_of_adapters(pool, result)
-    if not share:
+def _add_beside(
+    kinds: dict[str, KindBasis], deployment: Deployment, pool: DeployedPool, result: RunStatistics, errors: bool
+) -> None:
+    """Add the parts of steps that no sampled step has to the kinds of a pool, by their shares of its time: products of
+    LoRA adapters, which no table has, and the vision encoder."""
+    shares = _shares_beside(pool.spec.name, result)
+    if not shares:
         return
-    seconds = share * float(sum(kind.seconds.sum() for kind in kinds.values()))
+    total_s = float(sum(kind.seconds.sum() for kind in kinds.values()))
     for kind in kinds.values():
-        kind.shrink(1 - share)
-    kinds[ADAPTERS] = KindBasis()
-    kinds[ADAPTERS].add(seconds, Basis.DATA_SHEET, DATA_SHEET_LOG_SD if errors else 0.0)
+        kind.shrink(1 - sum(shares.values()))
+    for name, share in shares.items():
+        basis = kinds[name] = KindBasis()
+        if name == ADAPTERS or pool.encoder is None:
+            basis.add(share * total_s, Basis.DATA_SHEET, DATA_SHEET_LOG_SD if errors else 0.0)
+            continue
+        batches = pool.encoder.costs.batches
+        batches = batches[:: -(-len(batches) // STEPS)]
+        calls = encoder_calls(deployment.model, pool.hardware, pool.spec, batches, errors=errors)
+        scale = share * total_s / sum(call.seconds for call in calls)
+        for call in calls:
+            basis.add(scale * call.seconds, call.basis, call.log_sd)
 
 
-def _share_of_adapters(pool: str, result: RunStatistics) -> float:
-    """Return the share of the busy time of a pool's cores that products of LoRA adapters take."""
+def _shares_beside(pool: str, result: RunStatistics) -> dict[str, float]:
+    """Return the shares of the busy time of a pool's cores that products of LoRA adapters and its vision encoder take;
+    those without time are left out."""
     cores = [core for core in result.outcome.cores if core.pool == pool]
-    products = sum(0 if core.adapters is None else core.adapters.products for core in cores)
-    return min(1.0, products / sum(core.busy for core in cores)) if products else 0.0
+    busy = sum(core.busy for core in cores)
+    ticks = {
+        ADAPTERS: sum(0 if core.adapters is None else core.adapters.products for core in cores),
+        ENCODER: sum(0 if core.encoder is None else core.encoder.ticks for core in cores),
+    }
+    return {kind: min(1.0, of_kind / busy) for kind, of_kind in ticks.items() if of_kind}
 
 
 def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple[SampledStep, dict[str, float], float]]:
     """Yield steps of a run, each with its seconds by kind, host time that is not hidden among them, and in all;
-    pools whose costs come from outside are left out. Products of adapters count as much in each step of a pool."""
+    pools whose costs come from outside are left out. Products of adapters and the encoder count as much in each step of
+    a pool."""
     for pool in deployment.pools:
         steps = [step for core in result.outcome.cores if core.pool == pool.spec.name for step in core.sampled]
         if not steps or isinstance(pool.costs, OwnCosts):
             continue
         model, some = deployment.step_model(pool), evenly(steps, STEPS)
-        share = _share_of_adapters(pool.spec.name, result)
+        shares = _shares_beside(pool.spec.name, result)
+        beside = sum(shares.values())
         columns = _seconds_by_kind(model, some)
         for at, step in enumerate(some):
             by_kind = {kind: float(seconds[at]) for kind, seconds in columns.items()}
@@ -86,9 +107,9 @@ def timed_steps(deployment: Deployment, result: RunStatistics) -> Iterator[tuple
             beyond = model.beyond_kernels_s(kernels, work)
             if beyond > 0:
                 by_kind[HOST] = beyond
-            if 0 < share < 1:
-                by_kind[ADAPTERS] = total * share / (1 - share)
-                total += by_kind[ADAPTERS]
+            if 0 < beside < 1:
+                by_kind |= {kind: total * share / (1 - beside) for kind, share in shares.items()}
+                total /= 1 - beside
             yield step, by_kind, total
 
 

@@ -9,12 +9,14 @@ import pytest
 import simpy
 from pydantic import ValidationError
 
-from simtune.costs.encoder import EncoderCosts
+from simtune.costs.encoder import ENCODER, EncoderCosts
 from simtune.costs.ticks import to_ticks
 from simtune.errors import Infeasible, UsageError
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.drawn_worlds import spreads
 from simtune.sim.encode_stages import encode_works
+from simtune.sim.run_basis import cost_basis, timed_steps
 from simtune.sim.stations import serve
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.encoder import Encoder
@@ -247,3 +249,27 @@ def test_images_are_encoded_in_one_place() -> None:
         twice.simulate(requests(load(PICTURES), 2))
     with pytest.raises(UsageError, match="16 heads of the vision encoder"):
         apart(devices=5).simulate(requests(load(PICTURES), 2))
+
+
+def test_intervals_and_what_the_step_time_rests_on_name_the_encoder() -> None:
+    """Its share is that of the ticks beside the other kinds; a world in which it is off is off by it."""
+    deployment = deployed({})
+    result = deployment.simulate(requests(load({"sizes": [{"width": 1024, "height": 768}]}), 60))
+    (use,) = result.outcome.cores
+    assert use.encoder is not None
+    basis = cost_basis(deployment, result)
+    assert basis is not None
+    (of_encoder,) = [x for x in basis.operators if x.operator == ENCODER]
+    assert of_encoder.share == pytest.approx(use.encoder.ticks / use.busy, abs=1e-4)
+    assert of_encoder.log_sd > 0
+    assert sum(x.share for x in basis.operators) == pytest.approx(1, abs=1e-4)
+    for _, by_kind, total in timed_steps(deployment, result):
+        assert by_kind[ENCODER] / total == pytest.approx(of_encoder.share, abs=1e-4)
+        assert sum(by_kind.values()) == pytest.approx(total)
+    assert spreads(deployment, result)[ENCODER] == pytest.approx(of_encoder.log_sd, rel=1e-3)
+    assert ENCODER not in spreads(deployment, deployment.simulate(requests(load(), 60)))
+    slow = deploy(deployment.plan, deployment.model, deployment.profiles, factors={ENCODER: 2.0}).pools[0].encoder
+    assert slow is not None
+    assert deployment.pools[0].encoder is not None
+    works = [(1, 1024, 256)]
+    assert slow.costs.seconds(works) == pytest.approx(2 * deployment.pools[0].encoder.costs.seconds(works))
