@@ -112,10 +112,10 @@ SURVIVORS = (
     ),
     Survivor(
         "simtune/tuner/question.py",
-        "return sum(price * pool.devices for price, pool in zip(known_prices, candidate.pools, strict=True))",
+        "return sum(number * pool.devices for number, pool in zip(numbers, candidate.pools, strict=True))",
         "True",
         "False",
-        "the two have one entry for each pool: the line above has returned if a price is missing",
+        "the two have one entry for each pool: the line above has returned if a number is missing",
     ),
     Survivor(
         "simtune/costs/tables/llmservingsim.py",
