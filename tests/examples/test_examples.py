@@ -138,12 +138,12 @@ def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
     assert 70e9 * 2 / plan.pools[0].parallelism.tp < memory["weights_bytes"] < memory["total_bytes"]
 
 
-def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
-    """Host and store keep what the devices' caches cannot: most of the tokens that are found come from them."""
-    run, folder = tmp_path / "run", "examples/cache-tiers"
+def simulate(plan: str, load: str, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Simulate an example's plan as a user would, under its load, a file of an example or a built-in one."""
+    load = f"examples/{load}" if "/" in load else load
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
-         "--workload", f"{folder}/workload.yaml", "--requests", "600", "--out", str(run)],
+        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"examples/{plan}",
+         "--workload", load, "--out", str(run), *more],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -151,6 +151,13 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
+    """Host and store keep what the devices' caches cannot: most of the tokens that are found come from them."""
+    run = tmp_path / "run"
+    simulate("cache-tiers/plan.yaml", "cache-tiers/workload.yaml", run, "--requests", "600")
     summary = json.loads((run / "summary.json").read_text())
     host, store = summary["cache_tiers"]
     (found,) = summary["prefix_cache"]
@@ -160,17 +167,8 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
 
 def test_pictures_are_encoded_on_servers_in_front_of_a_pool(tmp_path: Path) -> None:
     """The pool encodes nothing, and three GPUs are paid."""
-    run, folder = tmp_path / "run", "examples/images"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/apart.yaml",
-         "--workload", f"{folder}/workload.yaml", "--requests", "200", "--audit", "--out", str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    simulate("images/apart.yaml", "images/workload.yaml", run, "--requests", "200", "--audit")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["num_gpus"] == 3
     assert "encoders" not in summary
@@ -178,17 +176,8 @@ def test_pictures_are_encoded_on_servers_in_front_of_a_pool(tmp_path: Path) -> N
 
 def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
     """Pictures that come again are found in the encoder's cache, or not reached behind a prefix that is."""
-    run, folder = tmp_path / "run", "examples/images"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
-         "--workload", f"{folder}/workload.yaml", "--requests", "300", "--audit", "--out", str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    simulate("images/plan.yaml", "images/workload.yaml", run, "--requests", "300", "--audit")
     (work,) = json.loads((run / "summary.json").read_text())["encoders"]
     assert 0 < work["cache_hits"] < work["encoded_images"]
     assert 0 < work["busy_share"] < 0.5
@@ -196,19 +185,18 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
 
 def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
     """The first requests are those of the night: one instance of four is enough for them, and is all that is paid."""
-    run, folder = tmp_path / "run", "examples/autoscaling"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
-         "--workload", f"{folder}/workload.yaml", "--requests", "2800", "--audit", "--out", str(run),
-         "--set", "workload.arrivals.segments=[{for_s: 400, rate_rps: 1}, {for_s: 600, rate_rps: 6}]"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "autoscaling of pool mixed      1 to 2 instances" in done.stdout
+    run = tmp_path / "run"
+    said = simulate(
+        "autoscaling/plan.yaml",
+        "autoscaling/workload.yaml",
+        run,
+        "--requests",
+        "2800",
+        "--audit",
+        "--set",
+        "workload.arrivals.segments=[{for_s: 400, rate_rps: 1}, {for_s: 600, rate_rps: 6}]",
+    )
+    assert "autoscaling of pool mixed      1 to 2 instances" in said.stdout
     summary = json.loads((run / "summary.json").read_text())
     (scaling,) = summary["autoscaling"]
     assert (scaling["accepting"], scaling["holding"]) == ([1, 1, 2], [1, 2, 2])
@@ -221,17 +209,8 @@ def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
 
 def test_agents_find_their_text_again(tmp_path: Path) -> None:
     """Nine of ten prompt tokens are found, and sessions take longer than requests of them are under way."""
-    run, folder = tmp_path / "run", "examples/agents"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"{folder}/plan.yaml",
-         "--workload", f"{folder}/workload.yaml", "--requests", "18", "--out", str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    simulate("agents/plan.yaml", "agents/workload.yaml", run, "--requests", "18")
     summary = json.loads((run / "summary.json").read_text())
     (found,) = summary["prefix_cache"]
     assert found["hit_rate"] > 0.9
@@ -243,18 +222,9 @@ def test_agents_find_their_text_again(tmp_path: Path) -> None:
 def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     """The plan that docs/inputs.md simulates: nobody is lost with the instance, and all that is sent arrives."""
     run = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", "examples/prefill-decode/plan.yaml",
-         "--workload", "chat", "--rate", "12", "--requests", "1200", "--out", str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    said = simulate("prefill-decode/plan.yaml", "chat", run, "--rate", "12", "--requests", "1200")
     # Progress is for searches of more than 20 s, which a busy machine makes of any.
-    assert all(line.startswith(("note: ", "plans: ")) for line in done.stderr.splitlines()), done.stderr
+    assert all(line.startswith(("note: ", "plans: ")) for line in said.stderr.splitlines()), said.stderr
     plan, summary = Plan.from_file(run / "plan.yaml"), json.loads((run / "summary.json").read_text())
     assert {pool.role for pool in plan.pools} == {"prefill", "decode"}
     assert [event.kind for event in plan.events] == ["failure"]
