@@ -13,8 +13,6 @@ from simtune.specs.pool import Pool
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Suffixes of the matrices of attention."""
-
-
 TRTLLM_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_dense")
 TRTLLM_ALL = (*TRTLLM_ATTENTION, "mlp_h_to_4h", "mlp_gate", "mlp_4h_to_h")
 """Words of TensorRT-LLM for these matrices, and for all with those of feed-forward blocks."""

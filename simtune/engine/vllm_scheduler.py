@@ -275,7 +275,7 @@ class VllmFcfs(BatchScheduler):
                 continue
             wanted_tokens = _wanted_by(self, request)
             num_tokens = self._grant(request, request.computed, min(wanted_tokens, token_budget - extra_slots))
-            if not num_tokens and (wanted_tokens or batch.rests):
+            if not num_tokens and (wanted_tokens or batch.rests):  # with nothing to compute it keeps its place
                 continue
             _cut_drafts(batch, request, num_tokens, wanted_tokens)
             new_blocks = batch.blocks_of(request) if request.decoding else self._new_blocks(request, num_tokens)

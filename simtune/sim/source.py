@@ -131,13 +131,11 @@ class RequestSource:
 
     def _images_of(self, number: int) -> tuple[Image, ...]:
         """Return the images of a request as engines see them."""
-        return (
-            ()
-            if self._images is None
-            else tuple(
-                Image(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches))
-                for start, name, shape in self._images.of(number)
-            )
+        if self._images is None:
+            return ()
+        return tuple(
+            Image(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches))
+            for start, name, shape in self._images.of(number)
         )
 
     def _allowed(self, number: int) -> int:
