@@ -88,6 +88,7 @@ class TensorrtLlm(ServingEmitter):
         "tensor_parallel_size": Option(int),
         "pipeline_parallel_size": Option(int, "parallelism.pp"),
         "enable_attention_dp": Option(bool),
+        "attention_dp_config": Option(dict),
         "moe_expert_parallel_size": Option(int),
         "max_batch_size": Option(int, "batching.max_num_seqs"),
         "max_num_tokens": Option(int, "batching.max_num_batched_tokens"),
@@ -96,6 +97,8 @@ class TensorrtLlm(ServingEmitter):
         "disable_overlap_scheduler": Option(bool, "async_scheduling", {False: True}),
         "kv_cache_config": Option(dict),
         "scheduler_config": Option(dict),
+        "batch_wait_timeout_iters": Option(int),
+        "batch_wait_max_tokens_ratio": Option(float),
         "stream_interval": Option(int, "stream_interval"),
         "lora_config": Option(dict),
         "cuda_graph_config": Option(dict),
@@ -111,6 +114,8 @@ class TensorrtLlm(ServingEmitter):
         "max_tokens": Option(int),
     }
     """The keys of `kv_cache_config`."""
+    balance_keys = ("enable_balance", "timeout_iters", "batching_wait_iters")
+    """The keys of `attention_dp_config`, options of the policy behind `attention_dp_`."""
     kv_dtypes: ClassVar[Mapping[str, str]] = {"fp8": "fp8", "bf16": "bfloat16"}
     takes = "it drafts one chain or one EAGLE-2 tree: Schedule.dynamic_tree()"
     no_drafter = "{title} ({version}): no {drafter} drafter is written here"
@@ -129,12 +134,14 @@ class TensorrtLlm(ServingEmitter):
         )
         chosen = own_options(pool)
         chunking = chosen.get("context_chunking_policy")
+        balance = {key: chosen[f"attention_dp_{key}"] for key in self.balance_keys if f"attention_dp_{key}" in chosen}
         graphs = {"enable_padding": True, "max_batch_size": min(batching.max_num_seqs, 512)}
         settings = written(
             self.serving_options,
             pool,
             tensor_parallel_size=ranks,
             enable_attention_dp=p.attention_dp > 1,
+            attention_dp_config=balance or None,
             moe_expert_parallel_size=ranks if p.expert_parallel else None,
             # Context servers do not schedule ahead, see `unsaid`.
             disable_overlap_scheduler=not pool.async_scheduling or pool.role == "prefill",
@@ -143,6 +150,8 @@ class TensorrtLlm(ServingEmitter):
                 "capacity_scheduler_policy": chosen.get("capacity_scheduler_policy", "GUARANTEED_NO_EVICT"),
                 **({} if chunking is None else {"context_chunking_policy": chunking}),
             },
+            batch_wait_timeout_iters=chosen.get("batch_wait_timeout_iters"),
+            batch_wait_max_tokens_ratio=chosen.get("batch_wait_max_tokens_ratio"),
             lora_config=trtllm_lora(pool),
             cuda_graph_config=graphs if pool.cuda_graphs else None,
             cache_transceiver_config=None if pool.role == "mixed" else {"backend": "DEFAULT"},

@@ -10,6 +10,7 @@ from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
 from simtune.engine.polls import Polls
+from simtune.engine.prompt_balance import PromptBalance
 from simtune.engine.request import Request
 from simtune.engine.reservations import Reservations
 from simtune.engine.step import Progress, Step
@@ -38,15 +39,15 @@ class Scheduler(PolicyTraits, ABC):
     if policy `would_notice` an arrival meanwhile. There is one scheduler for both.
 
     A policy sees prompts, delivered tokens and free blocks, never `Request.output_tokens`. It implements the abstract
-    methods; `ListScheduler` and `BatchScheduler` implement most of them. The features that a plan may ask for are
-    stated on the class. The constructor takes every setting below by name, those of the offered features
-    (`SETTINGS_OF`), and its own options.
+    methods; `ListScheduler` and `BatchScheduler` implement most of them. Features that a plan may ask for are stated on
+    the class. The constructor takes every setting below by name, those of its features (`SETTINGS_OF`), and options.
     """
 
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
     polls: Polls | None = None  # of an engine that looks for new requests every few steps only
     adapters: AdapterSlots | None = None  # slots of LoRA adapters; only policies that offer "lora" read them
+    prompt_balance: PromptBalance | None = None  # with ranks that hold prompts back for one another
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
 from simtune.costs.protocol import GroupCosts
+from simtune.engine.prompt_balance import PromptBalance
 from simtune.sim.agenda import STEP_END
 from simtune.sim.core import Deliver, EngineCore, Stepping
 
@@ -274,9 +275,13 @@ class DpGroup(SharedStepping):
         """The last of those that landed together; None if all fly on."""
         self._deliver: Deliver | None = None
         self._drafts = False
+        self._balanced: list[PromptBalance] = []
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
+        if (balance := core.scheduler.prompt_balance) is not None:
+            balance.in_group = True
+            self._balanced += [balance] * balance.enabled
         self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
         self._drafts = self._drafts or core.scheduler.drafting
         return super().join(core)
@@ -316,6 +321,8 @@ class DpGroup(SharedStepping):
         """Mark all cores as running no step."""
         self._under_way = 0
         self._flying, self._landing = [], []
+        for balance in self._balanced[-1:]:
+            balance.restart()
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
@@ -326,6 +333,8 @@ class DpGroup(SharedStepping):
     def _begin(self, now: int) -> int | None:
         """Let all cores begin a step, or another repetition; return the tick of its end if they fly, else None."""
         flying = self._still_flying(now)
+        if self._balanced:
+            self._balanced[-1].decide(self._balanced)
         # Jumps are cut to one repetition beside other cores. Most of the time of a group with drafts went into timing
         # repetitions that no core ran.
         one_by_one = self.stepwise or self._drafts

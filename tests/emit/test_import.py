@@ -260,6 +260,7 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
         ),
         ("sglang serve x --dp 2 --enable-dp-attention", "sglang", "2 groups do not divide 1 ranks"),
         ('trtllm-serve x --cuda_graph_config {"max_batch_size":"a"}', "trtllm", "'a' is no whole number"),
+        ('trtllm-serve x --attention_dp_config {"enable_balance":"so"}', "trtllm", "'so' is neither true nor false"),
     ],
 )
 def test_values_of_several_options_are_checked(command: str, engine: str, message: str) -> None:

@@ -100,6 +100,14 @@ def test_cascade_attention(tmp_path: Path) -> None:
     same(tmp_path, plan_of(tmp_path, "vllm-0.28", {"cascade_attention": True, "kv_cache": {"prefix_caching": True}}))
 
 
+@pytest.mark.parametrize("options", [
+    {"batch_wait_timeout_iters": 40, "batch_wait_max_tokens_ratio": 0.8},
+    {"attention_dp_enable_balance": True, "attention_dp_batching_wait_iters": 0},
+])  # fmt: skip
+def test_prompts_that_wait(tmp_path: Path, options: dict[str, Any]) -> None:
+    same(tmp_path, plan_of(tmp_path, "trtllm-1.4", {"batching": {"options": options}}))
+
+
 @pytest.mark.parametrize("engine", ["vllm-0.11", "vllm-0.33", "sglang-0.5", "sglang-0.5.23", "trtllm-1.4"])
 @pytest.mark.parametrize("host_slots", [{}, {"host_slots": 100}])
 def test_slots_for_adapters(tmp_path: Path, engine: str, host_slots: dict[str, int]) -> None:

@@ -333,3 +333,16 @@ def test_vllm_divides_images_over_ranks(tmp_path: Path) -> None:
         written(plan_of(tmp_path, "vllm-0.10", encoder={"tp_mode": "data"}), "vllm")
     with pytest.raises(UsageError, match="encoder: SGLang is given no encoder settings here; remove it"):
         written(plan_of(tmp_path, "sglang-0.5", encoder={}), "sglang")
+
+
+def test_tensorrt_llm_is_told_how_prompts_wait(tmp_path: Path) -> None:
+    """Ranks that wait for one another, and prompts that wait for a fuller step."""
+    options = {
+        "attention_dp_enable_balance": True,
+        "attention_dp_timeout_iters": 60,
+        "batch_wait_timeout_iters": 40,
+        "batch_wait_max_tokens_ratio": 0.8,
+    }
+    settings = written(plan_of(tmp_path, "trtllm-1.4", batching={"options": options}), "tensorrt-llm")
+    assert settings["attention_dp_config"] == {"enable_balance": True, "timeout_iters": 60}
+    assert (settings["batch_wait_timeout_iters"], settings["batch_wait_max_tokens_ratio"]) == (40, 0.8)

@@ -90,15 +90,20 @@ def test_a_file_states_for_which_loads_servers_drafted() -> None:
 
 def test_settings_follow_the_load() -> None:
     launch = load_launch("inferencex-deepseek-v3-fp8-b200-trtllm")
-    assert launch.settings(LONG)[0]["batching"] == {"max_num_batched_tokens": (64 + 8192 + 127) // 64 * 64}
+    assert launch.settings(LONG)[0]["batching"]["max_num_batched_tokens"] == (64 + 8192 + 127) // 64 * 64
     assert launch.settings(LONG)[0]["prompt_launch_s"] == 0
     few = launch.settings(LoadShape(users=4, prompt=1024, output=1024))[0]
-    assert few["batching"] == {"max_num_batched_tokens": 8192}
+    balance = {
+        "attention_dp_enable_balance": True,
+        "attention_dp_timeout_iters": 60,
+        "attention_dp_batching_wait_iters": 0,
+    }
+    assert few["batching"] == {"max_num_batched_tokens": 8192, "options": balance}
     assert "prompt_launch_s" not in few
     many = launch.settings(LoadShape(users=256, prompt=1024, output=8192))[0]
     assert many["kv_cache"] == {"dtype": "fp8", "memory_utilization": 0.7, "prefix_caching": False}
     rate, unknown = launch.settings(LoadShape(users=None, prompt=1024, output=1024))
-    assert rate["batching"] == {"max_num_batched_tokens": 8192}
+    assert rate["batching"] == {"max_num_batched_tokens": 8192, "options": balance}
     assert "those when prompt > 1024 and users >= 64" in unknown
 
 

@@ -382,6 +382,22 @@ def _capacity(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Gi
             draft.set(f"batching.options.{name}", value)
 
 
+def _balance(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    """Read the keys of attention_dp_config."""
+    for key, value in json_value(option).items():
+        inner = Given(f"{option.name}.{plain(str(key))}", value, option.file, option.line)
+        if key not in TensorrtLlm.balance_keys:
+            draft.unknown(inner)
+        else:
+            read = switch if key == "enable_balance" else whole_number
+            draft.set(f"batching.options.attention_dp_{key}", read(inner))
+
+
+def _batch_wait(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    name = option.name.replace("-", "_")
+    draft.set(f"batching.options.{name}", reader.setting(TensorrtLlm.serving_options[name], option))
+
+
 def _trt_graphs(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
     if option.value is None or str(option.value) == "null":
         draft.set("cuda_graphs", False)
@@ -444,6 +460,8 @@ class TensorrtLlmReader(OptionReader):
             "kv_cache.memory_utilization", reader.setting(TensorrtLlm.kv_options["free_gpu_memory_fraction"], option)
         ),
         "scheduler-config": _capacity,
+        "attention-dp-config": _balance,
+        **dict.fromkeys(["batch-wait-timeout-iters", "batch-wait-max-tokens-ratio"], _batch_wait),
         "cuda-graph-config": _trt_graphs,
         "speculative-config": _trt_drafts,
         "lora-config": _trt_lora,

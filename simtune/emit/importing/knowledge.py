@@ -153,8 +153,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     "trtllm": {
         _KERNELS: "moe-config attn-backend nvfp4-gemm-config use-low-precision-moe-combine torch-compile-config",
         _LINKS: "allreduce-strategy",
-        _ADMISSION: "attention-dp-config batch-wait-timeout-ms batch-wait-timeout-iters batch-wait-max-tokens-ratio "
-        "max-input-len",
+        _ADMISSION: "batch-wait-timeout-ms max-input-len",
         _PLACEMENT: "cluster-size moe-cluster-parallel-size moe-tensor-parallel-size",
         _LORA: "enable-lora",
         _MODEL: "quant-config",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Unpack
 from simtune.engine.block_reuse import ReusedBlocks
 from simtune.engine.policies.listed import ScheduledTokens, StallFree
 from simtune.engine.policy_traits import Feature, Settings
+from simtune.engine.prompt_balance import BATCHING_WAIT_ITERS, TIMEOUT_ITERS, PromptBalance, RankLoad
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
 
@@ -32,6 +33,9 @@ class TensorRtLlmScheduler(StallFree):
 
     *Waiting.* While others decode, prompts are held back for up to `batch_wait_timeout_iters` steps as long as the step
     would have fewer tokens with them than `batch_wait_max_tokens_ratio` of the budget.
+
+    *Balance.* Ranks with data-parallel attention hold prompts back for one another with `attention_dp_enable_balance`
+    (`simtune.engine.prompt_balance`), and do not wait for tokens as above.
 
     *Block reuse.* With `prefix_caching` a newcomer that is started holds the stored blocks of its prompt
     (`simtune.engine.block_reuse`). Room and the token budget are asked for whole prompts all the same; a step then
@@ -60,9 +64,12 @@ class TensorRtLlmScheduler(StallFree):
         max_new_tokens: int | None = None,
         batch_wait_timeout_iters: int = 0,
         batch_wait_max_tokens_ratio: float = 0.0,
+        attention_dp_enable_balance: bool = False,
+        attention_dp_timeout_iters: int = TIMEOUT_ITERS,
+        attention_dp_batching_wait_iters: int = BATCHING_WAIT_ITERS,
         **settings: Unpack[Settings],
     ) -> None:
-        """Make a scheduler. Raises ValueError for unknown policies."""
+        """Make a scheduler. Raises ValueError for unknown policies and negative numbers of steps."""
         self.recomputes = self.recomputes_with({"capacity_scheduler_policy": capacity_scheduler_policy})
         super().__init__(**settings)
         if capacity_scheduler_policy not in ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"):
@@ -83,7 +90,11 @@ class TensorRtLlmScheduler(StallFree):
             self.longest_answer = max_new_tokens
         self._wait_steps, self._wait_tokens = batch_wait_timeout_iters, batch_wait_max_tokens_ratio
         self._waited = 0  # steps for which prompts were held back
-        self._holding = False  # in the step under way
+        self._holding = False  # in the step under way, for more tokens
+        self._balancing = False  # in the step under way, for prompts of other ranks
+        self._balance = self.prompt_balance = PromptBalance(
+            self._load, attention_dp_enable_balance, attention_dp_timeout_iters, attention_dp_batching_wait_iters
+        )
 
     def new_cache(self, hash_block_tokens: int) -> ReusedBlocks:
         """Return an empty cache of reused blocks."""
@@ -110,30 +121,46 @@ class TensorRtLlmScheduler(StallFree):
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         """Give tokens to prompts in prefill and to those that have room, as far as the budget lasts."""
-        prompts = [request for request in self.residents if not request.decoding]
-        newcomers = self._with_room() if admitting else []
-        share = self._whole if not self.chunked_prefill else self._equally if self._in_turn else self._one_by_one
-        shares = share([*prompts, *newcomers], budget)
+        shares = self._shares(budget, admitting)
+        self._balancing = self._balance.held and bool(shares)
         self._holding = self._too_few(shares, sum(scheduled.values()))
-        if self._holding:
+        if self._holding or self._balancing:
             return
         if shares:
             self._waited = 0
+        newcomers = any(request not in self.residents for request in shares)
         for request, tokens in shares.items():
             scheduled[request] = tokens if request in self.residents else self._start(request, tokens)
-        if any(request in shares for request in newcomers):
+        if newcomers:
             queue = [request for request in self.waiting if request not in shares]
             self.waiting.clear()
             self.waiting.extend(queue)
 
+    def _shares(self, budget: int, admitting: bool) -> ScheduledTokens:
+        """Return the tokens of prompts in prefill and of those that have room, as far as the budget lasts."""
+        prompts = [request for request in self.residents if not request.decoding]
+        newcomers = self._with_room() if admitting else []
+        share = self._whole if not self.chunked_prefill else self._equally if self._in_turn else self._one_by_one
+        return share([*prompts, *newcomers], budget)
+
+    def _load(self) -> RankLoad:
+        """Work before the next step. Prompts count as if no request had to be paused for it."""
+        decodes = [request for request in self.residents if request.decoding]
+        tokens = len(decodes) if self.drafts is None else sum(map(self.width, decodes))
+        waits = self.waiting or len(decodes) < len(self.residents)
+        has_prompts = bool(waits and self._shares(max(0, self.max_num_batched_tokens - tokens), True))
+        return RankLoad(has_prompts, len(decodes), len(decodes) < self.max_num_seqs)
+
     def _too_few(self, given: ScheduledTokens, decodes: int) -> bool:
         """True if prompts with these few tokens are held back, for more to come, while others decode that many."""
-        if not (given and decodes) or self._waited >= self._wait_steps:
+        if not (given and decodes) or self._waited >= self._wait_steps or self._balance.in_group:
             return False
         return decodes + sum(given.values()) < self._wait_tokens * self.max_num_batched_tokens
 
     def steady_steps(self, decoding: list[Request]) -> int:
         """Limit the steps while prompts are held back, until they have waited long enough."""
+        if self._balancing:
+            return 1
         steps = super().steady_steps(decoding)
         return min(steps, self._wait_steps - self._waited) if self._holding else steps
 
@@ -144,7 +171,7 @@ class TensorRtLlmScheduler(StallFree):
         return super().complete(repetitions)
 
     def _lose_residents(self) -> list[Request]:
-        self._waited, self._holding = 0, False
+        self._waited, self._holding, self._balancing, self._balance.held = 0, False, False, False
         return super()._lose_residents()
 
     def _start(self, request: Request, share: int) -> int:

@@ -228,8 +228,9 @@ def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
     plain = plain and pool.encoder is None and pool.spec.lora is None
     batching = pool.spec.batching
     if batching.policy in RESERVING:
-        # Prompts that wait for a fuller step compare it with the budget.
-        waits = (batching.options or {}).get("batch_wait_timeout_iters")
+        # Prompts that wait for a fuller step compare it with the budget, those of balanced ranks requests with seats.
+        options = batching.options or {}
+        waits = options.get("batch_wait_timeout_iters") or options.get("attention_dp_enable_balance")
         return plain and speculation is None and not pool.chunks_follow and not waits
     in_turn = speculation is None or speculation.scheme.shape.in_turn
     return plain and in_turn and batching.policy in POLICIES
