@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import simtune
 from benchmarks.serving import silicon
@@ -142,27 +142,27 @@ class PlainRun(Run):
 
 
 class LikeRun(PlainRun):
-    """A measured run with the launch facts of a published deployment of its model, engine and format: that of its card
-    or, with `other_card`, of another one.
-    """
-
-    other_card: ClassVar[bool] = False
+    """A measured run with the launch facts of a published deployment of its model, card, engine and format."""
 
     @property
     def launch(self) -> LaunchFacts | None:
         """The launch facts of the origin of the run; None where nothing was published."""
-        family, weights = self.row["engine"], number_format(self.served)
-        fitting = (
-            launch
-            for launch in every_launch()
-            if launch.model == self.model
-            and launch.engine.startswith(family)
-            and launch.weights == weights
-            and launch.name.startswith(ORIGINS[self.row["origin"]])
-            and not launch.disaggregated
-        )
-        of_card = [launch for launch in fitting if (launch.hardware == self.hardware) != self.other_card]
-        return of_card[0] if of_card else None
+        of_model = (launch for launch in self.of_engine if launch.model == self.model)
+        return next((launch for launch in of_model if self._has_weights(launch) and self._is_of_card(launch)), None)
+
+    @property
+    def of_engine(self) -> Iterator[LaunchFacts]:
+        """Launch facts of its origin and engine, for servers without pools."""
+        for launch in every_launch():
+            fits = launch.engine.startswith(self.row["engine"]) and not launch.disaggregated
+            if fits and launch.name.startswith(ORIGINS[self.row["origin"]]):
+                yield launch
+
+    def _has_weights(self, launch: LaunchFacts) -> bool:
+        return launch.weights == number_format(self.served)
+
+    def _is_of_card(self, launch: LaunchFacts) -> bool:
+        return launch.hardware == self.hardware
 
     @property
     def release(self) -> str:
@@ -181,7 +181,18 @@ class LikeRun(PlainRun):
 class OtherCardRun(LikeRun):
     """A measured run with the launch facts of a deployment on another card than its own."""
 
-    other_card = True
+    def _is_of_card(self, launch: LaunchFacts) -> bool:
+        return launch.hardware != self.hardware
+
+
+class OtherModelRun(LikeRun):
+    """A measured run with the launch facts of a deployment of another model, of its card and format if there is one."""
+
+    @property
+    def launch(self) -> LaunchFacts | None:
+        """The launch facts of another model, of its origin and engine; None where nothing was published."""
+        others = (launch for launch in self.of_engine if launch.model != self.model)
+        return max(others, key=lambda launch: (self._is_of_card(launch), self._has_weights(launch)), default=None)
 
 
 def plain_runs(data: Path) -> Iterator[PlainRun]:
@@ -230,7 +241,13 @@ def print_launched(data: Path, jobs: int) -> None:
     """
     runs = [run for run in (LikeRun(run.row) for run in plain_runs(data)) if run.launch is not None]
     with ProcessPoolExecutor(jobs) as pool:
-        for title, kind_of_run in (("plain", PlainRun), ("like", LikeRun), ("like, of another card", OtherCardRun)):
+        kinds: dict[str, type[PlainRun]] = {
+            "plain": PlainRun,
+            "like": LikeRun,
+            "like, of another card": OtherCardRun,
+            "like, of another model": OtherModelRun,
+        }
+        for title, kind_of_run in kinds.items():
             predicted = [kind_of_run(run.row) for run in runs]
             chosen = [run for run in predicted if not isinstance(run, LikeRun) or run.launch is not None]
             record = record_of(iter(pool.map(judged, chosen, chunksize=1)))
