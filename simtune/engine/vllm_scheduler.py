@@ -253,11 +253,11 @@ class VllmFcfs(OffloadingScheduler):
             preempting = len(self._preempted) > num_preempted
             newcomers = 0 if preempting else _admit(self, chunks, token_budget)
             _note_prompts(self, chunks, newcomers)
-            again = self._write(chunks, preempting)
+            changes = self._write(chunks, preempting)
             if self.decoding.count or chunks:
                 step = self._step(chunks, newcomers, repeats=self._repeats(preempting))
                 return _until_prompts(self, step)
-            if not (again or self._comes_back):
+            if not (changes or self._comes_back):
                 return None
             self._catch_up()
 
