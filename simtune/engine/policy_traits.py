@@ -74,6 +74,8 @@ class PolicyTraits:
     """True if the policy can serve a decode pool: `expect` accepts requests whose prompt is computed elsewhere."""
     extends_cache: ClassVar[bool] = True
     """True if the policy's prefix cache, if it offers one, can have tiers below it (`KvBlocks.tiers`)."""
+    loads_ahead: ClassVar[bool] = False
+    """True if requests can wait for blocks from host memory before they are admitted (`simtune.engine.offloading`)."""
     chunks_follow: ClassVar[bool] = False
     """True if the policy's engine, over a pipeline, schedules the next chunk of a prompt as soon as the last one has
     left the first stage, unless a plan sets `chunk_pipeline`."""

@@ -227,7 +227,8 @@ class PrefixCache(KvBlocks):
         held_blocks, full = self.held_by(request), max(named_tokens // self.block_size, request.shared)
         self.give(held_blocks - full)
         if self.tiers is not None and not returns:
-            self.tiers.note_ended(self._names(request), (full - request.shared) * self.block_size)
+            private_tokens = (full - request.shared) * self.block_size
+            self.tiers.note_ended(request, self._names(request), private_tokens, named_tokens)
         if full > request.shared:
             self._idle_run(request if returns else None, full - request.shared)
         if request.runs:
@@ -273,6 +274,17 @@ class PrefixCache(KvBlocks):
             assert first.twin is not None
             first = first.twin
         first.twin = run.twin
+
+
+def block_names(cache: KvBlocks, request: Request, start: int, stop: int) -> list[Hashable]:
+    """Return the names of a request's KV blocks from number `start` to before `stop`, those of private ones unique."""
+    assert isinstance(cache, PrefixCache)
+    names, size = cache._names(request), cache._hash_blocks
+    last = min(stop, len(names) * size)
+    shared: list[Hashable] = []
+    if start < last:
+        shared += names[start:last] if size == 1 else [(names[n // size], n % size) for n in range(start, last)]
+    return shared + [(request, number) for number in range(max(start, last), stop)]
 
 
 def _less_one(hit: Hit, shared: int, block_size: int, run_blocks: int) -> Hit:

@@ -202,11 +202,13 @@ class RadixCache(KvBlocks):
         A request that `returns` after a preemption enters nothing: memory is short.
         """
         held_blocks = self.held_by(request)
+        if named_tokens is None:
+            named_tokens = request.computed
         if not returns:
-            self.name(request, request.computed if named_tokens is None else named_tokens)
+            self.name(request, named_tokens)
             if self.tiers is not None:
                 private = request.shared * self.block_size - len(request.blocks) * self._hash_tokens
-                self.tiers.note_ended(request.blocks, max(0, private))
+                self.tiers.note_ended(request, request.blocks, max(0, private), named_tokens)
         self.give(held_blocks - request.shared)
         self._unlock(self._paths.pop(request, self._root))
         request.reserved_tokens = request.shared = 0

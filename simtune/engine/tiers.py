@@ -17,6 +17,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from simtune.engine.request import Request
+
 Written = Literal["computed", "evicted"]
 
 
@@ -90,6 +92,9 @@ class Tier:
 class TierStack:
     """Tiers of one engine core, the fastest first; blocks have names for each `unit` tokens."""
 
+    loads_ahead = False
+    """True if requests wait for their blocks before they are admitted (`simtune.engine.offloading`)."""
+
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tiers
         self._tokens_in = [tier.store.tokens for tier in tiers]
@@ -142,8 +147,9 @@ class TierStack:
             if tier.written == "computed":
                 self._put(number, names[first:stop], unit, min(unit, tokens - (stop - 1) * unit))
 
-    def note_ended(self, names: Sequence[Hashable], private_tokens: int) -> None:
-        """Use all blocks of a text whose request is over, the first ones last; its private tokens take room."""
+    def note_ended(self, request: Request, names: Sequence[Hashable], private_tokens: int, tokens: int) -> None:
+        """Use all blocks of the text of a request that is over, the first ones last; its private tokens take room.
+        `tokens` of it were computed and can be found."""
         for number, tier in enumerate(self.tiers):
             if private_tokens and tier.written == "computed" and tier.store.capacity is not None:
                 self._put(number, [object()], private_tokens, private_tokens)

@@ -32,7 +32,9 @@ block fewer of its answer in the prefix cache than in the engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, Unpack
@@ -42,6 +44,7 @@ from simtune.engine.batch import Batch
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.cadence import PromptCadence
 from simtune.engine.kv import NO_HIT
+from simtune.engine.offloading_scheduler import OffloadingScheduler
 from simtune.engine.policy_traits import Feature
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Step
@@ -86,6 +89,12 @@ def _wanted_by(scheduler: VllmFcfs, request: Request) -> int:
 
 def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
     """Admit waiting requests; return the number admitted."""
+    if scheduler.offloading is not None:
+        offloading, first = scheduler.offloading, partial(_admit_first, scheduler)
+        newcomers = offloading.admit(scheduler, chunks, token_budget, first, partial(_admit_loaded, scheduler))
+        if not scheduler._defers:
+            scheduler._cadence.backlogged = offloading.backlogged(scheduler.waiting)
+        return newcomers
     if not scheduler.waiting:
         newcomers = 0
     elif scheduler.adapters is None:
@@ -105,6 +114,8 @@ def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
 
 def _note_prompts(scheduler: VllmFcfs, chunks: list[Chunk], newcomers: int) -> None:
     """Let the cadence count from the coming step if it has prompts; the last `newcomers` chunks are of newcomers."""
+    if scheduler._cadence.interval == 1:
+        return
     residents = len(chunks) > newcomers or scheduler._gave_back
     scheduler._gave_back = False
     if scheduler.decoding.count or chunks:
@@ -135,6 +146,46 @@ def _until_prompts(scheduler: VllmFcfs, step: Step) -> Step:
     return scheduler._cadence.until_prompts(step, scheduler.decoding) if waits else step
 
 
+def _admit_first(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
+    """Admit the first waiting request, and add its chunk; return what it takes of the budget, 0 if it must wait."""
+    waiting, count = scheduler.waiting, len(chunks)
+    scheduler.waiting = deque([waiting[0]])
+    scheduler._schedule_waiting(chunks, token_budget)
+    scheduler.waiting = waiting
+    if len(chunks) == count:
+        return 0
+    waiting.popleft()
+    return chunks[-1].tokens + scheduler._needs.extra_slots
+
+
+def _admit_loaded(scheduler: VllmFcfs, request: Request, chunks: list[Chunk], token_budget: int) -> int:
+    """Do the same for a request with blocks, whose `computed` tokens have been loaded."""
+    kv, needs, all_tokens = scheduler.kv, scheduler._needs, request.known_tokens
+    if token_budget <= needs.extra_slots:
+        return 0
+    kv.name(request, request.computed)
+    if request.computed == all_tokens:  # the step computes the last token again, to sample from it
+        request.reserved_tokens, request.computed = all_tokens, all_tokens - 1
+    past, held_blocks = request.computed, kv.held_by(request)
+    room = kv.free - (scheduler.watermark_blocks if scheduler.num_running else 0)
+    num_tokens = min(all_tokens - past, scheduler._longest_chunk)
+    num_tokens = _cut_to(scheduler, token_budget - needs.extra_slots, num_tokens, 0, all_tokens - past)
+    blocks = kv.blocks_for(all_tokens if scheduler.scheduler_reserve_full_isl else needs.slots(past, num_tokens))
+    if not num_tokens or blocks - held_blocks > room:
+        return 0
+    _seat(scheduler, request)
+    new_blocks = max(0, kv.blocks_for(needs.slots(past, num_tokens)) - held_blocks)
+    chunks.append(scheduler._allocate(request, num_tokens, new_blocks))
+    return num_tokens + needs.extra_slots
+
+
+def _seat(scheduler: VllmFcfs, request: Request) -> None:
+    """Make a request a resident with a prompt in prefill."""
+    scheduler._seats += 1
+    request.seat = scheduler._seats
+    scheduler.prefilling.append(request)
+
+
 def _served(in_order: Sequence[Request], defers: bool) -> Sequence[Request]:
     """Return the residents that may get tokens in the coming step, which has prompts unless it `defers` them."""
     return [request for request in in_order if request.decoding] if defers else in_order
@@ -144,7 +195,7 @@ _REFINED: tuple[Feature, ...] = ("long_prefills", "prefill_interval", "reserve_f
 """Features of the scheduler that refine its rule."""
 
 
-class VllmFcfs(BatchScheduler):
+class VllmFcfs(OffloadingScheduler):
     """First come, first served. See the module for the rule."""
 
     offers = BatchScheduler.offers | {"active_seqs", "cascade_attention", "images", "lora", *_REFINED}
@@ -189,7 +240,7 @@ class VllmFcfs(BatchScheduler):
         """Return the next step: residents first, then those that wait. See `Scheduler.schedule`."""
         if self._reserved.received:
             self._begin()
-        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted):
+        if self.decoding.count and not (self.waiting or self.prefilling or self._preempted or self.offloading):
             step = self._decode_step()
             if step is not None:
                 return step
@@ -201,12 +252,12 @@ class VllmFcfs(BatchScheduler):
             chunks, token_budget = self._schedule_running()
             preempting = len(self._preempted) > num_preempted
             newcomers = 0 if preempting else _admit(self, chunks, token_budget)
-            if self._cadence.interval > 1:
-                _note_prompts(self, chunks, newcomers)
+            _note_prompts(self, chunks, newcomers)
+            changes = self._write(chunks, preempting)
             if self.decoding.count or chunks:
-                step = self._step(chunks, newcomers, repeats=not preempting)
+                step = self._step(chunks, newcomers, repeats=self._repeats(preempting))
                 return _until_prompts(self, step)
-            if not (preempting or self._comes_back):
+            if not (changes or self._comes_back):
                 return None
             self._catch_up()
 
@@ -361,9 +412,7 @@ class VllmFcfs(BatchScheduler):
             if blocks > room:
                 break
             waiting.popleft()
-            self._seats += 1
-            request.seat = self._seats
-            self.prefilling.append(request)
+            _seat(self, request)
             if caches:
                 kv.hold(request, hit)
             chunks.append(self._allocate(request, num_tokens, blocks - hit_blocks, padding))

@@ -22,6 +22,8 @@ from heapq import heappop, heappush
 STEP_END, TRANSFER_START, TRANSFER_END, CHANGE, LOOK, DRAINED, ARRIVAL, WAKE = range(8)
 """Phases of an instant, in the order in which they are handled. A core is found to be drained only when it has nothing
 to schedule, so nothing else of that instant is left but other cores to wake."""
+LOADED = 1
+"""Version of an event of phase WAKE: blocks for a request have come, and the core may be in a step."""
 
 AgendaEntry = tuple[int, int, int, int]
 """(tick, phase, number of the subject, version); the subject ignores the event if its version has changed since."""

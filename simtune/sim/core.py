@@ -21,7 +21,7 @@ from simtune.sim.link import TransferLink
 from simtune.sim.recorder import Recorder
 from simtune.sim.sampling import StepSampler
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
-from simtune.sim.tier_links import TierFetches
+from simtune.sim.tier_links import HostLoads, TierFetches
 from simtune.sim.token_gaps import TokenGaps
 
 
@@ -230,15 +230,13 @@ class EngineCore:
     """The connection out of a prefill instance: its requests are handed over when their prompt is done."""
     stepping: Stepping = field(default_factory=Stepping)
     """The sharing of GPUs, one object for all cores of the instance."""
-    swap: int = 0
-    """Ticks to move one KV block to or from host memory; steps wait for it."""
+    swap: int = 0  # ticks to move one KV block to or from host memory; steps wait for it
     fetches: TierFetches | None = None  # from tiers below its prefix cache; steps wait for them
+    loads: HostLoads | None = None  # from host memory; requests wait for them
     admission: AdmissionLimits | None = None  # of its instance's server; all requests are admitted unless given
     up: bool = True  # accepts new requests
-    number: int = 0
-    """Number of the core within the deployment."""
-    virtual_engine: int = field(init=False)
-    """Number of the core within its instance."""
+    number: int = 0  # of the core within the deployment
+    virtual_engine: int = field(init=False)  # number of the core within its instance
     step: Step | None = field(default=None, init=False)
     time: JumpTime = field(default_factory=JumpTime, init=False)
     started: int = field(default=0, init=False)
@@ -247,8 +245,7 @@ class EngineCore:
     woken: bool = field(default=False, init=False)  # idle, and about to schedule
     draining: bool = field(default=False, init=False)
     """True if the core accepts no new requests and a role change waits for it to finish those it has."""
-    waiting: int = field(default=0, init=False)
-    """Requests waiting in the scheduler, at the last count."""
+    waiting: int = field(default=0, init=False)  # requests waiting in the scheduler, at the last count
     holding: int = field(default=0, init=False)
     """Requests handed over whose KV cache still occupies blocks of this core."""
     busy: int = field(default=0, init=False)  # ticks spent in steps so far
@@ -259,8 +256,7 @@ class EngineCore:
     runs_ahead: bool = field(default=False, init=False)
     """True if the core's steps end in `run_ahead` instead of `end`."""
     _single_steps: bool = field(default=False, init=False)
-    ended: int = field(default=-1, init=False)
-    """Tick at which the latest step ended."""
+    ended: int = field(default=-1, init=False)  # tick at which the latest step ended
     timer: StepTimer = field(init=False)
     agenda: Agenda = field(init=False)
     recorder: Recorder = field(init=False)
@@ -278,7 +274,7 @@ class EngineCore:
         self.agenda, self.recorder = agenda, recorder
         self._single_steps = single_steps or (self.fetches is not None and self.fetches.one_by_one)
         self.stepping.wire(agenda, stepwise=self._single_steps or recorder.jumps is not None)
-        self.runs_ahead = runs_ahead and not (self._single_steps or self.stepping.shared)
+        self.runs_ahead = runs_ahead and not (self._single_steps or self.stepping.shared or self.loads)
 
     @property
     def has_work(self) -> bool:
@@ -355,7 +351,11 @@ class EngineCore:
             if self.inbox.settle(self.scheduler):
                 self.count_waiting()
             self.inbox.make_room(now, self.scheduler, self.agenda, self.recorder)
+        if self.loads is not None:
+            self.loads.arrive(now)
         self.step = step = self.scheduler.schedule()
+        if self.loads is not None:
+            self.loads.begin(now, self.agenda, self.number)
         if step is None:
             self.idle(now)
             return False

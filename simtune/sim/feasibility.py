@@ -98,6 +98,17 @@ def _refused_caches(pool: Pool) -> Iterator[str]:
         yield "prefix_caching and preemption by swap do not go together; choose one"
     if kv_cache.tiers and not POLICY.find(name).extends_cache:
         yield f"policy {name} has no tiers below its prefix cache; leave kv_cache.tiers out"
+    elif any(tier.fetched == "ahead" for tier in kv_cache.tiers or ()):
+        yield from _refused_ahead(pool)
+
+
+def _refused_ahead(pool: Pool) -> Iterator[str]:
+    """Yield a message for each part of a pool that does not go with a tier from which requests fetch ahead."""
+    if not POLICY.find(pool.batching.policy).loads_ahead:
+        yield f"policy {pool.batching.policy} fetches within steps; set fetched of the tier to before or beside"
+    for part in ("lora", "encoder"):
+        if getattr(pool, part) is not None:
+            yield f"{part} and a tier with fetched: ahead are mutually exclusive; set fetched to before"
 
 
 def _refused_drafts(pool: Pool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from simtune.costs.memory import Memory, kv_bytes_per_token
 from simtune.costs.protocol import UNBOUNDED, StepCosts
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import DraftingTerms
+from simtune.engine.offloading_scheduler import OffloadingScheduler
 from simtune.engine.policy_traits import Feature
 from simtune.sim.adapters import give_slots
 from simtune.sim.admission import AdmissionLimits
@@ -29,6 +31,18 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Parallelism, Pool
 from simtune.workload.requests import RequestStream
+
+
+def extend_caches(cores: Sequence[EngineCore], maker: TierMaker) -> None:
+    """Give the prefix caches of a pool's cores their tiers."""
+    for core in cores:
+        scheduler = core.scheduler
+        if not maker.loads_ahead:
+            scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
+            continue
+        assert isinstance(scheduler, OffloadingScheduler), "see `simtune.sim.feasibility`"
+        offloading, core.loads = maker.host_memory()
+        scheduler.offload(offloading)
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,7 @@ class DeployedPool:
         if self.spec.kv_cache.tiers:
             block_size, shape = self.spec.kv_cache.block_size, (instances, self.cores_each)
             maker = TierMaker(self.tiers, self.kv_block_bytes, block_size, *shape)
-            for core in cores:
-                core.scheduler.kv.tiers, core.fetches = maker.of_instance(core.instance)
+            extend_caches(cores, maker)
         if self.cascade is not None:
             attend_once(cores, self.costs, self.cascade)
         if self.encoder is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from simtune.engine import Request
 from simtune.errors import UsageError
-from simtune.sim.agenda import ARRIVAL, CHANGE, TRANSFER_END, TRANSFER_START, Agenda
+from simtune.sim.agenda import ARRIVAL, CHANGE, LOADED, TRANSFER_END, TRANSFER_START, WAKE, Agenda
 from simtune.sim.core import EngineCore
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CHANGING = {TRANSFER_START, TRANSFER_END, CHANGE, ARRIVAL}
 """Phases of events after which a core may do something else than before."""
+_LOADED = WAKE, LOADED
 State = tuple[tuple[object, ...], ...]
 
 
@@ -37,7 +38,7 @@ class Stalls:
         """Raise UsageError if the run is where it was before, and nothing is left that could change its course."""
         # Requests that decode deliver tokens, so they come to an end.
         decodes = any(core.step is not None and core.step.num_decodes for core in self._cores)
-        if decodes or any(event[1] in _CHANGING for event in self._agenda.heap):
+        if decodes or any(event[1] in _CHANGING or event[1::2] == _LOADED for event in self._agenda.heap):
             self._states.clear()
             return
         state = request.id, tuple(_state(core) for core in self._cores)

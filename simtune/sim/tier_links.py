@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
+from simtune.engine.offloading import Offloading
+from simtune.engine.request import Request
 from simtune.engine.tiers import Tier, TierStack, TierStore
+from simtune.sim.agenda import LOADED, WAKE, Agenda
 from simtune.specs.cache_tiers import CacheTier
 
 
@@ -55,6 +58,30 @@ class TierFetches:
         return max(before + ticks, beside)
 
 
+class HostLoads:
+    """Loads of requests that wait for their blocks ahead of admission, over the link from host memory."""
+
+    def __init__(self, offloading: Offloading, link: TierLink) -> None:
+        self._offloading, self._link = offloading, link
+        self._under_way: list[tuple[int, Request]] = []  # with the ticks at which they end, in order
+
+    def arrive(self, now: int) -> None:
+        """Let the loads end that have come by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            request = self._under_way.pop(0)[1]
+            # A request that was aborted, or lost with its instance, waits no more.
+            if request in self._offloading.holding:
+                self._offloading.arrive(request)
+
+    def begin(self, now: int, agenda: Agenda, number: int) -> None:
+        """Begin the loads that the scheduler has asked for since the last time; core `number` wakes when they end."""
+        for request, tokens in self._offloading.started:
+            end = self._link.fetched(now, tokens)
+            self._under_way.append((end, request))
+            agenda.post((end, WAKE, number, LOADED))
+        self._offloading.started.clear()
+
+
 class TierMaker:
     """Makes the tiers of a pool's engine cores: one store for each instance, or one for all that share it."""
 
@@ -78,6 +105,19 @@ class TierMaker:
             tiers.append(Tier(spec.name, store, spec.written, spec.shared))
             links.append(link)
         return TierStack(tiers), TierFetches(tiers, links, self._one_by_one, self._shares_writes)
+
+    @property
+    def loads_ahead(self) -> bool:
+        """True if requests wait for what they load, ahead of their admission."""
+        return self._tiers[0].fetched == "ahead"
+
+    def host_memory(self) -> tuple[Offloading, HostLoads]:
+        """Return host memory of a core from which requests load ahead of their admission, and the link from there."""
+        (spec,) = self._tiers
+        capacity = self._capacity(spec)
+        assert capacity is not None, "see `CacheTier`"
+        offloading = Offloading(Tier(spec.name, TierStore(0)), capacity // self._block_size)
+        return offloading, HostLoads(offloading, TierLink(spec, self._token_bytes))
 
     def _shares_evictions(self, instances: int, cores_each: int) -> bool:
         """True if what one core evicts from its device can reach a tier in which another core looks."""

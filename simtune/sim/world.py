@@ -18,6 +18,7 @@ from simtune.sim.agenda import (
     ARRIVAL,
     CHANGE,
     DRAINED,
+    LOADED,
     LOOK,
     STEP_END,
     TRANSFER_END,
@@ -169,7 +170,10 @@ class World:
         return handlers
 
     def _start_step(self, now: int, number: int, version: int) -> None:
-        self._cores[number].start(now)
+        if version == LOADED:
+            self._cores[number].notify(now)
+        else:
+            self._cores[number].start(now)
 
     def _end_step(self, now: int, number: int, version: int) -> None:
         core = self._cores[number]

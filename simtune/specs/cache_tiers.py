@@ -33,9 +33,10 @@ class CacheTier(Part):
         "computed",
         description="what is written to it: all that an instance computes, or what the level above it evicts",
     )
-    fetched: Literal["before", "beside"] = Field(
+    fetched: Literal["before", "beside", "ahead"] = Field(
         "before",
-        description="a step fetches what its new requests find before it computes, or beside, layer by layer",
+        description="a step fetches what its new requests find before it computes, or beside, layer by layer; or "
+        "requests wait for what they find, ahead of admission, while others step on (vLLM's offloading connector)",
     )
 
     @model_validator(mode="after")
@@ -45,6 +46,12 @@ class CacheTier(Part):
             raise ErrorAt(f"cannot be combined with {sizes[0]}; keep one size", sizes[1])
         if self.shared and sizes and sizes[0] != "bytes":
             raise ErrorAt("is of one instance; give bytes for a tier that instances share", sizes[0])
+        if self.fetched == "ahead" and not sizes:
+            raise ErrorAt("is required of a tier from which requests fetch ahead of admission", "bytes")
+        if self.fetched == "ahead" and self.shared:
+            raise ErrorAt("cannot be combined with fetched: ahead; remove one", "shared")
+        if self.fetched == "ahead" and self.written != "computed":
+            raise ErrorAt("must be computed with fetched: ahead; remove one", "written")
         if self.shared and self.bytes_per_s is None:
             raise ErrorAt("is required of a tier that instances share, which no host link leads to", "bytes_per_s")
         return self

@@ -245,6 +245,9 @@ class KvCache(Part):
             return self
         if not self.prefix_caching:
             raise ErrorAt("requires a prefix cache, which they extend; set prefix_caching, or remove them", "tiers")
+        ahead = [tier.fetched == "ahead" for tier in self.tiers]
+        if any(ahead) and len(ahead) > 1:
+            raise ErrorAt("must have one tier only with fetched: ahead; remove the others", "tiers")
         names = [tier.name for tier in self.tiers]
         for number, name in enumerate(names):
             if name in names[:number]:

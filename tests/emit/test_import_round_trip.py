@@ -117,7 +117,7 @@ def test_slots_for_adapters(tmp_path: Path, engine: str, host_slots: dict[str, i
 
 
 @pytest.mark.parametrize(("engine", "tier"), [
-    ("vllm-0.33", {"bytes": 64.0 * 2**30}),
+    ("vllm-0.33", {"bytes": 64.0 * 2**30, "fetched": "ahead"}),
     ("sglang-0.5.23", {"device_ratio": 3.0, "fetched": "beside"}),
     ("sglang-0.5.23", {"bytes_per_device": 32e9, "fetched": "beside", "written": "evicted"}),
     ("trtllm-1.4", {"bytes_per_device": 8e9, "written": "evicted"}),

@@ -24,7 +24,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
 import torch
 import vllm
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -39,6 +39,8 @@ RELEASE = tuple(map(int, vllm.__version__.split(".")[:2]))
 LONGEST = 96
 EMPTY = 5
 """So many steps of nobody in turn never happen: the first may preempt, the next hears of the last step."""
+HOST_PAGE = 4096
+"""Bytes that the offloading connector rounds a block up to."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "hidden_size": 32,
     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
@@ -111,6 +113,12 @@ def _own(line: dict[str, Any], place: int) -> int:
     return 1000 * (1000 + int(line["order"])) + place
 
 
+def connected(options: dict[str, Any]) -> KVTransferConfig:
+    """Settings of the offloading connector, for a tier in host memory of `host_blocks` blocks."""
+    extra = {"cpu_bytes_to_use": options["host_blocks"] * HOST_PAGE}
+    return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+
 class Engine:
     """A scheduler of vLLM, and a runner that makes tokens up."""
 
@@ -139,7 +147,11 @@ class Engine:
             num_gpu_blocks_override=options["num_gpu_blocks"],
         )
         config = VllmConfig(
-            model_config=model, scheduler_config=scheduling, cache_config=cache, device_config=DeviceConfig("cpu")
+            model_config=model,
+            scheduler_config=scheduling,
+            cache_config=cache,
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=connected(options) if "host_blocks" in options else None,
         )
         # On a processor vLLM switches some of these off, or rounds them, once all of its settings are together.
         config.scheduler_config.async_scheduling = options["async_scheduling"]

@@ -165,6 +165,15 @@ def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
     assert 0.5 * found["hit_tokens"] < host["hit_tokens"] + store["hit_tokens"] < found["hit_tokens"]
 
 
+def test_conversations_come_back_from_the_host_memory_of_vllm(tmp_path: Path) -> None:
+    """The connector keeps prompts only: less is found than if all that is computed went there."""
+    run = tmp_path / "run"
+    simulate("cache-tiers/vllm.yaml", "cache-tiers/workload.yaml", run, "--requests", "600")
+    summary = json.loads((run / "summary.json").read_text())
+    (host,), (found,) = summary["cache_tiers"], summary["prefix_cache"]
+    assert 0.1 * found["hit_tokens"] < host["hit_tokens"] < found["hit_tokens"]
+
+
 def test_pictures_are_encoded_on_servers_in_front_of_a_pool(tmp_path: Path) -> None:
     """The pool encodes nothing, and three GPUs are paid."""
     run = tmp_path / "run"

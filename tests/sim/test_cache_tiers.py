@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError
@@ -12,9 +12,10 @@ from simtune.errors import Infeasible
 from simtune.results.result import Result
 from simtune.sim.deployment import deploy
 from simtune.sim.tier_links import TierMaker
+from simtune.specs.adapters import Lora
 from simtune.specs.cache_tiers import PUBLISHED_TIERS, CacheTier
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Plan
+from simtune.specs.plan import Failure, Plan
 from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
 from simtune.workload.requests import build_stream
@@ -33,23 +34,31 @@ LATER = [("vllm-fcfs", 16), ("sglang", 1), ("tensorrt-llm", 32)]
 
 
 def run(
-    load: Workload, policy: str, block: int, tokens: int, *tiers: CacheTier, requests: int = 100, **more: Any
+    load: Workload,
+    policy: str,
+    block: int,
+    tokens: int,
+    *tiers: CacheTier,
+    requests: int = 100,
+    events: tuple[Failure, ...] = (),
+    **more: Any,
 ) -> Result:
     batching = Batching.model_validate(
         {"policy": policy, "max_num_seqs": 64, "max_num_batched_tokens": 8192}, strict=False
     )
     cache = KvCache(num_blocks=tokens // block + 1, block_size=block, prefix_caching=True, tiers=tiers or None)
     pool = Pool(hardware="h100-sxm", instances=1, batching=batching, max_model_len=8192, kv_cache=cache, **more)
-    plan = Plan(name="p", model="llama-3.1-8b", pools=(pool,))
+    plan = Plan(name="p", model="llama-3.1-8b", pools=(pool,), events=events)
     stream = build_stream(load, None, requests=requests, seed=3)
     return deploy(plan, load_model("llama-3.1-8b"), load_hardware("h100-sxm")).simulate(stream)
 
 
-@pytest.mark.parametrize(("policy", "block"), LATER)
-def test_a_tier_of_size_0_changes_no_tick(policy: str, block: int) -> None:
-    without, none = (
-        run(CHAT, policy, block, 9600, *tiers) for tiers in ((), (CacheTier(name="a", bytes=0, bytes_per_s=1.0),))
-    )
+@pytest.mark.parametrize(
+    ("policy", "block", "fetched"), [*((*policy, "before") for policy in LATER), ("vllm-fcfs", 16, "ahead")]
+)
+def test_a_tier_of_size_0_changes_no_tick(policy: str, block: int, fetched: Any) -> None:
+    tier = CacheTier(name="a", bytes=0, bytes_per_s=1.0, fetched=fetched)
+    without, none = (run(CHAT, policy, block, 9600, *tiers) for tiers in ((), (tier,)))
     assert none.outcome.finish.tolist() == without.outcome.finish.tolist()
     (use,) = none.summary().cache_tiers
     assert use.hit_tokens == 0
@@ -92,6 +101,49 @@ def test_a_hit_takes_its_bytes_over_the_link(fetched: Any) -> None:
     assert waits.sum() == pytest.approx(ticks, rel=0, abs=int(fetching.sum())), "but for rounding to ticks"
 
 
+def test_a_request_waits_for_what_it_loads_ahead_of_admission() -> None:
+    """The same load: nothing else runs, so the first token is later by what the bytes take."""
+    load = CHAT.model_copy(
+        update={
+            "arrivals": Poisson(rate_rps=0.01),
+            "prompt": FixedLength(tokens=1601),
+            "sessions": None,
+            "shared_prefix": SharedPrefix(groups=8, tokens=1600),
+        }
+    )
+    rate, latency, ttft, found = 2e8, 0.002, {}, 0
+    for link, extra in ((FAST, 0.0), (rate, latency)):
+        tier = CacheTier(name="host", bytes=1e12, bytes_per_s=link, latency_s=extra, fetched="ahead")
+        result = run(load, "vllm-fcfs", 16, 8192, tier, requests=30)
+        ttft[link] = result.outcome.first_token - result.outcome.arrival
+        found = result.summary().cache_tiers[0].hit_tokens
+    loading = ttft[rate] > ttft[FAST]
+    assert found > 4000
+    ticks = (found * TOKEN_BYTES / rate + loading.sum() * latency) * TICKS_PER_SECOND
+    assert (ttft[rate] - ttft[FAST]).sum() == pytest.approx(ticks, rel=0, abs=int(loading.sum()))
+
+
+def test_others_step_on_while_a_request_loads() -> None:
+    """Over a slow link a step that fetches keeps all requests waiting, a request that loads ahead only itself."""
+    intervals: dict[str, float] = {}
+    ways: tuple[Literal["before", "ahead"], ...] = ("before", "ahead")
+    for fetched in ways:
+        tier = CacheTier(name="host", bytes=1e12, bytes_per_s=1e8, fetched=fetched)
+        summary = run(CHAT, "vllm-fcfs", 16, 9600, tier).summary()
+        assert summary.cache_tiers[0].hit_tokens > 1000
+        intervals[fetched] = summary.metrics["itl"].p99 or 0.0
+    assert 0.0 < intervals["ahead"] < 0.1 * intervals["before"]
+
+
+def test_requests_that_load_are_lost_with_their_instance_and_sent_again() -> None:
+    """It fails while requests load over a slow link; every request is answered in the end."""
+    tier = CacheTier(name="host", bytes=1e12, bytes_per_s=2e7, fetched="ahead")
+    failures = tuple(Failure(at_s=at_s, pool="mixed", instance=0, recover_s=0.5) for at_s in (8.0, 16.0, 24.0))
+    result = run(CHAT, "vllm-fcfs", 16, 9600, tier, events=failures)
+    assert result.summary().completed == 100
+    assert result.summary().resent > 0
+
+
 def test_fetches_wait_for_each_other_and_tiers_do_not() -> None:
     host, disk = (
         CacheTier(name="host", bytes_per_s=2.0**20, fetched="beside"),
@@ -122,6 +174,13 @@ def test_tiers_extend_a_cache_that_can_have_some() -> None:
         KvCache.model_validate({"prefix_caching": True, "tiers": (tier, tier)})
     with pytest.raises(Infeasible, match="policy transformers-fifo has no tiers"):
         run(CHAT, "transformers-fifo", 16, 9600, CacheTier(name="host", bytes_per_s=1e9))
+    ahead = CacheTier(name="host", bytes=1e9, bytes_per_s=1e9, fetched="ahead")
+    with pytest.raises(Infeasible, match="policy sglang fetches within steps; set fetched of the tier to before"):
+        run(CHAT, "sglang", 1, 9600, ahead)
+    with pytest.raises(Infeasible, match="lora and a tier with fetched: ahead are mutually exclusive"):
+        run(CHAT, "vllm-fcfs", 16, 9600, ahead, lora=Lora(slots=2, rank=8))
+    with pytest.raises(ValueError, match="must have one tier only with fetched: ahead"):
+        KvCache.model_validate({"prefix_caching": True, "tiers": ({**tier, "bytes": 1.0, "fetched": "ahead"}, tier)})
 
 
 def pool_of(**kv_cache: Any) -> Pool:
@@ -159,6 +218,9 @@ def test_a_published_cache_by_name_is_its_tiers() -> None:
     ({"bytes": 1e9, "device_ratio": 2.0}, "cannot be combined with bytes; keep one size"),
     ({"device_ratio": 2.0, "shared": True, "bytes_per_s": 1e9}, "is of one instance; give bytes"),
     ({"shared": True}, "is required of a tier that instances share"),
+    ({"fetched": "ahead"}, "is required of a tier from which requests fetch ahead of admission"),
+    ({"fetched": "ahead", "bytes": 1e9, "shared": True}, "cannot be combined with fetched: ahead"),
+    ({"fetched": "ahead", "bytes": 1e9, "written": "evicted"}, "must be computed with fetched: ahead"),
 ])  # fmt: skip
 def test_sizes_that_mean_nothing_are_refused(tier: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

@@ -36,6 +36,7 @@ from simtune.testing.clusters import COLUMNS
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
 from tests.sim.worlds import Kinked
+from tests.worlds import newer
 from tests.worlds.fragments import Draws, varied
 
 PAST = Path(__file__).with_name("plans.jsonl")
@@ -118,7 +119,18 @@ def _world(random: Random) -> World:
     stream = build_stream(load, None, requests=requests, seed=stream_seed)
     costs = _costs(random, with_drafts=bool(schemes))
     recipe = Recipe(plan_block, load_block, requests, stream_seed, costs, schemes, random.randint(0, 99), fragments)
-    return _deployed(recipe, plan, stream)
+    return _newer(_deployed(recipe, plan, stream))
+
+
+def _newer(world: World) -> World:
+    """Return a world with the features of `tests.worlds.newer` that go with it."""
+    for change in newer.changes(world.recipe.plan, world.recipe.load):
+        plan, load = change(world.recipe.plan, world.recipe.load)
+        try:
+            world = made(world.recipe._replace(plan=plan, load=load))
+        except (Infeasible, PartError, UsageError, ValidationError):
+            continue
+    return world
 
 
 def made(recipe: Recipe) -> World:
@@ -549,6 +561,10 @@ def features(world: World) -> set[str]:
         "decode_context_parallel": any(of_pool.decode_ranks > 1 for of_pool in parallel),
         "async": any(pool.schedules_async for pool in pools),
         "swap": any(cache.preemption == "swap" for cache in caches),
+        "adapters": stream.adapter is not None,
+        "images": stream.images is not None,
+        "spares": any(pool.spare for pool in pools),
+        "ahead": any(tier.fetched == "ahead" for cache in caches for tier in cache.tiers or ()),
         "messages": any(pool.message_tokens > 1 for pool in pools),
         "preempted": outcome is not None and bool(outcome.preemptions.any()),
         "resent": outcome is not None and bool(outcome.resent.any()),

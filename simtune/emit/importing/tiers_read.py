@@ -16,8 +16,8 @@ HICACHE = ("enable-hierarchical-cache", "hicache-ratio", "hicache-size", "hicach
 
 
 def read_vllm(draft: PoolDraft, option: Given) -> None:
-    """Read --kv-offloading-size, in GiB of all ranks together."""
-    _set_host(draft, {"bytes": real_number(option) * GIB})
+    """Read --kv-offloading-size, in GiB of all ranks together; requests load ahead of their admission."""
+    _set_host(draft, {"bytes": real_number(option) * GIB, "fetched": "ahead"})
 
 
 def read_trtllm(draft: PoolDraft, option: Given) -> None:

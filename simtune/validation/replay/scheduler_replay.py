@@ -26,6 +26,8 @@ from simtune.engine import (
     TransformersFifo,
     VllmFcfs,
 )
+from simtune.engine.offloading import Offloading
+from simtune.engine.tiers import Tier, TierStore
 from simtune.errors import Problem, SpecError, UsageError, suggest
 from simtune.specs.base import Count, NonNegative
 from simtune.specs.catalog import load_engine
@@ -46,6 +48,8 @@ class Decision:
     free_blocks: int
     running: int
     waiting: int
+    loading: tuple[tuple[str, int], ...] = ()
+    """Requests that have begun to load blocks from host memory since the step before, with their tokens."""
 
     def differs_from(self, other: Decision, compared: Sequence[str]) -> tuple[str, ...]:
         """Return the names of the fields among `compared` that differ."""
@@ -120,7 +124,7 @@ def replay(log: StepLog, policy: str | None = None) -> Replay:
     for logged in log.steps:
         account.arrive(logged.step)
         before = account.state()
-        simulated, expected = account.decide(), _decision(logged)
+        simulated, expected = account.decide(logged.loaded), _decision(logged)
         different = ALL if simulated is None else expected.differs_from(simulated, compared)
         if different:
             parting = Parting(logged.step, different, expected, simulated, before)
@@ -138,6 +142,7 @@ class _Account:
 
     def __init__(self, log: StepLog, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._offloading = scheduler.offloading if isinstance(scheduler, VllmFcfs) else None
         self._names = [line.req for line in log.requests]
         block_size = scheduler.kv.block_size
         self._coming: deque[tuple[int, Request]] = deque()
@@ -173,10 +178,16 @@ class _Account:
             self._scheduler.kv.free,
         )
 
-    def decide(self) -> Decision | None:
-        """Schedule and complete one step; None if there is nothing to run."""
-        scheduler = self._scheduler
-        step = scheduler.schedule()
+    def decide(self, loaded: Sequence[Sequence[str]] = ((),)) -> Decision | None:
+        """Schedule and complete one step; None if there is nothing to run. Blocks of requests are `loaded` before each
+        call, of which only the last one gives a step."""
+        scheduler, step = self._scheduler, None
+        for names in loaded:
+            if step is not None:
+                break
+            for name in names:
+                self._arrive_from_host(name)
+            step = scheduler.schedule()
         if step is None:
             return None
         tokens_of = scheduler.composition()
@@ -204,7 +215,23 @@ class _Account:
             free,
             running,
             waiting,
+            self._loading(),
         )
+
+    def _arrive_from_host(self, name: str) -> None:
+        """Let the blocks of a request have come from host memory, if it loads any."""
+        if self._offloading is not None:
+            for request in self._offloading.holding:
+                if self._name(request) == name:
+                    self._offloading.arrive(request)
+
+    def _loading(self) -> tuple[tuple[str, int], ...]:
+        """Return the loads that have begun since the last time."""
+        if self._offloading is None:
+            return ()
+        started = sorted((self._name(request), tokens) for request, tokens in self._offloading.started)
+        self._offloading.started.clear()
+        return tuple(started)
 
     def _requeue(self, step: Step, past: Mapping[Request, int]) -> None:
         """Move preempted requests to the waiting ones, and admitted ones to the batch, with `past` tokens in the
@@ -244,6 +271,7 @@ def _decision(logged: LoggedStep) -> Decision:
         logged.free,
         logged.running - reset,
         logged.waiting + reset,
+        tuple(sorted(logged.load.items())),
     )
 
 
@@ -295,6 +323,7 @@ class _VllmOptions(_ReplayOptions):
     async_scheduling: bool
     num_lookahead_tokens: int
     spec: _ReplayDrafting | None
+    host_blocks: Count | None = None
 
     @property
     def policy(self) -> str:
@@ -321,7 +350,7 @@ class _VllmOptions(_ReplayOptions):
                 extra_slots=self.spec.draft_slots_per_request,
                 drops_last_hit=self.spec.method in DROP_LAST_HIT,
             )
-        return kind(
+        scheduler = kind(
             **plain,
             # The watermark is a share of all blocks, the engine's own included.
             watermark_blocks=int(self.watermark * (self.free_blocks_at_start + 1)),
@@ -335,6 +364,16 @@ class _VllmOptions(_ReplayOptions):
             async_scheduling=self.async_scheduling,
             speculation=drafting,
         )
+        if self.host_blocks is not None:
+            tier = Tier("host", TierStore(0))
+            scheduler.offload(Offloading(tier, self.host_blocks, newest=_is_newest(log)))
+        return scheduler
+
+
+def _is_newest(log: StepLog) -> bool:
+    """True if the release that wrote a log has the newest rule for host memory, that of 0.33."""
+    release = re.search(r"0\.(\d+)", log.header.package)
+    return release is None or int(release[1]) >= 33
 
 
 def _self_preemption_ends_step(log: StepLog) -> bool:

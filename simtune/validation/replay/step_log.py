@@ -69,6 +69,11 @@ class LoggedStep(_LogLine):
     accept: TokensByRequest = {}
     emit: TokensByRequest = {}
     finish: Ids = ()
+    loaded: tuple[Ids, ...] = ((),)
+    """Requests whose blocks came from host memory before each call of `schedule` since the step before; all calls but
+    the last scheduled nothing."""
+    load: TokensByRequest = {}
+    """Tokens that requests have begun to load from host memory since the step before."""
     free: Whole = 0
     running: Whole = 0
     waiting: Whole = 0

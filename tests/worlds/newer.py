@@ -1,0 +1,84 @@
+"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission.
+
+What is added depends on the world alone, so that all other worlds keep their numbers; a feature that does not go with
+the world is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from simtune.engine import POLICIES
+
+Block = dict[str, Any]
+VISION = "qwen2.5-vl-7b"
+Feature = Callable[[Random, Block, Block], None]
+"""Adds a feature to a plan and its load."""
+
+
+def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple[Block, Block]]]:
+    """Yield functions that return a plan and its load with one more feature."""
+    random = Random(f"newer {plan} {load}")
+    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead)):
+        if random.random() < share:
+            seed = random.random()
+
+            def change(plan: Block, load: Block, feature: Feature = feature, seed: float = seed) -> tuple[Block, Block]:
+                plan, load = copy.deepcopy(plan), copy.deepcopy(load)
+                feature(Random(seed), plan, load)
+                return plan, load
+
+            yield change
+
+
+def _adapters(random: Random, plan: Block, load: Block) -> None:
+    """Let requests ask for adapters, of which a few fit the devices."""
+    for pool in plan["pools"]:
+        if "lora" not in POLICIES[pool["batching"]["policy"]].offers:
+            pool["batching"] |= {"policy": random.choice(("vllm-fcfs", "vllm-priority", "sglang")), "options": {}}
+        lora: Block = {"rank": random.choice((1, 8, 64)), "slots": random.choice((1, 2, 4))}
+        if random.random() < 0.5:
+            lora |= {"host_slots": 4, "storage_bytes_per_s": random.choice((1e9, 1e12))}
+        pool["lora"] = lora
+    count = random.choice((1, 2, 5))
+    base_share = random.choice((0.0, 0.3))
+    load["adapters"] = {"count": count, "zipf": random.choice((0.0, 1.0)), "base_share": base_share}
+
+
+def _images(random: Random, plan: Block, load: Block) -> None:
+    """Let requests have images, and the pools encoders for them."""
+    plan["model"] = VISION
+    for pool in plan["pools"]:
+        pool["parallelism"] = {"tp": random.choice((1, 2)), "pp": pool["parallelism"].get("pp", 1)}
+        if "images" in POLICIES[pool["batching"]["policy"]].offers:
+            encoder: Block = {"disable_chunked_mm_input": random.random() < 0.3}
+            if random.random() < 0.5:
+                encoder |= {"cache_size": random.choice((8, 40, 200)), "max_batched_embeds": random.choice((8, 64))}
+            pool["encoder"] = encoder
+    sizes = [{"width": random.choice((28, 84, 140)), "height": random.choice((28, 112))} for _ in range(2)]
+    images: Block = {"share": random.choice((0.4, 1.0)), "per_request": random.choice(([1], [1, 2, 3])), "sizes": sizes}
+    if random.random() < 0.5:
+        images["repeats"] = {"share": 0.6, "images": 2}
+    load["images"] = images
+
+
+def _spares(random: Random, plan: Block, load: Block) -> None:
+    """Let instances stand by, and others fail."""
+    pool = random.choice(plan["pools"])
+    pool["instances"] = max(2, pool["instances"])
+    pool["spare"] = random.randint(1, pool["instances"] - 1)
+    failure = {"kind": "failure", "pool": pool["name"], "recover_s": random.choice((1e-3, 0.03, 0.5))}
+    times = sorted(random.sample((0.0, 4e-3, 0.0211, 0.05, 0.2), random.randint(1, 3)))
+    failing = random.sample(range(pool["instances"]), min(len(times), pool["instances"]))
+    plan["events"] = [{**failure, "instance": i, "at_s": at_s} for i, at_s in zip(failing, times, strict=False)]
+
+
+def _ahead(random: Random, plan: Block, load: Block) -> None:
+    """Let requests load from host memory ahead of their admission, if there are tiers."""
+    for pool in plan["pools"]:
+        if pool["kv_cache"].get("tiers") and POLICIES[pool["batching"]["policy"]].loads_ahead:
+            tier = {"name": "host", "fetched": "ahead", "bytes": random.choice((0, 5e6, 3e7, 1e9))}
+            pool["kv_cache"]["tiers"] = [tier | {"bytes_per_s": random.choice((1e7, 1e8, 1e10)), "latency_s": 1e-4}]
