@@ -165,6 +165,8 @@ def test_rates_near_one_that_short_draws_do_not_decide_are_drawn_long_at_once(mo
         return DrawsVerdict(None, "is not shown to be kept up with")
 
     monkeypatch.setattr(FreshDraws, "on_draws", undecided)
+    # A backlog that shows nothing (tests/tuner/test_backlog.py has others).
+    monkeypatch.setattr(FreshDraws, "_clears_backlog", lambda *_: False)
     fresh = FreshDraws(q, Evaluator(None, None))
     drawn = []
     for rate_rps in (10.0, 9.8, 8.9, 10.2):

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,12 +33,19 @@ from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter, as_full
 from simtune.tuner.search.climb import Simulation, SimulationFinding
-from simtune.tuner.search.confirm import judged_together, num_draws, part_requests
+from simtune.tuner.search.confirm import (
+    backlog_task,
+    judged_together,
+    margin,
+    misses_below,
+    num_draws,
+    part_requests,
+)
 from simtune.tuner.search.most_users import UserLoad, run_at_load
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import left_out_names, space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
-from simtune.tuner.trial import Confirmed, Trial, Tuned
+from simtune.tuner.trial import Attempt, Confirmed, Trial, Tuned
 
 CERTIFICATE_SCHEMA: Literal["simtune/certificate@1"] = "simtune/certificate@1"
 
@@ -520,7 +528,8 @@ class Audit:
             self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
         findings = tuple(self._resimulations.finding(bounded_candidate, fresh[draw]) for draw in draws)
-        confirmed = _confirmed_by(self.question, bounded_candidate.facts, rate, findings)
+        keeps_up = partial(_clears_backlog, self.question, self._resimulations, bounded_candidate, fate)
+        confirmed = _confirmed_by(self.question, bounded_candidate.facts, rate, findings, keeps_up)
         if findings and confirmed is None:
             self.problems.append(f"{fate.plan} was chosen, and fresh draws do not confirm it")
         claimed = self.certificate.confirmed
@@ -572,13 +581,41 @@ def foreign(claimed: Mapping[str, PlanFate], audit: Audit) -> list[str]:
 
 
 def _confirmed_by(
-    question: Question, facts: PlanFacts, rate_rps: float | None, findings: Seq[SimulationFinding]
+    question: Question,
+    facts: PlanFacts,
+    rate_rps: float | None,
+    findings: Seq[SimulationFinding],
+    keeps_up: Callable[[float], bool],
 ) -> Confirmed | None:
-    """Return what simulations on fresh draws confirm; None if one is too short or misses the SLO."""
+    """Return what simulations on fresh draws confirm; None if one is too short or misses the SLO, or if neither they
+    nor a backlog show that the plan keeps up with the rate."""
     requests = 0 if question.workload.batch else question.study.search.confirm.requests
     if not findings or not all(finding.met and finding.summary.requests >= requests for finding in findings):
         return None
-    return judged_together(question, facts, rate_rps, findings).confirmed
+    confirmed = judged_together(question, facts, rate_rps, findings).confirmed
+    if confirmed is None and rate_rps is not None and keeps_up(rate_rps):
+        return judged_together(question, facts, rate_rps, findings, keeps_up=True).confirmed
+    return confirmed
+
+
+def _clears_backlog(
+    question: Question, resimulations: Resimulations, plan: BoundedCandidate, fate: PlanFate, rate_rps: float
+) -> bool:
+    """True if a run of all requests at once shows that a plan keeps up with a rate, and it keeps the SLO on the fresh
+    draws and that of the search at a rate that is higher by a margin."""
+    task = backlog_task(question, plan)
+    if task is None or not isinstance(question.objective, RateObjective):
+        return False
+    resimulations.count += 1
+    if rate_rps > (task.run().kept_up_below_rps or 0.0):
+        return False
+    higher_rps = rate_rps * margin(question)
+    if any(misses_below(Attempt(**entry.model_dump()), higher_rps) for entry in fate.simulated):
+        return False
+    higher = {entry.draw: entry for entry in fate.simulated if entry.draw and near(entry.rate_rps, higher_rps)}
+    draws = range(1, 1 + num_draws(question))
+    met = (resimulations.finding(plan, entry).met for entry in higher.values())
+    return [*sorted(higher)] == [*draws] and all(met)
 
 
 def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:

@@ -14,6 +14,7 @@ from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
+from simtune.tuner.search.backlog import kept_up_below_rps
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
 from simtune.tuner.search.implied_results import Use, decodes_miss, first_tokens_miss, uses
 from simtune.tuner.search.most_users import UserLoad, most_users
@@ -54,6 +55,9 @@ class SimulationFinding:
     """Spread of the number of requests in the system (`simtune.results.steady.wander`)."""
     missed_by: int = 0
     """Requests of the run, or of the part of it, that missed the SLO; 0 if it was met."""
+    kept_up_below_rps: float | None = None
+    """Rate below which the plan keeps up, if all requests of the run were present at once
+    (`simtune.tuner.search.backlog`)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Simulation:
     judged as a whole."""
     searches_users: bool = False
     """True to run the most users of a closed loop that meet the SLO, by requests of `draws`."""
+    at_once: bool = False
+    """True if all requests are present at once, to see at what rate they are served."""
 
     def run(self) -> SimulationFinding:
         """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
@@ -101,6 +107,7 @@ class Simulation:
             strain=_strain(result),
             wander=result.wander,
             missed_by=missed_by,
+            kept_up_below_rps=kept_up_below_rps(result) if self.at_once else None,
         )
 
     def _simulated(self, stream: RequestStream) -> Result:

@@ -5,9 +5,13 @@ keeps the SLO on every one of a few fresh draws, each of 8,000 requests, 25 life
 percentile of the SLO, or more; otherwise it is stepped down. A draw that is longer is several: each 8,000 requests of
 it must keep the SLO, since a burst hides in the percentile of a longer run. The draws must also show that the plan
 keeps up: the number of requests in the system, averaged over the draws, must stray less than the mean of as many free
-random walks does in all but a thousandth of cases. Near the capacity it strays more; then the draws are extended to
-MOST_REQUESTS, and it is enough that an overload of 1 % would violate a limit of TTFT or E2EL. Rates of the plan that
-are a little lower are drawn at that length at once.
+random walks does in all but a thousandth of cases.
+
+Near the capacity it strays more. Then a rate is kept up with if requests that are all present at once are served faster
+(`simtune.tuner.search.backlog`). Draws of such a rate differ more, too, so the SLO must be kept on these draws and on
+that of the search at a rate that is higher by `margin` as well, the standard deviation of what draws of their length
+differ by. If a backlog does not show it, the draws are extended to MOST_REQUESTS, and it is enough that an overload of
+1 % would violate a limit of TTFT or E2EL. Rates of the plan that are a little lower are drawn at that length at once.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ from simtune.results.steady import needed_for
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
+from simtune.tuner.doubt.draw_spread import spread
 from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
+from simtune.tuner.search.backlog import AT_ONCE_RPS, shows_drift
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Simulation, SimulationFinding, violation
 from simtune.tuner.search.draws import MOST_REQUESTS
@@ -106,27 +112,63 @@ class FreshDraws:
         self._seen = SeenDraws()
         self._strayed: dict[tuple[object, ...], float] = {}
         """The lowest rate of each kind of plans that short draws did not show to be kept up with."""
+        self._findings: dict[tuple[str, float | None, int, int], SimulationFinding] = {}
+        self._kept_up_below: dict[str, float] = {}
+        """Rates below which plans keep up, by their names, as runs of all requests at once show them."""
 
     def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
         """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
-        up, repeat with longer ones."""
+        up, see whether a backlog does (then a higher rate must keep the SLO as well), or repeat with longer ones."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
         if requests >= most:
             return self.on_draws(plan, rate_rps, requests)
         strayed = self._strayed.get(plan.kind, math.inf)
-        if rate_rps is None or not strayed * NEAR < rate_rps <= strayed:
+        near = rate_rps is not None and strayed * NEAR < rate_rps <= strayed
+        if not near or self._clears_backlog(plan, rate_rps):
             verdict = self.on_draws(plan, rate_rps, requests)
             if verdict.confirmed is not None or verdict.missed:
                 return verdict
             if rate_rps is not None:
-                self._strayed[plan.kind] = rate_rps
+                self._strayed[plan.kind] = min(rate_rps, strayed)
+                if self._clears_backlog(plan, rate_rps):
+                    return self._with_margin(plan, rate_rps, requests)
         return self.on_draws(plan, rate_rps, most)
 
-    def on_draws(self, plan: BoundedCandidate, rate_rps: float | None, requests: int) -> DrawsVerdict:
+    def _clears_backlog(self, plan: BoundedCandidate, rate_rps: float | None) -> bool:
+        """True if a run of all requests at once shows that a plan keeps up with a rate, where rates are searched."""
+        if rate_rps is None or not isinstance(self._question.objective, RateObjective):
+            return False
+        name = plan.candidate.name
+        if name not in self._kept_up_below:
+            task = backlog_task(self._question, plan)
+            self._kept_up_below[name] = 0.0
+            if task is not None:
+                finding = self._evaluator.finding((name, task.rate_rps, task.draw), task, ())
+                plan.row.simulations += 1
+                self._kept_up_below[name] = finding.kept_up_below_rps or 0.0
+        return rate_rps <= self._kept_up_below[name]
+
+    def _with_margin(self, plan: BoundedCandidate, rate_rps: float, requests: int) -> DrawsVerdict:
+        """Return the verdict on a rate that is kept up with and at which draws keep the SLO, by the draw of the search
+        and fresh draws at a rate that is higher by the `margin`."""
+        higher_rps = rate_rps * margin(self._question)
+        near = f"is too near to {higher_rps:.4g} requests/s, which"
+        if any(misses_below(attempt, higher_rps) for attempt in plan.row.tried):
+            return DrawsVerdict(None, f"{near} misses the SLO on the draw of the search")
+        verdict = self.on_draws(plan, higher_rps, requests)
+        if verdict.missed:
+            plan.miss(Miss(higher_rps, verdict.missed))
+            return DrawsVerdict(None, f"{near}, {verdict.reason}")
+        return self.on_draws(plan, rate_rps, requests, keeps_up=True)
+
+    def on_draws(
+        self, plan: BoundedCandidate, rate_rps: float | None, requests: int, *, keeps_up: bool = False
+    ) -> DrawsVerdict:
         """Simulate a plan on one draw of a number of requests after the other, until one misses the SLO.
 
         Misses that other plans imply come first, and cost nothing; then the draws that were missed last, or that came
-        closest to a limit: they are likely to be missed again, or in a longer run.
+        closest to a limit: they are likely to be missed again, or in a longer run. `keeps_up` says that it is known
+        that the plan keeps up.
         """
         loads = [DrawnLoad(rate_rps, draw, requests) for draw in self._draws]
         for load in loads:
@@ -140,22 +182,27 @@ class FreshDraws:
                 self._draws.remove(load.draw)
                 self._draws.insert(0, load.draw)
                 return self._missed(plan, load, finding, finding.reason)
-            plan.row.tried.append(load.attempt(finding))
+            _note(plan, load.attempt(finding))
             findings[load.draw] = finding
         self._draws.sort(key=lambda draw: -(findings[draw].strain or 0.0))
-        return judged_together(self._question, plan.facts, rate_rps, [findings[draw] for draw in sorted(findings)])
+        in_order = [findings[draw] for draw in sorted(findings)]
+        return judged_together(self._question, plan.facts, rate_rps, in_order, keeps_up=keeps_up)
 
     def _missed(self, plan: BoundedCandidate, load: DrawnLoad, finding: SimulationFinding, reason: str) -> DrawsVerdict:
-        plan.row.tried.append(load.attempt(finding))
+        _note(plan, load.attempt(finding))
         return DrawsVerdict(None, f"on another draw of the requests: {reason}", finding.missed_by)
 
     def _finding(self, plan: BoundedCandidate, load: DrawnLoad) -> SimulationFinding:
-        finding = self._seen.same(plan, load)
+        # Rates that are a margin apart are those of the steps between, but for rounding.
+        rate = load.rate_rps if load.rate_rps is None else float(f"{load.rate_rps:.9g}")
+        key = plan.candidate.name, rate, load.draw, load.requests
+        finding = self._findings.get(key) or self._seen.same(plan, load)
         if finding is None:
             task = draw_task(self._question, plan, load.rate_rps, load.draw, load.requests)
             finding = self._evaluator.finding((plan.candidate.name, load.rate_rps, load.draw), task, ())
             plan.row.simulations += 1
             self._seen.remember(plan, load, finding)
+        self._findings[key] = finding
         return finding
 
     def _requests(self, plan: BoundedCandidate, rate_rps: float | None) -> int:
@@ -230,15 +277,18 @@ def _objectives(question: Question) -> list[Slo]:
 
 
 def judged_together(
-    question: Question, facts: PlanFacts, rate_rps: float | None, findings: Sequence[SimulationFinding]
+    question: Question,
+    facts: PlanFacts,
+    rate_rps: float | None,
+    findings: Sequence[SimulationFinding],
+    *,
+    keeps_up: bool = False,
 ) -> DrawsVerdict:
     """Return the joint verdict of draws on each of which a plan keeps the SLO: whether they show that it keeps up as
-    well."""
-    strays = [finding.wander for finding in findings if finding.wander is not None]
+    well, unless it is known that it `keeps_up`."""
     count = min(finding.summary.requests for finding in findings)
-    felt = count >= MOST_REQUESTS and all(_lasts_s(finding) >= felt_after_s(question) for finding in findings)
-    if not felt and strays and sum(strays) / len(strays) > STRAYS[min(3, len(strays))]:
-        return DrawsVerdict(None, f"is not shown to be kept up with by {len(strays)} draws of {count:,} requests")
+    if not keeps_up and _strays(question, findings, count):
+        return DrawsVerdict(None, f"is not shown to be kept up with by {len(findings)} draws of {count:,} requests")
     lifetimes = [f.summary.lifetimes for f in findings if f.summary.lifetimes is not None]
     objective, summaries = question.objective, [finding.summary for finding in findings]
     values = (
@@ -249,6 +299,15 @@ def judged_together(
         )
     )
     return DrawsVerdict(Confirmed(len(findings), count, min(lifetimes, default=None), values), "")
+
+
+def _strays(question: Question, findings: Sequence[SimulationFinding], count: int) -> bool:
+    """True if draws of `count` requests do not show that a plan keeps up: the number of requests in the system strays,
+    and they are too short for an overload to violate a limit."""
+    strays = [finding.wander for finding in findings if finding.wander is not None]
+    if not strays or sum(strays) / len(strays) <= STRAYS[min(3, len(strays))]:
+        return False
+    return count < MOST_REQUESTS or any(_lasts_s(finding) < felt_after_s(question) for finding in findings)
 
 
 def num_draws(question: Question) -> int:
@@ -262,6 +321,29 @@ def num_draws(question: Question) -> int:
         alike = alike and np.array_equal(first.arrival_s, second.arrival_s)
     draws = question.study.search.confirm.draws
     return min(1, draws) if alike else draws
+
+
+def margin(question: Question) -> float:
+    """Return the factor to the rate at which draws must keep the SLO as well, if these alone do not show that a rate is
+    kept up with: about the standard deviation of the highest rate between draws, in whole steps of the search."""
+    step = 1 + question.study.search.rate_tolerance
+    return step ** max(1, round(spread(part_requests(question) or question.requests) / math.log(step)))
+
+
+def misses_below(attempt: Attempt, rate_rps: float) -> bool:
+    """True if a full run on the draw of the search missed the SLO at a rate or below."""
+    lost = not attempt.met and not attempt.draw and attempt.requests is None
+    return lost and attempt.rate_rps is not None and attempt.rate_rps <= rate_rps * (1 + 1e-9)
+
+
+def backlog_task(question: Question, plan: BoundedCandidate) -> Simulation | None:
+    """Return the run of all requests of a fresh draw at once that shows which rates a plan keeps up with; None if it
+    would not show it."""
+    least = part_requests(question)
+    if least is None or not shows_drift(question, plan.deployment):
+        return None
+    stream = question.draws.stream(question.num_requests(plan.candidate, least), 1)
+    return Simulation(plan.deployment, stream, Slo(), AT_ONCE_RPS, draw=1, at_once=True)
 
 
 def draw_task(
@@ -279,6 +361,12 @@ def draw_task(
         part=part,
         searches_users=question.searches_users,
     )
+
+
+def _note(plan: BoundedCandidate, attempt: Attempt) -> None:
+    """Write a simulation into the row of a plan, unless it is there."""
+    if attempt not in plan.row.tried:
+        plan.row.tried.append(attempt)
 
 
 def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
