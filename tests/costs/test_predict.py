@@ -133,7 +133,7 @@ def test_beyond_the_box_the_common_error_of_gpus_counts_and_grows_with_each_octa
     interval = operator.interval
     assert interval is not None
     gpu, cpu = (Predictor(operator, processors, residual()[1]) for processors in (8, 1))
-    far = {"m": np.array([512.0, 2048.0]), "n": 64, "k": 32}
+    far: dict[str, Any] = {"m": np.array([512.0, 2048.0]), "n": 64, "k": 32}
     ratio = gpu.log_sd(**far) / cpu.log_sd(**far)
     common = BEYOND["gemm"]["m"] / interval.quantile / OUTSIDE
     assert ratio == pytest.approx(common * np.array([2.0, 4.0]))
