@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from simtune.costs.other_engines import for_engine, load_kernels
+from simtune.costs.other_engines import for_preset, load_kernels
 from simtune.costs.step_files import read_costs
 from simtune.errors import Infeasible, UsageError
 from simtune.results.result import Result
@@ -26,7 +26,6 @@ from simtune.specs.base import override
 from simtune.specs.catalog import (
     LikeLaunch,
     beside,
-    engine_family,
     engine_name,
     is_path,
     load,
@@ -219,7 +218,9 @@ def _load_profiles(
     engine.
     """
     references = (
-        [(hardware, engine)] if plan is None else [(hardware or pool.hardware, pool.engine) for pool in plan.pools]
+        [(hardware, engine)]
+        if plan is None
+        else [(hardware or pool.hardware, pool.engine_release) for pool in plan.pools]
     )
     profiles: dict[tuple[str, str | None], Hardware] = {}
     loaded = []
@@ -227,7 +228,7 @@ def _load_profiles(
         if profile is None:
             continue
         if isinstance(profile, Hardware):
-            loaded.append(for_engine(profile, engine_family(of_engine)))
+            loaded.append(for_preset(profile, of_engine))
             continue
         key = (profile, of_engine)
         if key not in profiles:
@@ -499,7 +500,7 @@ def _variant_engines(study: Study, hardware: str | Hardware | None, folder: Path
     for name in {variant.engine: None for variant in study.variants if variant.engine}:
         profiles = hardware
         if isinstance(hardware, Hardware):
-            profiles = for_engine(hardware, engine_family(name))
+            profiles = for_preset(hardware, name)
         engines[name] = StudyEngine(_preset(name), _hardware_of(study, profiles, folder, name)[1])
     return engines
 
@@ -548,9 +549,9 @@ def _fixed_hardware(study: Study, hardware: str | Hardware | None, folder: Path)
         if pool.engine is not None and pool.engine != study.engine:
             profile = beside(folder, pool.hardware) if hardware is None else hardware
             profiles[pool.name] = (
-                load_kernels(profile, pool.engine)
+                load_kernels(profile, pool.engine_release)
                 if isinstance(profile, str)
-                else for_engine(profile, engine_family(pool.engine))
+                else for_preset(profile, pool.engine_release)
             )
     return profiles
 

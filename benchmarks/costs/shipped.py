@@ -21,7 +21,8 @@ from simtune.cli.output import write_profile
 from simtune.costs.device_transfer import transfer, wider
 from simtune.costs.hardware_profile import build, usable
 from simtune.costs.predict import Z90
-from simtune.costs.tables import read_tables
+from simtune.costs.software import release_of_software
+from simtune.costs.tables import Tables, read_tables
 from simtune.costs.tables.common import Dispute
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
@@ -30,6 +31,7 @@ from simtune.specs.input_files import read_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "simtune/hwprofiles"
+RELEASES = PROFILES / "releases"
 
 
 def recipes() -> dict[str, dict[str, Any]]:
@@ -50,6 +52,8 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
     tables, repair = read_tables(sources, recipe.get("kernels")), recipe.get("repair", False)
     wanted = {key: table for key, table in tables.operators.items() if key not in recipe.get("without", ())}
     own = usable(replace(tables, operators=wanted), facts, repair=repair)
+    if "newer" in recipe:
+        own = newer_than(load_hardware(recipe["newer"]), own)
     hardware = build(own, facts, repair=repair)
     for kernels, keys in recipe.get("borrow", {}).items():
         tables = usable(read_tables(sources, kernels), facts)
@@ -62,6 +66,17 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
     for other in (*map(load_hardware, recipe.get("fill", ())), *([] if moved is None else [moved])):
         hardware = filled(hardware, other)
     return hardware.model_copy(update={"name": name, "engine": recipe["engine"]}).with_arrays(hardware.arrays)
+
+
+def newer_than(profile: Hardware, tables: Tables) -> Tables:
+    """Return the tables of an engine's kernels that the profile was not fitted on."""
+    fitted_on = {key: operator.provenance.software for key, operator in profile.operators.items()}
+    operators = {
+        key: table
+        for key, table in tables.operators.items()
+        if table.engine is not None and release_of_software(table.software) and table.software != fitted_on.get(key)
+    }
+    return replace(tables, operators=operators, host=None, imbalance=None)
 
 
 def spanning(hardware: Hardware, disputed: Mapping[str, Dispute]) -> Hardware:
@@ -87,8 +102,9 @@ def main(data_dir: Path, names: list[str]) -> None:
             continue
         start = time.process_time()
         hardware = fitted(name, recipe, data_dir)
-        write_profile(PROFILES / name, hardware, COMMENT)
-        size = sum(file.stat().st_size for file in (PROFILES / name).iterdir())
+        folder = (RELEASES if "newer" in recipe else PROFILES) / name
+        write_profile(folder, hardware, COMMENT)
+        size = sum(file.stat().st_size for file in folder.iterdir())
         cpu_s = time.process_time() - start
         print(
             f"{name:18} {len(hardware.operators):3} operators  {cpu_s:6.1f} CPU-s  {size / 1024:7.0f} KiB", flush=True

@@ -18,8 +18,9 @@ import pytest
 from benchmarks.results import Recorder
 from simtune.arrays import Array
 from simtune.costs.operators import OPERATORS, Chip
-from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of
+from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD
 from simtune.costs.predict import Z90, Predictor
+from simtune.costs.software import engine_of
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Hardware, Operator
 

@@ -47,17 +47,22 @@ class KindBasis:
     """Seconds by `Basis` of one kind in a step's breakdown, and the typical log error of its time."""
 
     seconds: Array = field(default_factory=lambda: np.zeros(len(Basis)))
+    other_releases: dict[str, float] = field(default_factory=dict)
+    """Seconds of kernels of another release than the one that runs, by software."""
     _weighted_sd: float = 0.0
 
-    def add(self, seconds: float, basis: int, log_sd: float) -> None:
+    def add(self, seconds: float, basis: int, log_sd: float, other_release: str | None = None) -> None:
         """Add `seconds` of a call to its basis."""
         self.seconds[basis] += seconds
         self._weighted_sd += seconds * log_sd
+        if other_release is not None:
+            self.other_releases[other_release] = self.other_releases.get(other_release, 0.0) + seconds
 
     def shrink(self, share: float) -> None:
         """Multiply all seconds by a share, as another kind has the rest."""
         self.seconds *= share
         self._weighted_sd *= share
+        self.other_releases = {release: share * seconds for release, seconds in self.other_releases.items()}
 
     @property
     def log_sd(self) -> float:
@@ -77,6 +82,8 @@ class AskedCall(NamedTuple):
     """Time that the call stands for, in the unit of the steps' weights."""
     basis: Basis
     log_sd: float
+    other_release: str | None = None
+    """Software whose kernels were timed, if it is another release of the engine that runs."""
 
 
 class _OperatorCall(NamedTuple):
@@ -175,7 +182,7 @@ class StepBasis:
         by_kind: dict[str, KindBasis] = defaultdict(KindBasis)
         steps, host = [*steps], self._model.host
         for call in self.calls(steps, errors=errors):
-            by_kind[call.kind].add(call.seconds, call.basis, call.log_sd)
+            by_kind[call.kind].add(call.seconds, call.basis, call.log_sd, call.other_release)
         timed = zip(steps, self._kernels, strict=True)
         beyond = sum(step.weight * self._share_beyond(step, kernels) for step, kernels in timed)
         if beyond > 0:
@@ -342,4 +349,4 @@ def _asked(predictor: _Noting, shares: Sequence[tuple[float, _TimeShare]], *, er
             if differs and rests_on < Basis.EXTRAPOLATED:
                 rests_on, sd = Basis.EXTRAPOLATED, OUTSIDE * sd
             point = {name: float(column[at]) for name, column in shape.items()}
-            yield AskedCall(share.kind, key, point, float(seconds), rests_on, sd)
+            yield AskedCall(share.kind, key, point, float(seconds), rests_on, sd, operator.other_release)

@@ -28,9 +28,10 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from simtune.arrays import Array, Ints
+from simtune.costs.beyond import GROWTH
 from simtune.costs.calibration import TimedStep, read_steps
 from simtune.costs.iteration import StepWork
-from simtune.costs.predict import GROWTH, OUTSIDE, Z90, Basis, octaves
+from simtune.costs.predict import OUTSIDE, Z90, Basis, octaves
 from simtune.costs.protocol import ChunkList
 from simtune.costs.residual import CLIP, Process, cover, fit_process
 from simtune.costs.ticks import to_ticks

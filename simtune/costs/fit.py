@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Mask
 from simtune.costs import curve
+from simtune.costs.beyond import GROWTH
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, OperatorForm, Setting, Terms
 from simtune.costs.operators.splits import RANDOM, Split
-from simtune.costs.predict import GROWTH, LEVEL, Z90, Predictor, base_seconds, octaves
+from simtune.costs.predict import LEVEL, Z90, Predictor, base_seconds, octaves
 from simtune.costs.residual import MAX_POINTS, Process, cover, fit_process
 from simtune.costs.tables import HostTable, ImbalanceTable, Table, take
 from simtune.specs.hardware import (

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import get_args
 
 from simtune.costs.device_transfer import transfer, wider
-from simtune.specs.catalog import engine_family, kernels_of, load_hardware, sister_of
+from simtune.costs.releases import (
+    EngineRelease,
+    engine_release,
+    release_profiles,
+    with_nearest,
+    with_release_marked,
+)
+from simtune.costs.software import engine_of
+from simtune.specs.catalog import engine_family, is_path, kernels_of, load_hardware, sister_of
 from simtune.specs.hardware import Arrays, Facts, Hardware, Operator
 from simtune.specs.preset import EngineFamily
-
-_BEGINNINGS: dict[str, EngineFamily] = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "trtllm": "trtllm",
-    "tensorrt-llm": "trtllm",
-    "torch": "transformers",
-}
-assert set(_BEGINNINGS.values()) <= set(get_args(EngineFamily))
 
 OTHER_ENGINE_LOG_SD: dict[str, float] = {
     "all_reduce": 0.34, "conv_decode": 0.47, "conv_prefill": 1.79, "decode_attention": 0.68, "delta_decode": 0.18,
@@ -36,28 +34,32 @@ and three cards (H100, H200, B200), of the 90 % quantile of |log(ratio of their 
 benchmarks/costs/test_other_engines.py. What two engines' convolutions differ by is mostly what their tables count."""
 
 
-def engine_of(software: str | None) -> EngineFamily | None:
-    """Return the engine whose kernels a table or profile names; None if it names none that is known here."""
-    lower = (software or "").lower()
-    return next((family for word, family in _BEGINNINGS.items() if lower.startswith(word)), None)
+def for_engine(
+    hardware: Hardware, engine: EngineFamily | None = None, release: EngineRelease | None = None
+) -> Hardware:
+    """Return the profile with operators of other engines than `engine`, and of other releases than `release`, marked
+    and their intervals widened.
 
-
-def for_engine(hardware: Hardware, engine: EngineFamily | None = None) -> Hardware:
-    """Return the profile with operators of other engines than `engine` marked and their intervals widened.
-
-    Without an engine it is the one that the profile names.
+    Without an engine it is the one that the profile names; without a release all are those that run.
     """
     named_engine = engine or engine_of(hardware.engine)
     if named_engine is None:
         return hardware
-    if all(_for_engine(operator, named_engine) is operator for operator in hardware.operators.values()):
+    operators = {key: _for_engine(operator, named_engine, release) for key, operator in hardware.operators.items()}
+    if all(operators[key] is operator for key, operator in hardware.operators.items()):
         return hardware
-    operators = {key: _for_engine(operator, named_engine) for key, operator in hardware.operators.items()}
     return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)
 
 
-def _for_engine(operator: Operator, wanted: EngineFamily) -> Operator:
+def for_preset(hardware: Hardware, engine: str | None) -> Hardware:
+    """Return the profile marked for an engine preset, by name or path (`for_engine`)."""
+    return for_engine(hardware, engine_family(engine), engine_release(engine))
+
+
+def _for_engine(operator: Operator, wanted: EngineFamily, release: EngineRelease | None) -> Operator:
     timed = engine_of(operator.provenance.software)
+    if timed == wanted and release is not None:
+        return with_release_marked(operator, release)
     if timed is None or timed == wanted or operator.other_engine is not None:
         return operator
     log_sd = OTHER_ENGINE_LOG_SD.get(operator.kind, median(OTHER_ENGINE_LOG_SD.values()))
@@ -69,14 +71,17 @@ def _for_engine(operator: Operator, wanted: EngineFamily) -> Operator:
 def load_kernels(hardware: str, engine: str | None, settings: Sequence[str] = ()) -> Hardware:
     """Return the profile with the kernels of an engine preset if there is one; otherwise those of the engine on a
     sister card, carried over, if the recipes name one; otherwise the card's own with every operator of another engine
-    marked.
+    marked. Of each operator that was measured in several releases, the nearest to the preset's is taken.
 
     `hardware` and `engine` are names or paths; `settings` are keys of the profile as `--set` gives them.
     """
     profile, sister = load_hardware(kernels_of(hardware, engine), settings), sister_of(hardware, engine)
     if sister is not None:
         profile = _with_kernels_of(profile, load_hardware(sister))
-    return for_engine(profile, engine_family(engine))
+    release = engine_release(engine)
+    if release is not None and not is_path(hardware):
+        profile = with_nearest(profile, release_profiles(hardware, release.family), release)
+    return for_engine(profile, engine_family(engine), release)
 
 
 def _with_kernels_of(profile: Hardware, sister: Hardware) -> Hardware:

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from simtune.arrays import Array, Mask
 from simtune.costs import curve
+from simtune.costs.beyond import widening_beyond
 from simtune.costs.estimate import estimate
 from simtune.costs.operators import OPERATORS, UNKNOWN, Chip, CurveForm, OperatorForm, Setting, Terms, operator_key
 from simtune.costs.residual import Process
@@ -31,11 +32,6 @@ Z90 = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 OUTSIDE = 1.5
 """Factor of the width of intervals outside the measured box if a fit had too few rows to leave ranges out."""
-
-GROWTH = 0.75
-"""Power of (1 + octaves beyond the box) with which the log error grows outside, besides the process's own growth with
-distance. Of 0.5, 0.75 and 1 it covers best when ranges of the tables of seven GPUs are left out:
-benchmarks/costs/test_coverage.py."""
 
 DATA_SHEET_LOG_SD = 0.35
 """Log error if nothing was measured: 75 % of the data sheet's rates plus 5 us are 9-16 % off at the median
@@ -194,15 +190,14 @@ class Predictor:
         """Factor of the width of intervals over that inside, besides the process's own growing uncertainty: the largest
         among the parameters outside."""
         interval, within = self.operator.interval, self._inside(x)
-        quantiles = {} if interval is None else interval.outside
         widening = np.zeros(_size(x))
         for name, (low, high) in self.operator.box.items():
             beyond = np.maximum(octaves(x[name], high), octaves(low, x[name]))
-            factor = (
-                quantiles[name] / interval.quantile * (1 + beyond) ** GROWTH
-                if interval and name in quantiles
-                else OUTSIDE
-            )
+            factor: Array | float | None = None
+            if interval is not None:
+                on_gpu = self._setting.processors > 1
+                factor = widening_beyond(self.operator.kind, name, interval, beyond, gpu=on_gpu)
+            factor = OUTSIDE if factor is None else factor
             widening = np.where(beyond > 0, np.maximum(widening, factor), widening)
         return np.where(within, 1.0, np.where(widening > 0, widening, OUTSIDE))
 

@@ -5,6 +5,7 @@ As in the report, small tuples are computed first and drawn after. No row of a t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from simtune.costs import calibration
 from simtune.costs.accuracy_record import accuracy_record, base_name
 from simtune.costs.operators import OPERATORS, Chip
 from simtune.costs.predict import LEVEL, OUTSIDE, Z90, Predictor, typical_log_sd
+from simtune.costs.releases import release_profiles
+from simtune.costs.software import engine_of, release_text
 from simtune.errors import plural
 from simtune.report import figures, info
 from simtune.report.figures import Figure
@@ -191,6 +194,7 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     d = hardware.device
     rows = [
         ("kernels of", _kernels(hardware)),
+        *_further_releases(hardware),
         ("architecture", d.architecture or "-"),
         ("memory an engine sees", f"{info.gib(d.memory_bytes)}, {d.memory_bytes_per_s / 1e12:.3g} TB/s"),
         ("processors", f"{d.processors:,}"),
@@ -220,6 +224,19 @@ def _kernels(hardware: Hardware) -> str:
         return hardware.engine
     counted = ", ".join(f"{plural(foreign.count(name), 'operator')} of {name}" for name in sorted(set(foreign)))
     return f"{hardware.engine}; kernels of another engine, in wider intervals: {counted}"
+
+
+def _further_releases(hardware: Hardware) -> list[tuple[str, str]]:
+    """Return a row on the profiles with kernels of further releases of the same engine, if there are any."""
+    family = engine_of(hardware.engine)
+    further = [] if family is None else release_profiles(hardware.name, family)
+    if not further:
+        return []
+    operators = [operator for profile in further for operator in profile.operators.values()]
+    releases = Counter(release_text(operator.provenance.software) for operator in operators)
+    counted = ", ".join(f"{plural(count, 'operator')} of {release}" for release, count in sorted(releases.items()))
+    rule = "a plan gets of each operator the release nearest to its engine's, in a wider interval where it is another"
+    return [("and by release", f"{counted}; {rule}")]
 
 
 def _link(link: Link) -> str:

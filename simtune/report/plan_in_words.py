@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from simtune.errors import plural
@@ -88,10 +89,12 @@ def _encoder(deployed: DeployedPool) -> Iterator[str]:
 
 
 def _kernels(hardware: Hardware) -> str:
-    """Profile of the kernels, and the number of operators that are another engine's."""
+    """Profile of the kernels, and the numbers of operators that are another engine's, or of another release."""
     borrowed = [operator for operator in hardware.operators.values() if operator.other_engine is not None]
     another = f", but {plural(len(borrowed), 'operator')} of another engine" if borrowed else ""
-    return f"kernels of profile {hardware.name}{another}"
+    releases = Counter(operator.other_release for operator in hardware.operators.values() if operator.other_release)
+    counted = ", ".join(f"{count} of {release}" for release, count in sorted(releases.items()))
+    return f"kernels of profile {hardware.name}{another}" + (f", and of other releases {counted}" if counted else "")
 
 
 def _autoscaling(pool: Pool) -> Iterator[str]:

@@ -358,6 +358,11 @@ class OperatorBasis(Record):
 class BasisByOperator(BasisShares):
     """Shares of the time of all operators, and those of each."""
 
+    other_releases: dict[str, Share] = Field(
+        default_factory=dict,
+        description="shares of the time, whatever their basis, of kernels of another release than the one that runs, "
+        "by software; written only if there are any",
+    )
     operators: Seq[OperatorBasis] = Field(description="the longest first")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,7 @@ def _add_beside(
         calls = encoder_calls(deployment.model, pool.hardware, pool.spec, batches, errors=errors)
         scale = share * total_s / sum(call.seconds for call in calls)
         for call in calls:
-            basis.add(scale * call.seconds, call.basis, call.log_sd)
+            basis.add(scale * call.seconds, call.basis, call.log_sd, call.other_release)
 
 
 def _shares_beside(pool: str, result: RunStatistics) -> dict[str, float]:
@@ -234,8 +236,15 @@ def summed(pools: Iterable[Mapping[str, KindBasis]]) -> BasisByOperator | None:
     total = float(sum(of_kind.sum() for of_kind in seconds.values()))
     if total <= 0:
         return None
+    releases: dict[str, float] = defaultdict(float)
+    for basis in chain.from_iterable(kinds.values()):
+        for software, release_s in basis.other_releases.items():
+            releases[software] += release_s / total
+    shares: dict[str, Any] = _shares(np.sum(list(seconds.values()), axis=0) / total)
+    if releases:
+        shares["other_releases"] = {software: _short(share) for software, share in sorted(releases.items())}
     return BasisByOperator(
-        **_shares(np.sum(list(seconds.values()), axis=0) / total),
+        **shares,
         operators=tuple(
             OperatorBasis(
                 operator=kind,
@@ -261,11 +270,20 @@ def _short(value: float) -> float:
 
 def note(basis: CostBasis) -> str | None:
     """Return a note if much of the step time was not measured, else None; it names each pool if `basis` does."""
+    release = _release_note(basis)
     if _unmeasured(basis) <= WORTH_A_NOTE:
-        return None
+        return release
     text = f"{_unmeasured(basis):.0%} of the step time rests on no measurement of such shapes: {_parts(basis)}"
     pools = [f"pool {pool.pool} ({pool.profile}): {_parts(pool) or 'all measured'}" for pool in basis.pools]
-    return "; ".join([text, *pools])
+    return "; ".join([text, *pools, *([] if release is None else [release])])
+
+
+def _release_note(basis: CostBasis) -> str | None:
+    """Return the share of the step time of kernels of another release than the one that runs; None if it is small."""
+    share = sum(basis.other_releases.values())
+    if share <= WORTH_A_NOTE:
+        return None
+    return f"{share:.0%} of the step time rests on kernels of another release ({', '.join(basis.other_releases)})"
 
 
 def _unmeasured(basis: BasisShares) -> float:

@@ -273,6 +273,10 @@ class Operator(Part):
     other_engine: str | None = Field(
         None, description="software whose kernels were timed, if they are not those of the engine that runs them here"
     )
+    other_release: str | None = Field(
+        None,
+        description="software whose kernels were timed, if it is another release of the engine that runs them here",
+    )
     provenance: Provenance
 
     @property

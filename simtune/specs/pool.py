@@ -469,6 +469,11 @@ class Pool(Part):
         return self
 
     @property
+    def engine_release(self) -> str | None:
+        """The engine, by the release for which its preset was chosen if one was named (`vllm@0.31`)."""
+        return self.engine_asked if self.engine_asked is not None and "@" in self.engine_asked else self.engine
+
+    @property
     def schedules_async(self) -> bool:
         """True if a step is scheduled before the last one's tokens are known: `async_scheduling`, unless drafts must be
         awaited. It is so with schemes that no engine has (PEARL, DSI, frontier) as well.

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from simtune.api import load_specs, set_up
-from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, engine_of, for_engine, load_kernels
+from simtune.costs.other_engines import OTHER_ENGINE_LOG_SD, for_engine, load_kernels
 from simtune.costs.predict import Basis, Profile, typical_log_sd
+from simtune.costs.software import engine_of
 from simtune.report import info
 from simtune.report.hardware_page import facts
 from simtune.report.plan_in_words import explain

@@ -11,6 +11,7 @@ import pytest
 
 from simtune.arrays import Array
 from simtune.cli.output import write_profile
+from simtune.costs.beyond import BEYOND, GROWTH, widening_beyond
 from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Predictor, Profile, octaves, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware
@@ -113,7 +114,7 @@ def test_a_parameter_that_calls_do_not_have_is_refused() -> None:
 
 
 def test_the_error_widens_outside_the_box() -> None:
-    gemm = Predictor(corrected(), 8, residual()[1])
+    gemm = Predictor(corrected(), 1, residual()[1])
     inside, edge, outside = gemm.log_sd(m=np.array([32.0, 256.0, 257.0]), n=64, k=32)
     assert 0.02 < inside < 0.06
     assert outside == pytest.approx(OUTSIDE * edge, rel=0.05)
@@ -124,6 +125,23 @@ def test_the_error_widens_outside_the_box() -> None:
     assert np.log(high / seconds) == pytest.approx(1.645 * inside, rel=1e-3)
     wider = gemm.interval(level=0.99, m=32, n=64, k=32)
     assert wider[0] < low < high < wider[1]
+
+
+def test_beyond_the_box_the_common_error_of_gpus_counts_and_grows_with_each_octave() -> None:
+    """Of the parameter that is farthest outside; a CPU has that of its own table, or 1.5 times the width inside."""
+    operator = corrected()
+    interval = operator.interval
+    assert interval is not None
+    gpu, cpu = (Predictor(operator, processors, residual()[1]) for processors in (8, 1))
+    far: dict[str, Any] = {"m": np.array([512.0, 2048.0]), "n": 64, "k": 32}
+    ratio = gpu.log_sd(**far) / cpu.log_sd(**far)
+    common = BEYOND["gemm"]["m"] / interval.quantile / OUTSIDE
+    assert ratio == pytest.approx(common * np.array([2.0, 4.0]))
+    alone = widening_beyond(
+        "gemm", "m", interval.model_copy(update={"outside": {"m": 3.0}}), np.array([1.0]), gpu=False
+    )
+    assert alone == pytest.approx(3 / interval.quantile * 2**GROWTH)
+    assert widening_beyond("gemm", "m", interval, np.array([1.0]), gpu=False) is None
 
 
 def test_errors_without_an_interval() -> None:

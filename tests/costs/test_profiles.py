@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _RECIPES_TEXT = (ROOT / "simtune/hwprofiles/recipes.yaml").read_text()
 ALL_RECIPES: dict[str, dict[str, Any]] = yamlfile.parse(_RECIPES_TEXT, "recipes.yaml").data
-RECIPES = {name: recipe for name, recipe in ALL_RECIPES.items() if "carried" not in recipe}
+RECIPES = {name: recipe for name, recipe in ALL_RECIPES.items() if not {"carried", "newer"} & recipe.keys()}
+NEWER = {name: recipe for name, recipe in ALL_RECIPES.items() if "newer" in recipe}
 FITTED = [name for name, recipe in RECIPES.items() if "sources" in recipe]
 CARDS = [name for name in FITTED if "facts" not in RECIPES[name]]
 NORMS_BY_SHEET = ("h100-sxm", "h200-sxm", "b200", "gb200", "b300", "gb300")
