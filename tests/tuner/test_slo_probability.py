@@ -60,7 +60,8 @@ def test_a_searched_rate_is_as_sure_as_all_worlds_say(searched: Tuned) -> None:
     assert found is not None
     assert found.simulations == 0, "the sweep of rates says it"
     assert found.low <= share_of_worlds(searched) <= found.high, found
-    assert 0 < found.low < found.high < 1, "the highest rate lies at the edge"
+    assert found.probability is not None
+    assert 0 < found.low < found.probability < 1, "the highest rate lies at the edge"
     assert found.high - found.low > 0.5, "one draw of a few hundred requests says little of the rate"
     assert found.value is not None
     low, high = found.value
