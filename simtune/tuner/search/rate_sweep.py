@@ -21,6 +21,8 @@ OF_RIVALS = FRACTIONS[:6]
 """Rates of the rivals: up to where the chosen plan is past its own."""
 SHORTER = 4
 """Factor by which a point of the chosen plan is shorter than a fresh draw: a curve needs less than a verdict."""
+BEYOND = 8000
+"""Most requests of a point beyond the rate of the chosen plan: enough for requests to pile up, or not to."""
 LEAST = 1000
 """Fewest requests of a point, if the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
@@ -63,15 +65,28 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     def loads(fractions: Iterable[float], requests: int) -> tuple[tuple[float, int], ...]:
         return () if chosen_rps is None else tuple((fraction * chosen_rps, requests) for fraction in fractions)
 
-    around = loads((fraction for fraction in FRACTIONS if fraction != 1.0), min(most, max(LEAST, most // SHORTER)))
-    tasks = [_SweepTask(question, tuned.chosen, longest, around)]
+    short = min(most, max(LEAST, most // SHORTER))
+    below = loads((fraction for fraction in FRACTIONS if fraction < 1.0), short)
+    above = loads((fraction for fraction in FRACTIONS if fraction > 1.0), max(short, min(most, BEYOND)))
+    tasks = [_SweepTask(question, tuned.chosen, longest, (*below, *above))]
     of_rivals = question.requests if chosen_rps is None else _of_rivals(question)
     tasks += [_SweepTask(question, row, longest, loads(OF_RIVALS, of_rivals), of_rivals) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
         chosen, *sweeps_of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
     points = tuple(sorted((*chosen.points, *chosen_point), key=lambda point: point[0]))
+    if tuned.confirmed is not None and chosen_rps is not None:
+        points = tuple((rate, _kept_up(summary) if rate <= chosen_rps else summary) for rate, summary in points)
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *sweeps_of_rivals]
+
+
+def _kept_up(summary: SimulationSummary) -> SimulationSummary:
+    """Return the summary of a run whose rate is known to be kept up with: its goodput is its rate times the attainment,
+    however short it is."""
+    rate, attainment = summary.offered_rate_rps, summary.slo_attainment
+    if rate is None or attainment is None:
+        return summary
+    return summary.model_copy(update={"goodput_rps": rate * attainment})
 
 
 def _of_rivals(question: Question) -> int:
