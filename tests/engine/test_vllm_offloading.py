@@ -9,8 +9,6 @@ release 0.33). The worker, which needs a GPU, is not vLLM's: it moves nothing, a
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from simtune.engine.host_blocks import HostBlocks
 from simtune.validation.replay import step_log
 from simtune.validation.replay.scheduler_replay import replay
-from tests.engine.test_vllm_worlds import PYTHON, RELEASES, WORLDS
+from tests.engine.test_vllm_worlds import PYTHON, WORLDS, logs_of
 
 DRIVER = Path(__file__).with_name("vllm_offloading_worlds.py")
 LOGS = sorted(Path(__file__).with_name("offloading").glob("*.gz"))
@@ -49,15 +47,7 @@ def test_other_host_memory_takes_other_steps(path: Path) -> None:
 @pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")
 @pytest.mark.parametrize("release", ["0.32", "0.33"])
 def test_every_step_of_random_worlds_is_the_one_that_vllm_takes(release: str, tmp_path: Path) -> None:
-    environment = dict(os.environ)
-    if release != "0.32":
-        unpacked = RELEASES / f"vllm-{release}"
-        if not unpacked.is_dir():
-            pytest.skip(f"{unpacked} is not there; make releases unpacks it")
-        environment["PYTHONPATH"] = str(unpacked)
-    subprocess.run([PYTHON, DRIVER, tmp_path, "0", str(WORLDS)], check=True, cwd=tmp_path, env=environment)
-    logs = [step_log.read(tmp_path / f"{number}.jsonl") for number in range(WORLDS)]
-    assert {log.header.package.rpartition(".")[0] for log in logs} == {f"vllm {release}"}
+    logs = logs_of(DRIVER, release, tmp_path)
     assert {log.header.log: parting for log in logs if (parting := replay(log).parting) is not None} == {}
     assert sum(len(step.load) for log in logs for step in log.steps) > WORLDS
 

@@ -28,17 +28,23 @@ DRIVER = Path(__file__).with_name("vllm_worlds.py")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")]
 
 
-@pytest.mark.parametrize("release", ["0.32", "0.33"])
-def test_every_step_of_random_worlds_is_the_one_that_vllm_takes(release: str, tmp_path: Path) -> None:
+def logs_of(driver: Path, release: str, folder: Path) -> list[step_log.StepLog]:
+    """Let vLLM's scheduler of a release run a driver's random worlds; return their logs."""
     environment = dict(os.environ)
     if release != "0.32":
         unpacked = RELEASES / f"vllm-{release}"
         if not unpacked.is_dir():
             pytest.skip(f"{unpacked} is not there; make releases unpacks it")
         environment["PYTHONPATH"] = str(unpacked)
-    subprocess.run([PYTHON, DRIVER, tmp_path, "0", str(WORLDS)], check=True, cwd=tmp_path, env=environment)
-    logs = [step_log.read(tmp_path / f"{number}.jsonl") for number in range(WORLDS)]
+    subprocess.run([PYTHON, driver, folder, "0", str(WORLDS)], check=True, cwd=folder, env=environment)
+    logs = [step_log.read(folder / f"{number}.jsonl") for number in range(WORLDS)]
     assert {log.header.package.rpartition(".")[0] for log in logs} == {f"vllm {release}"}
+    return logs
+
+
+@pytest.mark.parametrize("release", ["0.32", "0.33"])
+def test_every_step_of_random_worlds_is_the_one_that_vllm_takes(release: str, tmp_path: Path) -> None:
+    logs = logs_of(DRIVER, release, tmp_path)
     parted = {log.header.log: found.parting for log in logs if (found := replay(log)).parting is not None}
     assert parted == {}
     assert sum(bool(step.preempt) for log in logs for step in log.steps) > WORLDS, "most worlds run short of blocks"
