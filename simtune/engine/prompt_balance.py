@@ -30,7 +30,7 @@ class RankLoad(NamedTuple):
 
 
 class PromptBalance:
-    """A rank's part in the balance of its group, and, of the last rank, the decision before each step of the group."""
+    """A rank of a group that may hold prompts back; the first one decides for all before each step of the group."""
 
     __slots__ = (
         "_batching_wait_iters",

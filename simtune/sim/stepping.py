@@ -321,7 +321,7 @@ class DpGroup(SharedStepping):
         """Mark all cores as running no step."""
         self._under_way = 0
         self._flying, self._landing = [], []
-        for balance in self._balanced[-1:]:
+        for balance in self._balanced[:1]:
             balance.restart()
 
     def wakes(self, now: int, core: EngineCore) -> None:
@@ -334,7 +334,7 @@ class DpGroup(SharedStepping):
         """Let all cores begin a step, or another repetition; return the tick of its end if they fly, else None."""
         flying = self._still_flying(now)
         if self._balanced:
-            self._balanced[-1].decide(self._balanced)
+            self._balanced[0].decide(self._balanced)
         # Jumps are cut to one repetition beside other cores. Most of the time of a group with drafts went into timing
         # repetitions that no core ran.
         one_by_one = self.stepwise or self._drafts

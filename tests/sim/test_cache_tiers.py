@@ -77,21 +77,23 @@ def test_an_unlimited_tier_behind_an_infinite_link_is_an_unlimited_cache(policy:
     assert 0.05 * all_hits.hit_tokens < tier_hits.hit_tokens < all_hits.hit_tokens
 
 
+ONE_BY_ONE = CHAT.model_copy(
+    update={
+        "arrivals": Poisson(rate_rps=0.01),
+        "prompt": FixedLength(tokens=1601),
+        "sessions": None,
+        "shared_prefix": SharedPrefix(groups=8, tokens=1600),
+    }
+)
+"""Requests that come one after the other; few of the texts with which they begin fit the device's cache."""
+
+
 @pytest.mark.parametrize("fetched", ["before", "beside"])
 def test_a_hit_takes_its_bytes_over_the_link(fetched: Any) -> None:
-    """Requests come one after the other, and few of the texts with which they begin fit the device's cache."""
-    load = CHAT.model_copy(
-        update={
-            "arrivals": Poisson(rate_rps=0.01),
-            "prompt": FixedLength(tokens=1601),
-            "sessions": None,
-            "shared_prefix": SharedPrefix(groups=8, tokens=1600),
-        }
-    )
     rate, latency, prefill, found = 2e8, 0.002, {}, 0
     for link, extra in ((FAST, 0.0), (rate, latency)):
         tier = CacheTier(name="host", bytes_per_s=link, latency_s=extra, fetched=fetched)
-        result = run(load, "vllm-fcfs", 16, 8192, tier, requests=30)
+        result = run(ONE_BY_ONE, "vllm-fcfs", 16, 8192, tier, requests=30)
         prefill[link] = result.outcome.first_token - result.outcome.scheduled
         found = result.summary().cache_tiers[0].hit_tokens
     fetching = prefill[rate] > prefill[FAST]
@@ -102,19 +104,11 @@ def test_a_hit_takes_its_bytes_over_the_link(fetched: Any) -> None:
 
 
 def test_a_request_waits_for_what_it_loads_ahead_of_admission() -> None:
-    """The same load: nothing else runs, so the first token is later by what the bytes take."""
-    load = CHAT.model_copy(
-        update={
-            "arrivals": Poisson(rate_rps=0.01),
-            "prompt": FixedLength(tokens=1601),
-            "sessions": None,
-            "shared_prefix": SharedPrefix(groups=8, tokens=1600),
-        }
-    )
+    """Nothing else runs, so the first token is later by what the bytes take."""
     rate, latency, ttft, found = 2e8, 0.002, {}, 0
     for link, extra in ((FAST, 0.0), (rate, latency)):
         tier = CacheTier(name="host", bytes=1e12, bytes_per_s=link, latency_s=extra, fetched="ahead")
-        result = run(load, "vllm-fcfs", 16, 8192, tier, requests=30)
+        result = run(ONE_BY_ONE, "vllm-fcfs", 16, 8192, tier, requests=30)
         ttft[link] = result.outcome.first_token - result.outcome.arrival
         found = result.summary().cache_tiers[0].hit_tokens
     loading = ttft[rate] > ttft[FAST]

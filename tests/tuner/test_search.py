@@ -33,6 +33,7 @@ from simtune.tuner.search import rate_sweep
 from simtune.tuner.search.best_first import SearchCourse, optimize
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.expressible import space_for
+from simtune.tuner.trial import Confirmed
 from simtune.workload.requests import RequestStream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -243,6 +244,13 @@ def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
     assert light.goodput_rps == pytest.approx(light_rate, rel=0.1)
     assert heavy.goodput_rps is not None
     assert heavy.goodput_rps < 0.9 * heavy_rate
+    # Of a confirmed rate it is known that it, and lower ones, are kept up with: then the tail does not count.
+    assert light.goodput_rps is not None
+    assert light.goodput_rps < 0.999 * light_rate
+    confirmed = replace(tuned, confirmed=Confirmed(3, q.requests, 30.0))
+    for rate, summary in rate_sweep.sweeps(confirmed, jobs=1)[0].points:
+        if rate <= own:
+            assert summary.goodput_rps == pytest.approx(rate * (summary.slo_attainment or 0.0))
 
 
 @given(
