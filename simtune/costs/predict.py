@@ -196,7 +196,7 @@ class Predictor:
             factor: Array | float | None = None
             if interval is not None:
                 on_gpu = self._setting.processors > 1
-                factor = widening_beyond(self.operator.kind, name, interval, beyond, gpu=on_gpu)
+                factor = widening_beyond(self.operator, interval, name, beyond, gpu=on_gpu)
             factor = OUTSIDE if factor is None else factor
             widening = np.where(beyond > 0, np.maximum(widening, factor), widening)
         return np.where(within, 1.0, np.where(widening > 0, widening, OUTSIDE))

@@ -11,7 +11,17 @@ class Sealed(Request):
     """Request whose output length may be read when an engine detects an end, but not when a policy chooses."""
 
     __slots__ = ("_true",)
-    MAY_READ = frozenset({"Scheduler.outgrows", "DecodeBatch.join", "_end_chunks", "ListScheduler.remaining"})
+    MAY_READ = frozenset(
+        {
+            "Scheduler.outgrows",
+            "DecodeBatch.join",
+            "_end_chunks",
+            "ListScheduler.remaining",
+            "ListScheduler._step",
+            "ListScheduler._step.<locals>.<listcomp>",
+            "ListScheduler.complete",
+        }
+    )
     CHOOSING = frozenset(
         {
             "choose", "key", "admit", "reservation", "steady_steps", "decode_all", "serve_prompts", "would_notice",

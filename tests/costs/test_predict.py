@@ -11,7 +11,7 @@ import pytest
 
 from simtune.arrays import Array
 from simtune.cli.output import write_profile
-from simtune.costs.beyond import BEYOND, GROWTH, widening_beyond
+from simtune.costs.beyond import BEYOND, BEYOND_FP8_CACHE, GROWTH, common_errors, widening_beyond
 from simtune.costs.predict import DATA_SHEET_LOG_SD, OUTSIDE, Basis, Predictor, Profile, octaves, typical_log_sd
 from simtune.errors import SpecError
 from simtune.specs.catalog import load_hardware
@@ -137,11 +137,18 @@ def test_beyond_the_box_the_common_error_of_gpus_counts_and_grows_with_each_octa
     ratio = gpu.log_sd(**far) / cpu.log_sd(**far)
     common = BEYOND["gemm"]["m"] / interval.quantile / OUTSIDE
     assert ratio == pytest.approx(common * np.array([2.0, 4.0]))
-    alone = widening_beyond(
-        "gemm", "m", interval.model_copy(update={"outside": {"m": 3.0}}), np.array([1.0]), gpu=False
-    )
-    assert alone == pytest.approx(3 / interval.quantile * 2**GROWTH)
-    assert widening_beyond("gemm", "m", interval, np.array([1.0]), gpu=False) is None
+    alone = interval.model_copy(update={"outside": {"m": 3.0}})
+    factor = widening_beyond(operator, alone, "m", np.array([1.0]), gpu=False)
+    assert factor == pytest.approx(3 / interval.quantile * 2**GROWTH)
+    assert widening_beyond(operator, interval, "m", np.array([1.0]), gpu=False) is None
+
+
+def test_an_fp8_cache_has_common_errors_of_its_own_where_the_kind_has_a_cache() -> None:
+    attention = operator("mla_context_block").model_copy(update={"kv_dtype": "bf16"})
+    assert common_errors(attention) == BEYOND["mla_context_block"]
+    assert common_errors(attention.model_copy(update={"kv_dtype": "fp8"})) == BEYOND_FP8_CACHE["mla_context_block"]
+    assert common_errors(operator("gemm").model_copy(update={"kv_dtype": None})) == BEYOND["gemm"]
+    assert all(BEYOND_FP8_CACHE[kind].keys() == BEYOND[kind].keys() for kind in BEYOND_FP8_CACHE)
 
 
 def test_errors_without_an_interval() -> None:

@@ -139,32 +139,32 @@ class ListScheduler(Scheduler):
         if not scheduled:
             return None
         step = self._under_way = self._step(self._preempted)
-        step.admitted = [request for request in scheduled if request not in before]
+        if len(scheduled) > step.num_decodes:
+            step.admitted = [request for request in scheduled if request not in before]
         self._preempted = []
         return step
 
     def _step(self, preempted: list[Request]) -> Step:
         scheduled = self._scheduled
         decoding = [request for request in scheduled if request.decoding]
+        contexts = [request.computed for request in decoding]
         tokens = len(decoding) if self.drafts is None else sum([scheduled[request] for request in decoding])
-        step = Step(
-            len(decoding),
-            sum([request.computed for request in decoding]) + tokens,
-            [Chunk(request, request.computed, tokens) for request, tokens in scheduled.items() if not request.decoding],
-            preempted,
-        )
+        chunks = []
+        if len(decoding) < len(scheduled):
+            chunks = [Chunk(r, r.computed, tokens) for r, tokens in scheduled.items() if not r.decoding]
+        step = Step(len(decoding), sum(contexts) + tokens, chunks, preempted)
         step.paused = self._paused(decoding)
-        step.longest_context = max([request.computed + 1 for request in decoding], default=0)
+        step.longest_context = max(contexts, default=-1) + 1
         if self._swaps:
             step.swapped_out_blocks, step.swapped_in_blocks = self._moved_out, self._moved_in
             self._moved_out = self._moved_in = 0
         if self.drafts is not None:
             step.draft_tokens, step.draft_depth = tokens - len(decoding), self.drafts.depth
         # Late newcomers are admitted after this step.
-        elif not step.chunks and not preempted and not self._late:
+        elif not chunks and not preempted and not self._late:
             limit = self.steady_steps(decoding)
             if limit > 1:
-                completion = min(map(self.remaining, decoding))
+                completion = min([request.output_tokens - request.emitted for request in decoding])
                 step.repeat = self._steps_that_fit(decoding, min(limit, completion))
         return step
 
@@ -201,15 +201,16 @@ class ListScheduler(Scheduler):
         finished: list[Request] = []
         if repetitions > 1 and self.kv.caches:
             # All blocks are taken before the end of a request frees some: which cached ones are evicted depends on it.
-            for request in self._scheduled:
-                self.allocate(request, request.computed + repetitions)
+            self._allocate_each(self._scheduled, repetitions)
         for request, tokens in self._scheduled.items():
             if request.decoding:
                 gained = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
-                request.computed += gained
-                self.allocate(request, request.computed)
-                request.emitted += min(gained, self.remaining(request))
-                if not self.remaining(request):
+                request.computed = computed = request.computed + gained
+                if computed > request.reserved_tokens:
+                    self.allocate(request, computed)
+                request.emitted = emitted = request.emitted + gained
+                if emitted >= request.output_tokens:
+                    request.emitted = request.output_tokens
                     self._leave(request)
                     self._finish(request, finished)
                 continue
@@ -232,8 +233,29 @@ class ListScheduler(Scheduler):
 
     def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:
         """Blocks these requests need, beyond those they have, for `tokens` tokens more each."""
-        size = self.kv.block_size
-        return sum(-(-more // size) for r in requests if (more := r.computed + tokens - r.reserved_tokens) > 0)
+        size, blocks = self.kv.block_size, 0
+        for request in requests:
+            more = request.computed + tokens - request.reserved_tokens
+            if more > 0:
+                blocks += -(-more // size)
+        return blocks
+
+    def _allocate_each(self, requests: Iterable[Request], tokens: int) -> None:
+        """Take blocks for `tokens` tokens more of each of these requests; they must be free."""
+        size, blocks = self.kv.block_size, 0
+        for request in requests:
+            more = request.computed + tokens - request.reserved_tokens
+            if more > 0:
+                new_blocks = -(-more // size)
+                request.reserved_tokens += new_blocks * size
+                blocks += new_blocks
+        if blocks:
+            self.kv.take(blocks)
+
+    def decode_each(self, decoding: list[Request]) -> ScheduledTokens:
+        """Return one token of each of these requests, for which it takes blocks; they must be free."""
+        self._allocate_each(decoding, 1)
+        return dict.fromkeys(decoding, 1)
 
     def allocate(self, request: Request, tokens: int) -> bool:
         """Ensure that a request has blocks for `tokens` tokens; False, and nothing taken, if they are not free."""
@@ -322,9 +344,7 @@ class StallFree(ListScheduler):
             return self._draft_all(preempted)
         while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
             self._preempt_last(preempted)
-        for request in decoding:
-            self.allocate(request, request.computed + 1)
-        return dict.fromkeys(decoding, 1)
+        return self.decode_each(decoding)
 
     def _preempt_last(self, preempted: list[Request]) -> None:
         # reversed: of equal keys `max` returns the first, here the newest

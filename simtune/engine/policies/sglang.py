@@ -109,9 +109,7 @@ class SglangScheduler(ListScheduler):
         decoding = [request for request in self.residents if request.decoding]
         if self.missing_blocks(decoding, 1) > self.kv.free:
             return prompts
-        for request in decoding:
-            self.allocate(request, request.computed + 1)
-        return prompts | dict.fromkeys(decoding, 1)
+        return prompts | self.decode_each(decoding)
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver tokens; the ratio falls with each step that decoded, and a batch that has shrunk is not full."""
@@ -234,6 +232,8 @@ class SglangScheduler(ListScheduler):
             decoding = self._retract(decoding, preempted)
         if self._missing(decoding) > self.kv.free:
             return {}
+        if self.drafts is None:
+            return self.decode_each(decoding)
         widths = {request: self.width(request) for request in decoding}
         for request, width in widths.items():
             self.allocate(request, request.computed + width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from simtune.results.result import Result
@@ -22,7 +22,8 @@ OF_RIVALS = FRACTIONS[:6]
 SHORTER = 4
 """Factor by which a point of the chosen plan is shorter than a fresh draw: a curve needs less than a verdict."""
 BEYOND = 8000
-"""Most requests of a point beyond the rate of the chosen plan: enough for requests to pile up, or not to."""
+"""Most requests of the first point beyond the rate of the chosen plan: enough for requests to pile up, or not to.
+Points farther beyond have as many requests more than are served, and so fewer in all."""
 LEAST = 1000
 """Fewest requests of a point, if the study has as many."""
 NOTHING = LatencyQuantiles(ttft_s=(), tpot_s=(), e2el_s=())
@@ -62,15 +63,17 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     most = max(question.requests, confirmed)
     longest = tuned.deployment.max_model_len
 
-    def loads(fractions: Iterable[float], requests: int) -> tuple[tuple[float, int], ...]:
-        return () if chosen_rps is None else tuple((fraction * chosen_rps, requests) for fraction in fractions)
+    def loads(requests_at: Mapping[float, int]) -> tuple[tuple[float, int], ...]:
+        return () if chosen_rps is None else tuple((share * chosen_rps, n) for share, n in requests_at.items())
 
     short = min(most, max(LEAST, most // SHORTER))
-    below = loads((fraction for fraction in FRACTIONS if fraction < 1.0), short)
-    above = loads((fraction for fraction in FRACTIONS if fraction > 1.0), max(short, min(most, BEYOND)))
-    tasks = [_SweepTask(question, tuned.chosen, longest, (*below, *above))]
+    too_many = min(most, BEYOND) * _excess(min(share for share in FRACTIONS if share > 1.0))
+    beyond = {share: max(short, math.ceil(too_many / _excess(share))) for share in FRACTIONS if share > 1.0}
+    below = dict.fromkeys([share for share in FRACTIONS if share < 1.0], short)
+    tasks = [_SweepTask(question, tuned.chosen, longest, loads(below | beyond))]
     of_rivals = question.requests if chosen_rps is None else _of_rivals(question)
-    tasks += [_SweepTask(question, row, longest, loads(OF_RIVALS, of_rivals), of_rivals) for row in rivals(tuned)]
+    of_each = loads(dict.fromkeys(OF_RIVALS, of_rivals))
+    tasks += [_SweepTask(question, row, longest, of_each, of_rivals) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
         chosen, *sweeps_of_rivals = ordered_map(pool, _SweepTask.run, tasks)
     chosen_point = () if chosen_rps is None else ((chosen_rps, tuned.result.summary()),)
@@ -78,6 +81,11 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     if tuned.confirmed is not None and chosen_rps is not None:
         points = tuple((rate, _kept_up(summary) if rate <= chosen_rps else summary) for rate, summary in points)
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *sweeps_of_rivals]
+
+
+def _excess(share: float) -> float:
+    """Return the share of requests that cannot be served at `share` times the rate that is kept up with."""
+    return 1 - 1 / share
 
 
 def _kept_up(summary: SimulationSummary) -> SimulationSummary:
