@@ -1,4 +1,5 @@
-"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission.
+"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission, groups of
+ranks that divide prompts.
 
 What is added depends on the world alone, so that all other worlds keep their numbers; a feature that does not go with
 the world is left out.
@@ -22,7 +23,7 @@ Feature = Callable[[Random, Block, Block], None]
 def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple[Block, Block]]]:
     """Yield functions that return a plan and its load with one more feature."""
     random = Random(f"newer {plan} {load}")
-    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead)):
+    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead), (0.2, _groups)):
         if random.random() < share:
             seed = random.random()
 
@@ -82,3 +83,9 @@ def _ahead(random: Random, plan: Block, load: Block) -> None:
         if pool["kv_cache"].get("tiers") and POLICIES[pool["batching"]["policy"]].loads_ahead:
             tier = {"name": "host", "fetched": "ahead", "bytes": random.choice((0, 5e6, 3e7, 1e9))}
             pool["kv_cache"]["tiers"] = [tier | {"bytes_per_s": random.choice((1e7, 1e8, 1e10)), "latency_s": 1e-4}]
+
+
+def _groups(random: Random, plan: Block, load: Block) -> None:
+    """Let groups of ranks divide prompts, in all pools."""
+    for pool in plan["pools"]:
+        pool["parallelism"] = {**pool["parallelism"], "prefill_context_parallel": random.choice((2, 4))}
