@@ -23,9 +23,17 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.model import FullAttention, Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
+from simtune.specs.study import Confirmation, HardwareCount, Search, Study
+from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.testing.clusters import stream_of
 from simtune.tuner.bounds import PlanBounds
 from simtune.tuner.bounds.floors import least_e2el_s
+from simtune.tuner.certificate.search_certificate import Audit, certificate_of
+from simtune.tuner.plan_cache import PlanCache, Refused
+from simtune.tuner.question import Question
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.space.candidates import space_of
+from tests.tuner.fragments import with_variants
 
 HARDWARE = load_hardware("h100-sxm")
 DENSE, EXPERTS, LATENT = (load_model(name) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"))
@@ -178,6 +186,41 @@ def test_no_simulation_is_faster_than_its_bound(groups: int, policy: str) -> Non
     plain = deployed(pool(None, batching={"policy": policy, "max_num_batched_tokens": 2048}))
     undivided_s = plain.simulate(stream_of([0.0], [8000], [1])).ttft_s[0]
     assert undivided_s / groups < alone < undivided_s
+
+
+@pytest.mark.slow
+def test_a_search_bounds_it_and_writes_a_certificate() -> None:
+    load = Workload(
+        name="load",
+        requests=40,
+        arrivals=Poisson(rate_rps=2.0),
+        prompt=FixedLength(tokens=8000),
+        output=FixedLength(tokens=20),
+    )
+    study = Study(
+        name="study",
+        model=DENSE.name,
+        hardware=(HardwareCount(profile="h100-sxm", devices=4),),
+        workload=load.name,
+        slo=Slo(ttft_s={"p99": 0.5}, tpot_s={"p99": 0.05}),
+        search=Search(
+            tp=(1,), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(8192,), confirm=Confirmation(draws=0)
+        ),
+    )
+    fragment = {"parallelism": {"prefill_context_parallel": 4}}
+    asked = with_variants(Question(study, DENSE, (HARDWARE,), load, None), {}, fragment)
+    tuned = optimize(asked, jobs=1)
+    shapes = {row.candidate.decoding.shape for row in tuned.rows}
+    assert {(shape.variant, shape.devices) for shape in shapes} == {("", 1), ("prefill-context-parallel-4", 4)}
+    audit = Audit(certificate_of(tuned), asked)
+    assert audit.run(), audit.problems
+    cache = PlanCache(asked, space_of(asked.study).candidates)
+    for row in tuned.rows:
+        settled = cache.settled(row.candidate)
+        assert not isinstance(settled, Refused)
+        deployment = cache.deployment(settled)
+        stream = asked.stream(settled, 2.0)
+        assert 0 < least_e2el_s(PlanBounds(deployment, stream)) <= float(deployment.simulate(stream).e2el_s.mean())
 
 
 # --- what engines have ----------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
     VLLM_PYTHON tests/engine/vllm_pipeline.py CASES.json
 
-CASES.json lists objects with `stages`, `ticks` of a step over all of them, `budget` tokens of a step and `requests`,
-each [arrival, prompt, answer]. Written to stdout, in the last line, is a list with the ticks of first and last tokens
-by request, and the tokens of each batch by request. The queue is that of `step_with_batch_queue` in
-vllm/v1/engine/core.py: a batch is scheduled while the queue has room for it, or else the oldest one is awaited.
+CASES.json lists objects with `stages`, `ticks` of a step over all of them, `token_ticks` more for each token (none
+unless given), `budget` tokens of a step, `seats` (4 unless given) and `requests`, each [arrival, prompt, answer].
+Written to stdout, in the last line, is a list with the ticks of first and last tokens by request, and the tokens of
+each batch by request. The queue is that of `step_with_batch_queue` in vllm/v1/engine/core.py: a batch is scheduled
+while the queue has room for it, or else the oldest one is awaited.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm_worlds import Engine
 LONGEST = 4096
 SETTINGS: dict[str, Any] = {
     "scheduling_policy": "fcfs", "max_num_seqs": 4, "max_model_len": LONGEST, "block_size": 4,
-    "num_gpu_blocks": 2000, "enable_chunked_prefill": True, "enable_prefix_caching": False,
+    "num_gpu_blocks": 50_000, "enable_chunked_prefill": True, "enable_prefix_caching": False,
     "long_prefill_token_threshold": 0, "watermark": 0.0, "scheduler_reserve_full_isl": True, "async_scheduling": False,
     "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False, "prefill_schedule_interval": 1,
     "data_parallel_size": 1,
@@ -35,7 +36,8 @@ SETTINGS: dict[str, Any] = {
 
 def run(case: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the ticks of first and last tokens, and the batches, of one case."""
-    engine = Engine({**SETTINGS, "max_num_batched_tokens": case["budget"]}, model)
+    sizes = {"max_num_batched_tokens": case["budget"], "max_num_seqs": case.get("seats", 4)}
+    engine = Engine({**SETTINGS, **sizes}, model)
     free = [0] * case["stages"]
     waiting = [
         {"req": str(i), "order": i, "at": at, "prompt_len": prompt, "output_len": answer, "priority": 0}
@@ -54,8 +56,9 @@ def run(case: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
             if batch.total_num_scheduled_tokens:
                 batches.append(line["sched"])
                 end = now
+                ticks = case["ticks"] + case.get("token_ticks", 0) * batch.total_num_scheduled_tokens
                 for stage, until in enumerate(free):
-                    end = free[stage] = max(until, end) + case["ticks"] // case["stages"]
+                    end = free[stage] = max(until, end) + ticks // case["stages"]
                 queue.append((end, batch, line))
                 if len(queue) < case["stages"]:
                     continue
@@ -68,8 +71,8 @@ def run(case: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
         elif waiting:
             now = waiting[0]["at"]
     by_number = sorted(first, key=int)
-    ticks = {"first": [first[name] for name in by_number], "finish": [finish[name] for name in by_number]}
-    return {**ticks, "batches": batches}
+    tokens = {"first": [first[name] for name in by_number], "finish": [finish[name] for name in by_number]}
+    return {**tokens, "batches": batches}
 
 
 def main(cases: Path) -> None:
