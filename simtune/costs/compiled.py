@@ -266,7 +266,7 @@ def compile_tables(
     room.need(entries * _ENTRY_BYTES, f"step costs up to max_model_len {max_model_len:,}", "lower max_model_len")
     contexts = knots(KNOTS_PER_OCTAVE, max_model_len, step_model.windows)
     differs = step_model.correction(True) != step_model.correction(False)
-    separate = differs or step_model.overlaps
+    separate = differs or step_model.differs_with_prompts
     pure = _token_tables(models, pool, width * seqs, with_chunks=False)
     mixed = _token_tables(models, pool, width * seqs, with_chunks=True) if separate else _launched(pure, models, pool)
     scales = [1.0 if c is None else c.scale for c in (step_model.correction(False), step_model.correction(True))]

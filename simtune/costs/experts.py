@@ -87,7 +87,7 @@ class Experts:
         if pool.expert_activations == "mxfp8" and self._weights == "mxfp4":
             self._weights = "mxfp4_mxfp8"
         self._kernel, self._most_flops_per_s = profile.predictor("moe", self._weights), pool.expert_flops_per_s
-        self._groups, self._tp = parallelism.attention_dp, parallelism.tp
+        self._groups, self._tp = parallelism.expert_groups, parallelism.tp
         self._whole = parallelism.expert_parallel
         self._locality = pool.studied.expert_locality or 0.0
         self._ranks = self._tp * self._groups

@@ -45,6 +45,7 @@ from simtune.costs.host import HostCosts
 from simtune.costs.launches import Launches
 from simtune.costs.offload import HostWork, floor_s
 from simtune.costs.predict import Profile
+from simtune.costs.prefill_context import gathered_keys
 from simtune.costs.sharding import check_parallelism
 from simtune.costs.step_attention import StepAttention
 from simtune.costs.step_calls import (
@@ -125,6 +126,11 @@ def padded_tokens(tokens: Array, largest: float = inf) -> Array:
     return np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens) if len(sizes) else tokens
 
 
+def _shared_out(tokens: Array, groups: int) -> Array:
+    """Return the tokens of the group that has most of them, if each has its share."""
+    return tokens if groups == 1 else np.ceil(tokens / groups)
+
+
 def _chosen(first: Mask, these: Mapping[str, Array], those: Mapping[str, Array]) -> dict[str, Array]:
     """Return, by kind, the times of `these` where `first` is true, and those of `those` elsewhere."""
     return {kind: np.where(first, these[kind], seconds) for kind, seconds in those.items()}
@@ -154,11 +160,12 @@ class StepModel:
         self._factors = factors or {}
         self._profile = profile or Profile(hardware, in_step=True)
         layers = equal_layers(model, pool.parallelism.tp)
-        self._cp = pool.parallelism.context_ranks
+        self._cp, self._groups = pool.parallelism.context_ranks, pool.parallelism.prompt_groups
         factors_of = self._factor("decode_attention"), self._factor("prefill_attention")
         self.attention = StepAttention.of(model, pool, layers, self._profile, *factors_of)
         self._apart = FeedForwardDevices.of(full_model, hardware, pool, self._profile)
         calls = StepCalls(model, hardware, pool, self._profile, layers, self.attention.layers)
+        self._gathered = gathered_keys(model, pool, self._profile, layers)
         self._beside = (pool.shared_experts_beside or 0) if self._apart is None else 0
         self._linear, self._routed, self._head = calls.linear(shared=not self._beside), calls.routed(), calls.head()
         self._shared = calls.shared() if self._beside else []
@@ -197,13 +204,17 @@ class StepModel:
         return set(self._profile.estimated)
 
     @property
+    def differs_with_prompts(self) -> bool:
+        """True if the calls by the tokens of a step are others in steps with prompts."""
+        return self.overlaps or self._groups > 1
+
+    @property
     def overlaps(self) -> bool:
         """True if communication hides in some steps; which ones depends on whether they have prompts."""
         return self._overlap is not None
 
     def linear(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
-        """Seconds per kind of all calls that depend on the number of tokens in the step only, and, if communication
-        hides, on whether it has prompts."""
+        """Seconds per kind of all calls by the tokens of the step and, by `differs_with_prompts`, its prompts."""
         return self.padded(num_tokens, prompts) | self.routed(num_tokens, prompts)
 
     def padded(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
@@ -211,7 +222,7 @@ class StepModel:
         if self._apart is not None:
             of_part = self._linear_s(self._graph_tokens(self._of_part(num_tokens)))
             return {kind: self._apart.parts * seconds for kind, seconds in of_part.items()}
-        by_kind, tokens = self._linear_s, self._graph_tokens(num_tokens)
+        by_kind, tokens = partial(self._linear_s, prompts=prompts), self._graph_tokens(num_tokens, prompts)
         if self._overlap is None:
             return by_kind(tokens)
         hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts, self._thresholds)
@@ -220,11 +231,9 @@ class StepModel:
         halves, _ = exposed(in_halves(self._overlap, by_kind, tokens), hidden=hidden_kinds(self._overlap))
         return _chosen(hides, halves, by_kind(tokens))
 
-    def _graph_tokens(self, num_tokens: Array) -> Array:
+    def _graph_tokens(self, num_tokens: Array, prompts: bool = False) -> Array:
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        if self._cp > 1:
-            # Each rank has its share of the tokens.
-            tokens = np.ceil(tokens / self._cp)
+        tokens = _shared_out(tokens, self._cp * (self._groups if prompts else 1))
         return padded_tokens(tokens, self.launches.largest_graph)
 
     def routed(self, num_tokens: Array, prompts: bool = False) -> dict[str, Array]:
@@ -232,24 +241,28 @@ class StepModel:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         if self._apart is not None:
             return self._waited(self._apart, tokens)
+        # Every group sends its share of the tokens to the experts, in steps without prompts too.
+        tokens = _shared_out(tokens, self._groups)
         undivided = self._by_kind(self._routed, tokens)
         if self._overlap is None or not self._routed:
             return undivided
-        hides = overlapped(self._overlap, tokens, prompts, self._thresholds)
+        hides = overlapped(self._overlap, np.asarray(num_tokens, dtype=np.float64), prompts, self._thresholds)
         if not hides.any():
             return undivided
         hidden = hidden_kinds(self._overlap)
-        beside = in_halves(self._overlap, self._linear_s, self._graph_tokens(tokens))
+        linear_s = partial(self._linear_s, prompts=prompts)
+        beside = in_halves(self._overlap, linear_s, self._graph_tokens(num_tokens, prompts))
         _, room = exposed(beside, hidden=hidden)
         halves = in_halves(self._overlap, partial(self._by_kind, self._routed), tokens)
         return _chosen(hides, exposed(halves, room, hidden)[0], undivided)
 
-    def _linear_s(self, tokens: Array) -> dict[str, Array]:
-        """Seconds by kind of calls of `tokens` rows, without routed experts."""
-        by_kind = self._by_kind(self._linear, tokens)
+    def _linear_s(self, tokens: Array, prompts: bool = False) -> dict[str, Array]:
+        """Seconds by kind of calls of `tokens` rows of a group of ranks, without routed experts."""
+        by_kind = self._by_kind((*self._linear, *self._gathered) if prompts else self._linear, tokens)
         if not self._shared:
             return by_kind
-        shared, routed = self._by_kind(self._shared, tokens), self._by_kind(self._routed, tokens)["moe"]
+        to_experts = tokens if prompts else _shared_out(tokens, self._groups)
+        shared, routed = self._by_kind(self._shared, tokens), self._by_kind(self._routed, to_experts)["moe"]
         return with_shared(by_kind, shared, np.where(tokens <= self._beside, routed, 0.0))
 
     def head(self, num_samples: Array) -> dict[str, Array]:
@@ -315,9 +328,8 @@ class StepModel:
 
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
-        parts: dict[str, float] = {}
-        for kind, seconds in self.linear(np.array([batch.num_tokens]), bool(batch.chunks)).items():
-            parts[kind] = float(seconds[0])
+        by_tokens = self.linear(np.array([batch.num_tokens]), bool(batch.chunks))
+        parts = {kind: float(seconds[0]) for kind, seconds in by_tokens.items()}
         if batch.num_samples:
             for kind, seconds in self.head(np.array([batch.num_samples])).items():
                 parts[kind] = float(seconds[0])
@@ -337,8 +349,7 @@ class StepModel:
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def correction(self, with_chunks: bool) -> Correction | None:
-        """Return the correction from an engine's log for steps with prompt tokens, or for those without; None if
-        none."""
+        """Return the correction from an engine's log of steps with prompt tokens, or without; None if there is none."""
         calibration = self._hardware.calibration
         if calibration is None:
             return None

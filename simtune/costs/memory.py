@@ -37,7 +37,7 @@ GiB."""
 STEP_BYTES = 0.14 * GIB
 """Buffers of a step besides those that grow with tokens."""
 EXPERT_COMMUNICATOR_BYTES = 0.4 * GIB
-"""Communicators of data-parallel attention."""
+"""Communicators of groups of ranks beside those of tp: with data-parallel attention, or dividing prompts."""
 
 
 class Release(NamedTuple):
@@ -160,8 +160,8 @@ def _layer_bytes(model: Model, parallelism: Parallelism, group: LayerGroup) -> I
     yield plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
     if isinstance(feed_forward, MoeFeedForward):
         routed = _Weights.of(model.dtype_of("experts"))
-        # Experts are spread over all groups with data-parallel attention; each group holds everything else.
-        ranks = tp * parallelism.attention_dp
+        # Experts are spread over all groups of tp ranks; each group holds everything else.
+        ranks = tp * parallelism.expert_groups
         num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
         experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
         width = experts * feed_forward.intermediate_size
@@ -220,7 +220,7 @@ def other_bytes(model: Model, pool: Pool, *, last_stage: bool = True, version: t
     release, parallelism = release_of(version), pool.parallelism
     outside = release.non_torch_bytes
     outside += release.tensor_parallel_bytes * (parallelism.tp > 1)
-    outside += EXPERT_COMMUNICATOR_BYTES * (parallelism.attention_dp > 1)
+    outside += EXPERT_COMMUNICATOR_BYTES * (parallelism.expert_groups > 1)
     graphs = GRAPHS_BYTES if pool.cuda_graphs and release.counts_graphs else 0.0
     activations = _activation_bytes(model, pool, release.sampler_bytes if last_stage else 0.0)
     encoder = encoder_memory(model, pool)
@@ -232,7 +232,8 @@ def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
 
     Kernels for experts keep their workspace allocated: both products of every token and expert.
     """
-    tokens, tp = pool.batching.max_num_batched_tokens / pool.parallelism.context_ranks, pool.parallelism.tp
+    parallelism, tp = pool.parallelism, pool.parallelism.tp
+    tokens = pool.batching.max_num_batched_tokens / (parallelism.context_ranks * parallelism.prompt_groups)
     per_value, hidden = DTYPE_BYTES[model.dtype], model.hidden_size
     widths = [_widths(group, hidden, pool) for group in model.layers]
     streams = model.residual.streams if isinstance(model.residual, HyperConnections) else 1
@@ -245,7 +246,7 @@ def _activation_bytes(model: Model, pool: Pool, sampler_bytes: float) -> float:
 
 def _widths(group: LayerGroup, hidden: int, pool: Pool) -> tuple[float, float]:
     """Values per token: inside a feed-forward block over all ranks, and in the workspace of experts on one."""
-    feed_forward, tp, groups = group.feed_forward, pool.parallelism.tp, pool.parallelism.attention_dp
+    feed_forward, tp, groups = group.feed_forward, pool.parallelism.tp, pool.parallelism.expert_groups
     if isinstance(feed_forward, DenseFeedForward):
         return (2 + feed_forward.gated) * feed_forward.intermediate_size, 0.0
     if not isinstance(feed_forward, MoeFeedForward):

@@ -31,6 +31,17 @@ def check_parallelism(model: Model, pool: Pool) -> None:
         _check_context_parallelism(model, parallelism)
     if parallelism.decode_ranks > 1:
         _check_decode_ranks(model, parallelism)
+    if parallelism.prompt_groups > 1:
+        _check_prompt_groups(model, parallelism)
+
+
+def _check_prompt_groups(model: Model, parallelism: Parallelism) -> None:
+    """Raise Infeasible for layers whose windows, states or selections would have to be passed between groups."""
+    if any(type(group.attention) not in (FullAttention, MlaAttention, NoAttention) for group in model.layers):
+        raise Infeasible(
+            f"model {model.name} with prefill_context_parallel {parallelism.prompt_groups}: groups of ranks divide "
+            "prompts of full and latent attention only; leave it out"
+        )
 
 
 def _check_decode_ranks(model: Model, parallelism: Parallelism) -> None:
@@ -81,20 +92,26 @@ def _check_tensor_parallelism(model: Model, parallelism: Parallelism) -> None:
             raise Infeasible(f"{where}: tp must divide the {shared} KV heads or be a multiple of their number")
         for width, ranks in _split_widths(group.feed_forward, parallelism):
             if width % ranks:
-                by = "tp" if ranks == tp else f"tp x attention_dp ({ranks})"
+                by = "tp" if ranks == tp else f"{_of_experts(parallelism)} ({ranks})"
                 raise Infeasible(f"{where}: {by} must divide the feed-forward width {width}")
 
 
 def _check_expert_parallelism(model: Model, parallelism: Parallelism) -> None:
     where = _where(model, parallelism)
     experts = [g.feed_forward.experts for g in model.layers if isinstance(g.feed_forward, MoeFeedForward)]
-    ranks = parallelism.tp * parallelism.attention_dp
+    ranks = parallelism.tp * parallelism.expert_groups
     if parallelism.expert_parallel and min(experts, default=ranks) < ranks:
         raise Infeasible(f"{where}: expert_parallel needs an expert for every rank; use at most {min(experts)} ranks")
     if parallelism.expert_parallel and not experts:
         raise Infeasible(f"model {model.name}: expert_parallel requires a mixture of experts; set it to false")
     if parallelism.attention_dp > 1 and (not experts or parallelism.pp > 1):
         raise Infeasible(f"{where}: attention_dp requires experts and pp 1; set it to 1 and use more instances")
+
+
+def _of_experts(parallelism: Parallelism) -> str:
+    """Return the keys whose product is the number of ranks that share the experts."""
+    groups = {"attention_dp": parallelism.attention_dp, "prefill_context_parallel": parallelism.prompt_groups}
+    return " x ".join(["tp", *(key for key, number in groups.items() if number > 1)])
 
 
 def _where(model: Model, parallelism: Parallelism) -> str:
@@ -108,5 +125,5 @@ def _split_widths(feed_forward: FeedForward, parallelism: Parallelism) -> list[t
         return [(feed_forward.intermediate_size, tp)]
     if isinstance(feed_forward, NoFeedForward):
         return []
-    sliced = [] if parallelism.expert_parallel else [(feed_forward.intermediate_size, tp * parallelism.attention_dp)]
+    sliced = [] if parallelism.expert_parallel else [(feed_forward.intermediate_size, tp * parallelism.expert_groups)]
     return [*sliced, (feed_forward.shared_intermediate_size, tp)]

@@ -13,6 +13,7 @@ from simtune.costs.context_parallel import ContextRanks, across_ranks
 from simtune.costs.decode_context import over_decode_ranks
 from simtune.costs.layers import AttentionCosts, under_policy
 from simtune.costs.predict import Profile
+from simtune.costs.prefill_context import over_prompt_groups
 from simtune.costs.step_calls import EqualLayers, equal_layers
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
@@ -52,6 +53,8 @@ class StepAttention:
                 group = equal_layers(model, pool.parallelism.tp // shared)[number].attention
                 of_group = under_policy(group.costs(profile, model.dtype, kv_dtype), pool.studied.kv_policy, kv_dtype)
                 costs = over_decode_ranks(costs, of_group, group.output_width, shared, profile, model.dtype)
+            if (groups := pool.parallelism.prompt_groups) > 1 and equal.attention.values_per_token:
+                costs = over_prompt_groups(costs, groups)
             with_numbers.append((equal.number, costs))
         return cls(with_numbers, decode_factor, prefill_factor)
 

@@ -16,7 +16,7 @@ from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import HostTimes, Pool
+from simtune.specs.pool import HostTimes, Parallelism, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
@@ -174,8 +174,7 @@ class Emitter(ABC):
             yield f"lora: {self.title} is not set to serve adapters here; remove it to have engine settings written"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
-        if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
-            yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
+        yield from self._rank_refusals(pool.parallelism)
         if pool.share is not None:
             yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
@@ -184,6 +183,14 @@ class Emitter(ABC):
                 f"weight_dtype: {self.title} has no setting that quantises weights to {pool.weight_dtype}; {has}remove "
                 "it, or name a checkpoint with such weights as model"
             )
+
+    def _rank_refusals(self, parallelism: Parallelism) -> Iterator[str]:
+        for key, ranks in (
+            ("decode_context_parallel", parallelism.decode_ranks),
+            ("prefill_context_parallel", parallelism.prompt_groups),
+        ):
+            if ranks > 1 and f"{key}_size" not in self.knows:
+                yield f"parallelism.{key}: {self.title} {self.version} has none; leave it out"
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
         """Return the engine's word for the format to which it quantises weights, None if they stay as in the

@@ -14,7 +14,7 @@ from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.serving import ServingEmitter, own_options
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Ngram
-from simtune.specs.model import Model
+from simtune.specs.model import MlaAttention, Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 from simtune.specs.schemes import Chain, DynamicTree, Scheme
@@ -26,6 +26,9 @@ _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN", "dflash": "
 NEWEST: ReleaseNumber = (0, 5, 23)
 _ATTENTION_RANKS: ReleaseNumber = (0, 5, 22)
 """First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
+_PROMPT_GROUPS: ReleaseNumber = (0, 5, 23)
+"""First release whose settings of groups that divide prompts were checked; earlier ones have others."""
+_KNOWS = frozenset({"lora", "max_queued_requests", "stream_interval"})
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
 _GRAPHS_BY_PHASE: ReleaseNumber = (0, 5, 14)
 """First release whose settings files must not contain disable-cuda-graph."""
@@ -85,6 +88,28 @@ def _hicache(host: CacheTier | None, ranks: int) -> LaunchArgs:
     }
 
 
+def _strategy(model: Model) -> str:
+    """Return the word for how prompts are divided: token by token for sparse attention, else in two pieces a group."""
+    attention = (group.attention for group in model.layers)
+    selects = any(isinstance(layer, MlaAttention) and layer.index_topk is not None for layer in attention)
+    return "interleave" if selects else "zigzag"
+
+
+def _prompt_group_refusals(pool: Pool, model: Model) -> Iterator[str]:
+    """Yield the rules of python/sglang/srt/arg_groups/model_overrides/deepseek_v2.py; models without experts have no
+    code for it."""
+    key, p = "parallelism.prefill_context_parallel", pool.parallelism
+    latent = any(isinstance(group.attention, MlaAttention) for group in model.layers)
+    if not any(group.feed_forward.kind == "moe" for group in model.layers):
+        yield f"{key}: SGLang divides prompts of mixtures of experts only, and {model.name} is none; leave it out"
+    if latent and not (p.expert_parallel and pool.expert_exchange == "deepep"):
+        yield f"{key}: with latent attention SGLang needs expert_parallel and expert_exchange: deepep; set these"
+    if latent and _strategy(model) == "zigzag" and p.tp > 1:
+        yield f"{key}: with latent attention SGLang has one rank in each group; set parallelism.tp to 1"
+    if _strategy(model) == "interleave" and p.tp * p.expert_groups > 8:
+        yield f"{key}: with sparse attention SGLang has 8 ranks at most; lower it, tp or attention_dp"
+
+
 def _router(placed: list[Endpoint]) -> str:
     """Return the router's command with the address of every instance, and the bootstrap port of those that prefill."""
     lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
@@ -119,7 +144,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = _POLICIES
-    knows = frozenset({"lora", "max_queued_requests", "stream_interval"})
+    knows = _KNOWS
     chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
     tier_ratios = True
@@ -139,6 +164,9 @@ class Sglang(ServingEmitter):
         "dp-size": Option(int),
         "enable-dp-attention": Option(bool),
         "attn-dp-size": Option(int),
+        "enable-prefill-cp": Option(bool),
+        "attn-cp-size": Option(int, "parallelism.prefill_context_parallel", unless=1),
+        "cp-strategy": Option(str),
         "ep-size": Option(int),
         "max-running-requests": Option(int, "batching.max_num_seqs"),
         "max-queued-requests": Option(int, "batching.max_queued_requests"),
@@ -178,6 +206,7 @@ class Sglang(ServingEmitter):
     def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
         self.version = words(release)
+        self.knows = _KNOWS | ({"prefill_context_parallel_size"} if release >= _PROMPT_GROUPS else frozenset())
 
     def of(self, engine: str | None) -> Self:
         """See `Emitter.of`."""
@@ -191,9 +220,11 @@ class Sglang(ServingEmitter):
         return written(
             self.serving_options,
             pool,
-            tp_size=p.tp * p.attention_dp,
+            tp_size=p.tp * p.expert_groups,
+            enable_prefill_cp=True if p.prompt_groups > 1 else None,
+            cp_strategy=_strategy(model) if p.prompt_groups > 1 else None,
             **{name.replace("-", "_"): value for name, value in self._groups(p.attention_dp).items()},
-            ep_size=p.tp * p.attention_dp if p.expert_parallel else None,
+            ep_size=p.tp * p.expert_groups if p.expert_parallel else None,
             # -1 turns chunking off; max-prefill-tokens then bounds the prompts of a step.
             chunked_prefill_size=batching.max_num_batched_tokens if batching.chunked_prefill else -1,
             max_prefill_tokens=None if batching.chunked_prefill else batching.max_num_batched_tokens,
@@ -211,6 +242,12 @@ class Sglang(ServingEmitter):
     def _eager(self) -> tuple[str, ...]:
         """Flags without which graphs are captured."""
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
+
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """See `Emitter.refusals`."""
+        yield from super().refusals(pool, model, draft_models)
+        if pool.parallelism.prompt_groups > 1 and "prefill_context_parallel_size" in self.knows:
+            yield from _prompt_group_refusals(pool, model)
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """See `Emitter.unsaid`; the smooth factor of dynamic chunks is set in the environment."""

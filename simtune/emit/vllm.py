@@ -14,6 +14,7 @@ from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.vllm_releases import (
     NEWEST,
+    deals_decodes,
     drafts_since,
     hides_pipelines,
     hides_since,
@@ -28,7 +29,7 @@ from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
-from simtune.specs.model import Model
+from simtune.specs.model import MlaAttention, Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 from simtune.specs.preset import GIB
@@ -40,6 +41,7 @@ _POLICIES = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 OPTIONS: dict[str, Option] = {
     "tensor-parallel-size": Option(int, "parallelism.tp"),
     "pipeline-parallel-size": Option(int, "parallelism.pp"),
+    "prefill-context-parallel-size": Option(int, "parallelism.prefill_context_parallel", unless=1),
     "decode-context-parallel-size": Option(int, "parallelism.decode_context_parallel"),
     "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
     "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
@@ -302,6 +304,15 @@ class Vllm(Emitter):
         if pool.overlap == "two_batches":
             yield from self._overlap_refusals(pool)
 
+    def unsaid(self, pool: Pool) -> Iterator[str]:
+        """See `Emitter.unsaid`."""
+        yield from super().unsaid(pool)
+        if pool.parallelism.prompt_groups > 1 and deals_decodes(self._release):
+            yield (
+                f"parallelism.prefill_context_parallel: vLLM {self.version} decodes each request on one of the groups; "
+                "simulated: on all of them"
+            )
+
     def _async_refusals(self, pool: Pool) -> Iterator[str]:
         if not pool.schedules_async:
             return
@@ -410,6 +421,20 @@ def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
         yield f"parallelism.pp: {pp} stages for the {model.num_layers} layers of {model.name}"
     if pool.parallelism.expert_parallel and not any(group.feed_forward.kind == "moe" for group in model.layers):
         yield f"parallelism.expert_parallel: {model.name} is no mixture of experts"
+    if pool.parallelism.prompt_groups > 1:
+        yield from _prompt_group_refusals(pool, model)
+
+
+def _prompt_group_refusals(pool: Pool, model: Model) -> Iterator[str]:
+    """Yield the rules of `PCPManager.validate_config` in vllm/v1/worker/gpu/pcp_manager.py."""
+    latent = [group.attention for group in model.layers if isinstance(group.attention, MlaAttention)]
+    if len(latent) < len(model.layers):
+        yield (
+            "parallelism.prefill_context_parallel: vLLM divides prompts of latent attention only, and "
+            f"{model.name} has other kinds; leave it out"
+        )
+    elif pool.cuda_graphs and any(layer.index_topk is not None for layer in latent):
+        yield "cuda_graphs: vLLM divides prompts of sparse attention without graphs only; set it to false"
 
 
 def _kv_cache_dtype(pool: Pool, model: Model) -> str | None:

@@ -23,6 +23,8 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "watermark": (0, 24),
     # First release whose option was checked; earlier ones may have it.
     "mm_encoder_tp_mode": (0, 28),
+    # Earlier releases have the option, and no attention that runs with it.
+    "prefill_context_parallel_size": (0, 28),
     "max_num_queued_reqs": (0, 30),
     "max_num_queued_tokens": (0, 30),
     "max_num_active_seqs": (0, 31),
@@ -46,6 +48,8 @@ _TWO_BATCHES: ReleaseNumber = (0, 28)
 """First release whose settings of two batches were checked; earlier ones may have them."""
 _LAST_CASCADE: ReleaseNumber = (0, 28)
 """Last release that was found to have cascade attention; 0.33 has none."""
+_DEALT_DECODES: ReleaseNumber = (0, 32)
+"""First release that was found to decode each request on one of the groups that divide prompts; 0.28 does on all."""
 _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
 
 
@@ -89,6 +93,11 @@ def splits_steps(release: ReleaseNumber) -> bool:
 def shares_prefixes(release: ReleaseNumber) -> bool:
     """True if a release is known to have cascade attention."""
     return release <= _LAST_CASCADE
+
+
+def deals_decodes(release: ReleaseNumber) -> bool:
+    """True if a release decodes each request on one of the groups of ranks that divide prompts."""
+    return release >= _DEALT_DECODES
 
 
 def kv_dtype_since(word: str) -> ReleaseNumber:

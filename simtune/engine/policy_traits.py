@@ -79,6 +79,8 @@ class PolicyTraits:
     chunks_follow: ClassVar[bool] = False
     """True if the policy's engine, over a pipeline, schedules the next chunk of a prompt as soon as the last one has
     left the first stage, unless a plan sets `chunk_pipeline`."""
+    decodes_followed: ClassVar[bool] = False
+    """True if such chunks may also follow a step that has decodes: see `simtune.engine.following`."""
     first_come: ClassVar[bool] = False
     """True if first tokens come in the order in which requests were added, those of one step at once, and no request is
     admitted while a preempted one waits; unless a `long_prefill_token_threshold` or a `prefill_schedule_interval` lets

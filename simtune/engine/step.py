@@ -84,7 +84,12 @@ class Step:
     @property
     def is_followed(self) -> bool:
         """True if the next step can be scheduled without any result of this one: all its prompts go on."""
-        if self.num_decodes or not self.chunks or self.part != (0, 1):
+        return not self.num_decodes and self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the step has prompts, and all of them go on after it."""
+        if not self.chunks or self.part != (0, 1):
             return False
         return not any(chunk.completes for chunk in self.chunks)
 

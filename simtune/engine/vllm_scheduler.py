@@ -23,7 +23,7 @@ in flight count as accepted, and the tokens in flight of a preempted request are
 With `prefill_schedule_interval` only some steps have prompts (`simtune.engine.cadence`).
 
 Over a pipeline a prompt counts as computed as soon as a chunk of it is scheduled, and as many batches are under way
-as there are stages, so that its chunks follow one another (`step_with_batch_queue` in vllm/v1/engine/core.py).
+as there are stages, so that its chunks follow one another, beside decodes too (`simtune.engine.following`).
 
 Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One case is not exact: with
 asynchronous scheduling, a request that gets no tokens in one step and is preempted right after the next may find one
@@ -43,8 +43,8 @@ from simtune.engine.adapters import AdmissibleQueue
 from simtune.engine.batch import Batch
 from simtune.engine.batched import BatchScheduler, BatchSettings
 from simtune.engine.cadence import PromptCadence
+from simtune.engine.following import FollowingScheduler
 from simtune.engine.kv import NO_HIT
-from simtune.engine.offloading_scheduler import OffloadingScheduler
 from simtune.engine.policy_traits import Feature
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk, Step
@@ -195,7 +195,7 @@ _REFINED: tuple[Feature, ...] = ("long_prefills", "prefill_interval", "reserve_f
 """Features of the scheduler that refine its rule."""
 
 
-class VllmFcfs(OffloadingScheduler):
+class VllmFcfs(FollowingScheduler):
     """First come, first served. See the module for the rule."""
 
     offers = BatchScheduler.offers | {"active_seqs", "cascade_attention", "images", "lora", *_REFINED}

@@ -146,6 +146,11 @@ def _parallelism(deployed: DeployedPool) -> Iterator[str]:
     p, memory, afd = deployed.spec.parallelism, deployed.memory, deployed.spec.studied.afd
     if p.context_ranks > 1:
         yield f"cp {p.cp}: groups of tp ranks share every sequence, each with 1/{p.cp} of its tokens and KV cache"
+    if p.prompt_groups > 1:
+        yield (
+            f"prefill_context_parallel {p.prompt_groups}: groups of tp ranks divide the tokens of steps with prompts, "
+            "and each keeps the whole KV cache"
+        )
     if p.expert_replicas is not None:
         yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
     if afd is not None:

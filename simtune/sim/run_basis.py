@@ -125,7 +125,7 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
     samples = np.array([step.num_samples for step in steps]) + verified - decodes
     tokens: Array = verified + np.bincount(at, new, len(steps))
     columns = model.linear(tokens)
-    if model.overlaps:
+    if model.differs_with_prompts:
         prompts, with_them = np.array([bool(step.chunks) for step in steps]), model.linear(tokens, prompts=True)
         columns = {kind: np.where(prompts, with_them[kind], seconds) for kind, seconds in columns.items()}
     columns |= {kind: np.where(samples > 0, x, 0.0) for kind, x in model.head(np.maximum(samples, 1)).items()}

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
 from simtune.costs.protocol import GroupCosts
+from simtune.engine import Step
 from simtune.engine.prompt_balance import PromptBalance
 from simtune.sim.agenda import STEP_END
 from simtune.sim.core import Deliver, EngineCore, Stepping
+from simtune.sim.following import follow, may_be_followed, sleep
 
 
 class SharedStepping(Stepping):
@@ -64,7 +66,8 @@ class Pipeline(SharedStepping):
 
     With `chunks_follow` a core schedules again as soon as a step leaves the first stage, if nothing of what the step
     computes is needed before: it has chunks that end no prompt, and no decodes. So n such steps of D ticks take
-    (n + stages - 1) D / stages.
+    (n + stages - 1) D / stages. If it has decodes too, some policies let the prompts go on alone (`FollowingScheduler`)
+    until it has left the last stage.
     """
 
     def __init__(self, stages: int, *, chunks_follow: bool = False) -> None:
@@ -74,10 +77,12 @@ class Pipeline(SharedStepping):
         self._flights: list[Flight] = []  # by core
         self._next: list[tuple[int, int, Flight]] = []  # a heap of (end of the step or jump under way, number of core)
         self._announced: EngineCore | None = None  # whose end the agenda knows: the first of these
+        self._landing: list[int] = []  # by core: the tick until which decodes of an earlier step are in the stages
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
         self._flights.append(Flight(core))
+        self._landing.append(0)
         return super().join(core)
 
     def may_jump(self, core: EngineCore) -> bool:
@@ -102,7 +107,11 @@ class Pipeline(SharedStepping):
     def end(self, now: int, core: EngineCore, deliver: Deliver) -> None:
         """End the core's step, then those of all cores in order of time, as long as nothing else happens before."""
         if self.stepwise:
-            super().end(now, core, deliver)
+            self._conclude(now, core, deliver)
+            if self._agenda.has_more_at(now):
+                core.wake(now)
+            else:
+                self.start(now, core)
             return
         agenda, upcoming = self._agenda, self._next
         heap = agenda.heap
@@ -126,7 +135,7 @@ class Pipeline(SharedStepping):
             # count.
             if not flight.last:
                 core.time.repetitions, flight.last = len(flight.ends), True
-            core.conclude(now, deliver)
+            self._conclude(now, core, deliver)
             if heap[0][0] == now or (upcoming and upcoming[0][0] == now):
                 core.wake(now)
             elif (end := self._send(now, core)) is not None:
@@ -157,6 +166,7 @@ class Pipeline(SharedStepping):
     def reset(self) -> None:
         """Empty the stages."""
         self._free = [0] * len(self._free)
+        self._landing = [0] * len(self._landing)
         self._next.clear()
         for flight in self._flights:
             flight.last = True
@@ -168,10 +178,14 @@ class Pipeline(SharedStepping):
         time = core.time
         # The list belongs to an earlier flight.
         time.ends = None
-        if not core.plan(now):
+        if now < self._landing[core.virtual_engine]:
+            if not follow(core, now):
+                sleep(core, self._landing[core.virtual_engine])
+                return None
+        elif not core.plan(now):
             return None
         end = self._pass_through(now, time.first)
-        if self._chunks_follow and core.step is not None and core.step.is_followed:
+        if self._chunks_follow and core.step is not None and self._goes_on(core, core.step, end):
             end = self._free[0]
         if time.repetitions > 1 and not self._next and self._alone(core):
             self._jumping = core
@@ -184,6 +198,26 @@ class Pipeline(SharedStepping):
         else:
             time.ends = self._flights[core.virtual_engine].begin(now, end)
         return end
+
+    def _goes_on(self, core: EngineCore, step: Step, end: int) -> bool:
+        """True if the core schedules again when the step, which ends at `end`, leaves the first stage."""
+        if not step.num_decodes:
+            return step.is_followed
+        if not step.chunks or not may_be_followed(core, step):
+            return False
+        self._landing[core.virtual_engine] = end
+        return True
+
+    def _conclude(self, now: int, core: EngineCore, deliver: Deliver) -> None:
+        """Complete the core's step; tokens of decodes in one that leaves the first stage come when it leaves the
+        last."""
+        landing, step = self._landing[core.virtual_engine], core.step
+        lands_later = now < landing and step is not None and step.num_decodes > 0
+        if lands_later:
+            core.time.first = landing - core.started
+        core.conclude(now, deliver)
+        if lands_later:
+            core.gaps.wait(landing)
 
     def _fly(self, horizon: int) -> None:
         """Launch repetitions in order of time, as long as they begin before the horizon and every core has one left.

@@ -247,14 +247,15 @@ def _connect(plan: Plan, model: Model, pools: Sequence[DeployedPool], by_pool: B
 def _rate_share(sent: Sequence[Model], source: Pool, target: Pool, way: KvLink) -> float:
     """Return the rate at which a KV cache is sent over that of all GPUs of a prefill instance.
 
-    A cache is sent by the GPUs that have it, those of one data-parallel rank, at most as many as receive it. Of latent
+    A cache is sent by the GPUs that have it, those of one data-parallel rank and of one of the groups that divide
+    prompts, each of which has all of it, at most as many as receive it. Of latent
     attention every GPU has the whole vector, so each GPU of the receiving rank gets it whole: `needSendCache` in
     cpp/tensorrt_llm/batch_manager/mlaCacheFormatter.cpp of TensorRT-LLM, `required_dst_info_num` in
     srt/disaggregation/common/conn.py of SGLang. A rate that is stated, measured or of a shared link counts as it is.
     """
     if way.bytes_per_s is not None or way.costs is not None or way.shared:
         return 1.0
-    senders, receivers = (pool.model_devices // pool.parallelism.attention_dp for pool in (source, target))
+    senders, receivers = (pool.model_devices // pool.parallelism.expert_groups for pool in (source, target))
     kinds = {group.attention.kind for model in sent for group in model.layers}
     copies = target.parallelism.tp if kinds <= _LATENT else 1
     return min(senders, receivers) / (copies * source.model_devices)

@@ -19,7 +19,7 @@ from simtune.specs.pool import Pool
 
 _POOL = (
     r"(?:(?P<role{n}>[pd])\.)?(?:(?P<gpu{n}>[A-Za-z0-9.-]+?)-)?tp(?P<tp{n}>\d+)-pp(?P<pp{n}>\d+)"
-    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?:-spare(?P<spare{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
+    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-pcp(?P<pcp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?:-spare(?P<spare{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
     r"(?:-len(?P<length{n}>\d+))?(?:-v-(?P<variant{n}>[A-Za-z0-9.-]+?))?"
     r"-x(?P<instances{n}>\d+)-s(?P<seats{n}>\d+)-t(?P<budget{n}>\d+)"
     r"(?P<caching{n}>-cached|-uncached)?(?:-(?!router\d+$)(?P<drafter{n}>.+?))?"
@@ -165,15 +165,15 @@ def of_name(name: str) -> PlanWords | None:
 
 
 def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
-    tp, pp, dp, cp = (int(fields[f"{key}{n}"] or 1) for key in ("tp", "pp", "dp", "cp"))
+    parallelism = {key: int(fields[f"{key}{n}"] or 1) for key in ("tp", "pp", "dp", "cp", "pcp")}
     feed_forward = int(fields[f"ffn{n}"] or 0)
     return _pool_words(
         role=_ROLES.get(fields[f"role{n}"] or "", MIXED),
         gpu=fields[f"gpu{n}"] or "",
         instances=int(fields[f"instances{n}"] or 1),
         spare=int(fields[f"spare{n}"] or 0),
-        devices=tp * pp * dp * cp + feed_forward,
-        parallelism={"tp": tp, "pp": pp, "dp": dp, "cp": cp},
+        devices=math.prod(parallelism.values()) + feed_forward,
+        parallelism=parallelism,
         feed_forward=feed_forward,
         expert_parallel=bool(fields[f"ep{n}"]),
         seats=int(fields[f"seats{n}"] or 1),
@@ -221,7 +221,7 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         instances=pool.most_instances - pool.spare,
         spare=pool.spare,
         devices=pool.devices,
-        parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1},
+        parallelism={"tp": p.tp, "pp": p.pp, "dp": p.attention_dp, "cp": p.cp or 1, "pcp": p.prompt_groups},
         expert_parallel=p.expert_parallel,
         feed_forward=0 if pool.studied.afd is None else pool.studied.afd.ffn_devices,
         seats=batching.max_num_seqs,

@@ -67,7 +67,7 @@ QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queued_requ
 
 
 class Parallelism(Part):
-    """GPUs of one instance: tp * pp * attention_dp * cp."""
+    """GPUs of one instance: tp * pp * attention_dp * cp * prefill_context_parallel."""
 
     tp: GpuCount = 1
     pp: GpuCount = 1
@@ -80,6 +80,11 @@ class Parallelism(Part):
         None,
         description="of tp: ranks of a group that keep a part of each sequence's tokens instead of the same KV heads; "
         "decodes read as much less, and exchange their results once a layer. 1 unless given",
+    )
+    prefill_context_parallel: GpuCount | None = Field(
+        None,
+        description="groups of tp ranks that divide the tokens of steps with prompts: each gathers the keys and values "
+        "of the others once a layer and keeps all of them; every group computes steps without prompts. 1 unless given",
     )
     expert_parallel: bool = Field(False, description="whole experts on each rank, instead of slices of all of them")
     attention_dp: GpuCount = Field(
@@ -105,6 +110,16 @@ class Parallelism(Part):
             raise ErrorAt("cannot be combined with cp, whose ranks share sequences too", "decode_context_parallel")
         return self
 
+    @model_validator(mode="after")
+    def _divides_prompts_one_way(self) -> Self:
+        for key in ("cp", "decode_context_parallel"):
+            if self.prompt_groups > 1 and (getattr(self, key) or 1) > 1:
+                raise ErrorAt(
+                    f"cannot be combined with {key}, which divides the KV cache; set one of the two to 1",
+                    "prefill_context_parallel",
+                )
+        return self
+
     @property
     def decode_ranks(self) -> int:
         """Ranks of tp that share the cache of every sequence: `decode_context_parallel`, or 1 without it."""
@@ -116,9 +131,19 @@ class Parallelism(Part):
         return self.cp or 1
 
     @property
+    def prompt_groups(self) -> int:
+        """Groups of tp ranks that divide the tokens of steps with prompts: `prefill_context_parallel`, or 1."""
+        return self.prefill_context_parallel or 1
+
+    @property
+    def expert_groups(self) -> int:
+        """Groups of tp ranks over which routed experts are spread."""
+        return self.attention_dp * self.prompt_groups
+
+    @property
     def devices(self) -> int:
         """GPUs of one instance."""
-        return self.tp * self.pp * self.attention_dp * self.context_ranks
+        return self.tp * self.pp * self.expert_groups * self.context_ranks
 
 
 class Batching(Part):
@@ -612,6 +637,28 @@ def _has_a_ring(pool: Pool) -> None:
         raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "research", "cp_ring")
 
 
+def _divides_prompts(pool: Pool) -> None:
+    if pool.parallelism.prompt_groups == 1:
+        return
+    cache, studied = pool.kv_cache, pool.studied
+    for path, is_set, why in (
+        (("speculation",), pool.speculation, "whose verification is not divided among groups of ranks"),
+        (("lora",), pool.lora, "whose products are not divided among groups of ranks"),
+        (("encoder",), pool.encoder, "which is not divided among groups of ranks"),
+        (("cascade_attention",), pool.cascade_attention, "which is not divided among groups of ranks"),
+        (("kv_cache", "tiers"), cache.tiers, "of which every group of ranks would need its copy"),
+        (("kv_cache", "preemption"), cache.preemption == "swap", "by which every group of ranks would move its copy"),
+        (("research", "offload"), studied.offload, "of which every group of ranks would need its copy"),
+        (("research", "afd"), studied.afd, "whose attention devices are groups of tp ranks"),
+    ):
+        if is_set:
+            name = "swap" if path[-1] == "preemption" else path[-1]
+            raise ErrorAt(
+                f"cannot be combined with {name}, {why}; remove it, or set prefill_context_parallel to 1",
+                *path,
+            )
+
+
 def _exchanges_what_is_spared(pool: Pool) -> None:
     if pool.studied.expert_locality is None:
         return
@@ -655,6 +702,7 @@ _RULES = (
     _goes_with_afd,
     _splits_steps,
     _has_a_ring,
+    _divides_prompts,
     _exchanges_what_is_spared,
     _one_target_for_each_drafter,
     check_autoscaling,

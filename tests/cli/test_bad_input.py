@@ -446,6 +446,11 @@ def test_a_report_of_a_damaged_run_leaves_the_page(desk: Any, call: Call) -> Non
         ),
         ("parallelism.tp=3", "model llama-3.1-8b with tp 3: tp must divide the 32 attention heads"),
         ("parallelism.pp=33", "model llama-3.1-8b: pp 33 exceeds its 32 layers"),
+        (
+            "parallelism={cp: 2, prefill_context_parallel: 2}",
+            "--set: pools.0.parallelism.prefill_context_parallel: cannot be combined with cp, which divides the KV "
+            "cache; set one of the two to 1",
+        ),
         ("max_model_len=200000", "max_model_len (200000) exceeds the longest context of llama-3.1-8b (131072)"),
     ],
 )

@@ -164,6 +164,19 @@ def test_ranks(tmp_path: Path, engine: str, cut: dict[str, Any]) -> None:
     same(tmp_path, plan_of(tmp_path, engine, {"parallelism": cut}, model=EXPERTS))
 
 
+@pytest.mark.parametrize(("engine", "cut", "model"), [
+    ("vllm-0.28", {"tp": 2, "prefill_context_parallel": 4, "expert_parallel": True}, "deepseek-v3"),
+    ("vllm-0.33", {"tp": 4, "prefill_context_parallel": 2}, "deepseek-v3"),
+    ("sglang-0.5.23", {"tp": 1, "prefill_context_parallel": 8, "expert_parallel": True}, "deepseek-v3"),
+    ("sglang-0.5.23", {"tp": 1, "attention_dp": 2, "prefill_context_parallel": 4, "expert_parallel": True},
+     "deepseek-v3"),
+    ("sglang-0.5.23", {"tp": 2, "prefill_context_parallel": 4, "expert_parallel": True}, "deepseek-v3.2"),
+    ("sglang-0.5.23", {"tp": 2, "prefill_context_parallel": 2}, EXPERTS),
+])  # fmt: skip
+def test_groups_that_divide_prompts(tmp_path: Path, engine: str, cut: dict[str, Any], model: str) -> None:
+    same(tmp_path, plan_of(tmp_path, engine, {"parallelism": cut}, model=model))
+
+
 @pytest.mark.parametrize("engine", SEVERAL_GPUS)
 @pytest.mark.parametrize("devices_per_node", [8, 16])
 def test_prefill_and_decode(tmp_path: Path, engine: str, devices_per_node: int) -> None:

@@ -228,6 +228,19 @@ def test_agents_find_their_text_again(tmp_path: Path) -> None:
     assert active["mean"] < 0.8 * family["mean"]
 
 
+def test_groups_that_divide_prompts_shorten_them(tmp_path: Path) -> None:
+    """Half as many groups have half as many GPUs, and take longer for the same prompts."""
+    prefill_ms = []
+    for groups in (8, 16):
+        cut = ("--set", f"plan.pools.0.parallelism.prefill_context_parallel={groups}")
+        run = tmp_path / str(groups)
+        simulate("divided-prompts/plan.yaml", "chat", run, "--rate", "0.5", "--requests", "40", *cut)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["num_gpus"] == groups + 16
+        prefill_ms.append(summary["metrics"]["prefill"]["mean"])
+    assert prefill_ms[1] < prefill_ms[0]
+
+
 def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     """The plan that docs/inputs.md simulates: nobody is lost with the instance, and all that is sent arrives."""
     run = tmp_path / "run"

@@ -32,6 +32,7 @@ FRAGMENTS: tuple[dict[str, Any], ...] = (
     {"kv_cache": {"watermark": 0.1, "block_size": 32}},
     {"kv_cache": {"dtype": "fp8"}},
     {"parallelism": {"cp": 2}},
+    {"parallelism": {"prefill_context_parallel": 2}},
     {"parallelism": {"pp": 2}, "batching": {"chunk_pipeline": "fixed"}},
     {"parallelism": {"pp": 2}, "batching": {"policy": "sglang", "chunk_pipeline": "dynamic"}},
     {"parallelism": {"tp": 2}},
@@ -65,6 +66,7 @@ OF_PAIRS: tuple[dict[str, Any], ...] = (
     {"decode": {"batching": {"policy": "sglang"}}},
     {"prefill": {"batching": {"policy": "shortest-predicted-first"}}},
     {"prefill": {"parallelism": {"cp": 2}}},
+    {"prefill": {"parallelism": {"prefill_context_parallel": 2}}},
 )
 """Fragments that only plans with prefill and decode pools may have."""
 

@@ -194,6 +194,7 @@ TABLED: dict[str, dict[str, Any]] = {
     "plain": {},
     "host in the way": {"async_scheduling": False, "cuda_graphs": False},
     "pipeline": {"parallelism": Parallelism(pp=2)},
+    "divided prompts": {"parallelism": Parallelism(prefill_context_parallel=2)},
     "tensor parallel": {"parallelism": Parallelism(tp=2), "instances": 2},
     "prefix caching": {"kv_cache": {"prefix_caching": True, "num_blocks": 700}},
     "little memory": {"kv_cache": {"num_blocks": 200}},

@@ -1,4 +1,5 @@
-"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission.
+"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission, groups of
+ranks that divide prompts, pipelines whose chunks follow one another.
 
 What is added depends on the world alone, so that all other worlds keep their numbers; a feature that does not go with
 the world is left out.
@@ -22,7 +23,14 @@ Feature = Callable[[Random, Block, Block], None]
 def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple[Block, Block]]]:
     """Yield functions that return a plan and its load with one more feature."""
     random = Random(f"newer {plan} {load}")
-    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead)):
+    for share, feature in (
+        (0.4, _adapters),
+        (0.2, _images),
+        (0.2, _spares),
+        (0.8, _ahead),
+        (0.2, _groups),
+        (0.15, _pipelines),
+    ):
         if random.random() < share:
             seed = random.random()
 
@@ -82,3 +90,24 @@ def _ahead(random: Random, plan: Block, load: Block) -> None:
         if pool["kv_cache"].get("tiers") and POLICIES[pool["batching"]["policy"]].loads_ahead:
             tier = {"name": "host", "fetched": "ahead", "bytes": random.choice((0, 5e6, 3e7, 1e9))}
             pool["kv_cache"]["tiers"] = [tier | {"bytes_per_s": random.choice((1e7, 1e8, 1e10)), "latency_s": 1e-4}]
+
+
+def _groups(random: Random, plan: Block, load: Block) -> None:
+    """Let groups of ranks divide prompts, in all pools."""
+    for pool in plan["pools"]:
+        pool["parallelism"] = {**pool["parallelism"], "prefill_context_parallel": random.choice((2, 4))}
+
+
+def _pipelines(random: Random, plan: Block, load: Block) -> None:
+    """Let chunks follow one another beside decodes, in pipelines of all pools and few tokens of a step."""
+    for pool in plan["pools"]:
+        stages, batching = random.choice((2, 3)), pool["batching"]
+        pool["batching"] = {
+            "policy": random.choice(("vllm-fcfs", "vllm-priority")),
+            "max_num_seqs": batching["max_num_seqs"],
+            "max_num_batched_tokens": max(batching["max_num_seqs"], random.choice((8, 24))),
+        }
+        pool["parallelism"] = {"tp": pool["parallelism"].get("tp", 1), "pp": stages}
+        cache = pool["kv_cache"]
+        if "num_blocks" in cache:
+            pool["kv_cache"] = {**cache, "num_blocks": cache["num_blocks"] * stages}

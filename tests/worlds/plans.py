@@ -559,6 +559,7 @@ def features(world: World) -> set[str]:
         "attention_dp": any(of_pool.attention_dp > 1 for of_pool in parallel),
         "cp": any(of_pool.context_ranks > 1 for of_pool in parallel),
         "decode_context_parallel": any(of_pool.decode_ranks > 1 for of_pool in parallel),
+        "prefill_context_parallel": any(of_pool.prompt_groups > 1 for of_pool in parallel),
         "async": any(pool.schedules_async for pool in pools),
         "swap": any(cache.preemption == "swap" for cache in caches),
         "adapters": stream.adapter is not None,

@@ -18,7 +18,7 @@ FEATURES = {
     "autoscaling", "fragments", "combined fragments", "fixed pools", "drafts of a study",
     "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
-    "decode_context_parallel", "async", "swap", "messages", "preempted", "resent",
+    "decode_context_parallel", "prefill_context_parallel", "async", "swap", "messages", "preempted", "resent",
     "adapters", "images", "spares", "ahead",
 }  # fmt: skip
 """Features that drawn plans must have between them."""

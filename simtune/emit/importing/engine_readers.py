@@ -23,6 +23,7 @@ from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.transformers import Transformers
 from simtune.emit.vllm import OPTIONS, Vllm
 from simtune.errors import SpecError
+from simtune.specs.model import MlaAttention
 
 _FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
 _BF16 = {"bfloat16": "bf16", "bf16": "bf16"}
@@ -231,6 +232,7 @@ class VllmReader(OptionReader):
 
 _SGLANG_LATER = (
     "tp-size", "dp-size", "attn-dp-size", "enable-dp-attention", "ep-size", "chunked-prefill-size",
+    "attn-cp-size", "enable-prefill-cp", "cp-strategy",
     "max-prefill-tokens", "max-total-tokens", "disable-cuda-graph", "disable-decode-cuda-graph",
     "disable-prefill-cuda-graph", "disaggregation-transfer-backend", "moe-a2a-backend", "cuda-graph-max-bs",
 )  # fmt: skip
@@ -260,6 +262,7 @@ class SglangReader(OptionReader):
         "data-parallel-size": "dp-size",
         "dp": "dp-size",
         "attention-data-parallel-size": "attn-dp-size",
+        "attention-context-parallel-size": "attn-cp-size",
         "expert-parallel-size": "ep-size",
         "ep": "ep-size",
         "moe-ep-size": "ep-size",
@@ -333,7 +336,8 @@ class SglangReader(OptionReader):
         elif groups > 1:
             launch.instances *= groups
             draft.assume(f"--dp-size {groups} without enable-dp-attention makes {groups} instances for each server")
-        draft.set("parallelism.tp", ranks // groups if attention else ranks)
+        of_group = ranks // groups if attention else ranks
+        draft.set("parallelism.tp", of_group // _sglang_prompt_groups(draft, by_name, of_group))
         _sglang_experts(draft, by_name, ranks)
 
     @staticmethod
@@ -588,6 +592,24 @@ class TransformersReader(OptionReader):
         option = by_name.get("continuous-batching", Given("continuous-batching", False, launch.file, launch.line))
         if not switch(option):
             draft.refuse(option, "how requests share steps: without it they are answered one after the other")
+
+
+def _sglang_prompt_groups(draft: PoolDraft, by_name: Mapping[str, Given], ranks: int) -> int:
+    """Return the groups of ranks that divide prompts, and set them; with latent attention SGLang chooses them."""
+    size, switched, strategy = (by_name.get(name) for name in ("attn-cp-size", "enable-prefill-cp", "cp-strategy"))
+    stated = 1 if size is None else whole_number(size)
+    if switched is None or not switch(switched):
+        if size is not None and stated > 1:
+            draft.refuse(size, "how a sequence is divided among ranks, without enable-prefill-cp")
+        return 1
+    latent = [group.attention for group in draft.model.layers if isinstance(group.attention, MlaAttention)]
+    selects = strategy is not None and str(strategy.value) == "interleave" and stated > 1
+    groups = ranks if latent and not selects else stated
+    if ranks % groups:
+        raise SpecError(switched.problem(f"{groups} groups that divide prompts do not divide {ranks} ranks"))
+    if groups > 1:
+        draft.set("parallelism.prefill_context_parallel", groups)
+    return groups
 
 
 def _sglang_experts(draft: PoolDraft, by_name: Mapping[str, Given], ranks: int) -> None:

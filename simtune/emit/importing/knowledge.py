@@ -117,8 +117,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         _GRAPHS: "compilation-config cuda-graph-sizes cudagraph-capture-sizes optimization-level performance-mode",
         _ADMISSION: "max-num-partial-prefills max-long-partial-prefills scheduler-cls "
         "disable-hybrid-kv-cache-manager",
-        "how a sequence is divided among ranks": "prefill-context-parallel-size decode-context-parallel-size "
-        "dcp-kv-cache-interleave-size cp-kv-cache-interleave-size",
+        "how a sequence is divided among ranks": "dcp-kv-cache-interleave-size cp-kv-cache-interleave-size",
         "how many front ends share the requests": "api-server-count",
         "the size of the KV cache; give num-gpu-blocks-override": "kv-cache-memory-bytes",
         "how many tokens a step makes": "num-scheduler-steps",
@@ -146,8 +145,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "how many tokens a step makes": "num-continuous-decode-steps",
         "how drafts are verified": "speculative-accept-threshold-single speculative-accept-threshold-acc "
         "speculative-token-map speculative-adaptive",
-        "how a sequence is divided among ranks": "attention-context-parallel-size attn-cp-size "
-        "enable-prefill-context-parallel enable-nsa-prefill-context-parallel",
+        "how a sequence is divided among ranks": "enable-prefill-context-parallel "
+        "enable-nsa-prefill-context-parallel",
         "which kinds of workers share the devices": "disaggregation-decode-tp disaggregation-prefill-pp",
     },
     "trtllm": {

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from simtune.arrays import Array, Ints
 from simtune.costs.bounds import LeastCosts
+from simtune.sim.plan_parts import POLICY
 from simtune.sim.pools import DeployedPool
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 
@@ -133,10 +134,12 @@ class PoolWork:
         followed: Array = (floor_s + (self.stages - 1) * shortest_s) / self.stages
         spec = self.pool.spec
         batching = spec.batching
-        # These policies cut a prompt that fits a step only where it shares one with decodes or ends of other prompts,
-        # which no other step follows.
+        # These policies cut a prompt that fits a step only where it shares one with decodes or ends of other prompts.
+        # No other step follows the latter, and the former with some policies.
+        mixes = spec.role != "prefill" and POLICY.find(batching.policy).decodes_followed
         uncut = (
             batching.policy in CUTTING_LAST
+            and not mixes
             and batching.chunk_pipeline != "dynamic"
             and not batching.long_prefill_token_threshold
             and (batching.prefill_schedule_interval or 1) == 1

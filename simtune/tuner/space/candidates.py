@@ -62,6 +62,8 @@ class PoolShape:
     """Model of the variant; empty for the study's."""
     cp: int = 1
     """Groups of ranks that share every sequence, if the variant sets them."""
+    prompt_groups: int = 1
+    """Groups of ranks that divide prompts, if the variant sets them."""
     ffn_devices: int = 0
     """GPUs of the feed-forward blocks, if the variant has them apart."""
     spare: int = 0
@@ -75,7 +77,7 @@ class PoolShape:
     @property
     def devices(self) -> int:
         """GPUs of one instance, without those that a drafter has for itself."""
-        return self.tp * self.pp * self.attention_dp * self.cp + self.ffn_devices
+        return self.tp * self.pp * self.attention_dp * self.cp * self.prompt_groups + self.ffn_devices
 
     def devices_of(self, instances: int) -> int:
         """Return the GPUs of a number of instances and of those that stand by, without those of drafters."""
@@ -85,6 +87,7 @@ class PoolShape:
     def name(self) -> str:
         """Name of the shape, e.g. tp2-pp1, with the settings that differ from the usual ones."""
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + [f"cp{self.cp}"] * (self.cp > 1)
+        more += [f"pcp{self.prompt_groups}"] * (self.prompt_groups > 1)
         more += [f"ffn{self.ffn_devices}"] * bool(self.ffn_devices) + [f"spare{self.spare}"] * bool(self.spare)
         more += ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
@@ -694,6 +697,7 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> list[PoolShape]:
         variant.engine,
         variant.checkpoint,
         cp,
+        parallelism.get("prefill_context_parallel") or 1,
         afd.get("ffn_devices", 0),
         changes.get("spare", 0),
     )

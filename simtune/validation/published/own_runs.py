@@ -185,7 +185,7 @@ class OwnRuns:
     def _enough(self, every: Mapping[str, Any], pool: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a pool; `every` are those with which it is merged."""
         parallelism = every.get("parallelism") or {}
-        sizes = (parallelism.get(key) or 1 for key in ("pp", "cp", "attention_dp"))
+        sizes = (parallelism.get(key) or 1 for key in ("pp", "cp", "attention_dp", "prefill_context_parallel"))
         ranks = int(np.prod(list(sizes)))
         tp = parallelism.get("tp") or 1
         if tp * ranks >= self.fewest or self.fewest % ranks or (every.get("research") or {}).get("offload"):
