@@ -1,4 +1,4 @@
-"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission.
+"""Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission, lost ranks.
 
 What is added depends on the world alone, so that all other worlds keep their numbers; a feature that does not go with
 the world is left out.
@@ -22,7 +22,7 @@ Feature = Callable[[Random, Block, Block], None]
 def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple[Block, Block]]]:
     """Yield functions that return a plan and its load with one more feature."""
     random = Random(f"newer {plan} {load}")
-    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead)):
+    for share, feature in ((0.4, _adapters), (0.2, _images), (0.2, _spares), (0.8, _ahead), (0.8, _ranks)):
         if random.random() < share:
             seed = random.random()
 
@@ -82,3 +82,35 @@ def _ahead(random: Random, plan: Block, load: Block) -> None:
         if pool["kv_cache"].get("tiers") and POLICIES[pool["batching"]["policy"]].loads_ahead:
             tier = {"name": "host", "fetched": "ahead", "bytes": random.choice((0, 5e6, 3e7, 1e9))}
             pool["kv_cache"]["tiers"] = [tier | {"bytes_per_s": random.choice((1e7, 1e8, 1e10)), "latency_s": 1e-4}]
+
+
+def _ranks(random: Random, plan: Block, load: Block) -> None:
+    """Let ranks of instances with data-parallel attention fail, or leave and join, beside other events."""
+    events = plan.setdefault("events", [])
+    for pool in plan["pools"]:
+        ranks = pool["parallelism"].get("attention_dp", 1)
+        if ranks == 1:
+            continue
+        # Enough for a single rank: as many experts on each as there are.
+        elastic = random.random() < 0.85
+        pool["parallelism"] |= {"expert_replicas": 256 * ranks * pool["parallelism"]["tp"], "elastic_experts": elastic}
+        for instance in range(pool["instances"]):
+            place = {"pool": pool["name"], "instance": instance}
+            if elastic and not any((event["pool"], event["instance"]) == tuple(place.values()) for event in events):
+                events += [place | event for event in _rank_events(random, ranks)]
+
+
+def _rank_events(random: Random, ranks: int) -> list[Block]:
+    """Return events of the ranks of one instance, of one kind, in order of time."""
+    times = sorted(random.choice((0.0, 2e-3, 0.0105, 0.03, 0.08, 0.3)) for _ in range(random.randint(1, 3)))
+    pauses = (0.0, 1e-3, 0.02, 0.2)
+    if random.random() < 0.5:
+        return [
+            {"kind": "scale", "at_s": at_s, "ranks": random.randint(1, ranks), "pause_s": random.choice(pauses)}
+            for at_s in times
+        ]
+    return [
+        {"kind": "rank_failure", "at_s": at_s, "rank": rank, "pause_s": random.choice(pauses)}
+        | ({"recover_s": random.choice((1e-3, 0.03, 0.5))} if random.random() < 0.7 else {})
+        for at_s, rank in zip(times, random.sample(range(ranks), ranks - 1), strict=False)
+    ]
