@@ -53,7 +53,6 @@ def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
             None if pool.overlap == "two_batches" else pool.overlap,
         ),
         ("parallelism.cp", "the attention backend and its communication", parallelism.cp),
-        ("parallelism.expert_replicas", "the placement of experts", parallelism.expert_replicas),
         ("research.runtime", "kernels of another engine", studied.runtime),
         ("research.kv_policy", "the attention backend and the KV cache manager", studied.kv_policy),
         ("research.offload", "the weight loader and the attention backend", studied.offload),
@@ -174,8 +173,7 @@ class Emitter(ABC):
             yield f"lora: {self.title} is not set to serve adapters here; remove it to have engine settings written"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
-        if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
-            yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
+        yield from self._ranks_refused(pool)
         if pool.share is not None:
             yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
@@ -183,6 +181,15 @@ class Emitter(ABC):
             yield (
                 f"weight_dtype: {self.title} has no setting that quantises weights to {pool.weight_dtype}; {has}remove "
                 "it, or name a checkpoint with such weights as model"
+            )
+
+    def _ranks_refused(self, pool: Pool) -> Iterator[str]:
+        if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
+            yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
+        if pool.parallelism.expert_replicas is not None and "enable_eplb" not in self.knows:
+            yield (
+                f"parallelism.expert_replicas: {self.title} {self.version} is not set to place experts by load here; "
+                "remove it to have engine settings written"
             )
 
     def quantization(self, pool: Pool, model: Model) -> str | None:

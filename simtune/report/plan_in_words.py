@@ -148,6 +148,8 @@ def _parallelism(deployed: DeployedPool) -> Iterator[str]:
         yield f"cp {p.cp}: groups of tp ranks share every sequence, each with 1/{p.cp} of its tokens and KV cache"
     if p.expert_replicas is not None:
         yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
+    if p.elastic_experts:
+        yield "elastic_experts: an instance goes on with fewer ranks if some fail or leave"
     if afd is not None:
         yield (
             f"afd: feed-forward blocks are on {plural(afd.ffn_devices, 'GPU')} of their own; "

@@ -14,12 +14,17 @@ from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import Infeasible
 from simtune.results.result import Result
 from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import OwnCosts
+from simtune.specs.catalog import load_model
 from simtune.specs.plan import Plan
+from simtune.specs.speculation import Speculation
 from simtune.testing.clusters import stream_of
 from simtune.workload.requests import RequestStream
 from tests.costs.made_up import hardware, model, moe
 from tests.oracles.rank_group import Batch, Change, Group, Rank
+from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
+from tests.sim.worlds import ByRanks as SharedByRanks
 
 EXPERTS = model(feed_forward=moe())
 HARDWARE = hardware(host_step_s=1e-4)
@@ -273,3 +278,28 @@ def test_every_request_ends_when_the_oracle_says(seed: int) -> None:
         assert outcome.first_token.tolist() == [group.first_token[i] for i in range(len(stream))]
         assert outcome.finish.tolist() == [group.finish[i] for i in range(len(stream))]
         assert outcome.resent.tolist() == [group.resent.get(i, 0) for i in range(len(stream))]
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chain of unequal requests", "adaptive by steps", "static tree"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_jumps_of_drafting_ranks_are_single_steps_to_the_tick(name: str, asynchronous: bool) -> None:
+    if asynchronous and name not in AHEAD:
+        pytest.skip("its drafts are not counted ahead")
+    scheme, rates = SCHEMES[name]
+    speculation = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="made up")
+    drafting = Drafting(acceptance(rates), load_model("llama-3.2-1b"))
+    for seed in range(12):
+        events, _, stream = world(seed)
+        pool: dict[str, Any] = {"speculation": speculation.model_dump(), "async_scheduling": asynchronous}
+        costs = OwnCosts(SharedByRanks(LinearCosts(step_s=1e-3, per_token_s=2e-5, per_context_s=3e-7)))
+        deployment = deploy(plan(*events, **pool), EXPERTS, HARDWARE, costs, drafting=drafting)
+        jumped, stepped = (deployment.simulate(stream, single_steps=single).outcome for single in (False, True))
+        for column in ("first_token", "finish", "resent"):
+            assert getattr(jumped, column).tolist() == getattr(stepped, column).tolist()
+        assert jumped.steps == stepped.steps
+        assert [core.drafting for core in jumped.cores] == [core.drafting for core in stepped.cores]
+        assert [core.busy for core in jumped.cores] == [core.busy for core in stepped.cores]
+        assert (jumped.finish >= 0).all()
