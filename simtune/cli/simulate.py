@@ -375,9 +375,11 @@ def _print(plan: Plan, summary: SimulationSummary, drawn: Uncertainty | None, pr
 
 
 def _print_scaling(summary: SimulationSummary, price: Price | None) -> None:
-    """Print the instances of autoscaled pools, the work of encoders, and the price of the GPUs that were held."""
+    """Print the instances of autoscaled pools, changes of ranks, the work of encoders, and the price of the GPUs."""
     for pool in summary.autoscaling:
         click.echo(f"{'autoscaling of pool ' + pool.pool:30} {pool.sentence}")
+    for change in summary.rank_changes:
+        click.echo(f"{'ranks of pool ' + change.pool:30} {change.sentence}")
     for work in summary.encoders:
         click.echo(f"{'encoder of pool ' + work.pool:30} {work.sentence}")
     if price is not None and price.run_usd is not None:

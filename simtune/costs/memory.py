@@ -159,16 +159,8 @@ def _layer_bytes(model: Model, parallelism: Parallelism, group: LayerGroup) -> I
     norms = group.sublayers * (model.norms_per_sublayer * model.norm_parameters + model.residual_parameters)
     yield plain * (norms + group.attention.vectors(hidden) + feed_forward.vectors(hidden) / tp)
     if isinstance(feed_forward, MoeFeedForward):
-        routed = _Weights.of(model.dtype_of("experts"))
-        # Experts are spread over all groups of tp ranks; each group holds everything else.
-        ranks = tp * parallelism.expert_groups
-        num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
-        experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
-        width = experts * feed_forward.intermediate_size
-        # Each slice of an expert has all of the last outputs.
-        last = (feed_forward.latent_size or hidden) * (experts if parallelism.expert_parallel else feed_forward.experts)
-        inputs, read = 1 + feed_forward.gated, feed_forward.latent_size or hidden
-        yield routed.values * (inputs + 1) * read * width + routed.scale * (inputs * width + last)
+        yield routed_bytes(model, feed_forward, parallelism)
+        read = feed_forward.latent_size or hidden
         if feed_forward.latent_size:
             yield dense.of_product(read, hidden) + dense.of_product(hidden, read)
         shared = feed_forward.shared_intermediate_size
@@ -178,6 +170,21 @@ def _layer_bytes(model: Model, parallelism: Parallelism, group: LayerGroup) -> I
         yield plain * hidden * feed_forward.experts
     elif isinstance(feed_forward, DenseFeedForward):
         yield dense.of_feed_forward(hidden, feed_forward.intermediate_size, tp, gated=feed_forward.gated)
+
+
+def routed_bytes(model: Model, feed_forward: MoeFeedForward, parallelism: Parallelism) -> float:
+    """Bytes of the routed experts of one layer on each rank."""
+    routed = _Weights.of(model.dtype_of("experts"))
+    # Experts are spread over all groups of tp ranks; each group holds everything else.
+    ranks = parallelism.tp * parallelism.expert_groups
+    num_experts = feed_forward.experts + (parallelism.expert_replicas or 0)
+    experts = -(-num_experts // ranks) if parallelism.expert_parallel else num_experts / ranks
+    width = experts * feed_forward.intermediate_size
+    # Each slice of an expert has all of the last outputs.
+    read = feed_forward.latent_size or model.hidden_size
+    last = read * (experts if parallelism.expert_parallel else feed_forward.experts)
+    inputs = 1 + feed_forward.gated
+    return routed.values * (inputs + 1) * read * width + routed.scale * (inputs * width + last)
 
 
 def kv_bytes_per_token(model: Model, parallelism: Parallelism, stage: int, kv_dtype: str) -> float:

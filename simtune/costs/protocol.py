@@ -1,7 +1,8 @@
 """Protocols of cost models. Any object with the two methods of `StepCosts` can drive the simulator.
 
 Three more protocols are looked up once, when an engine core is made: `ImbalanceCosts` by its methods, `RoundCosts` if
-the scheduler drafts, `GroupCosts` if cores step together. A fourth, `TellingCosts`, is used after a run.
+the scheduler drafts, `GroupCosts` if cores step together. A fourth, `TellingCosts`, is used after a run; a
+fifth, `ElasticCosts`, if events change the number of ranks.
 """
 
 from __future__ import annotations
@@ -75,6 +76,15 @@ class GroupCosts(StepCosts, Protocol):
     def together(self, ticks: int, num_tokens: int, num_seqs: int, everybodys: int, with_chunks: bool) -> int:
         """Ticks of a step of `ticks` ticks, with `num_tokens` tokens and `num_seqs` sequences of its own, if all groups
         together have `everybodys` tokens. A step that waits for the host stays as long as it is."""
+        ...
+
+
+@runtime_checkable
+class ElasticCosts(StepCosts, Protocol):
+    """Costs from outside that are known for other numbers of data-parallel ranks too, for events that change it."""
+
+    def with_ranks(self, ranks: int) -> StepCosts:
+        """Return the costs of an instance that goes on with `ranks` ranks."""
         ...
 
 

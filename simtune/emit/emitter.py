@@ -16,7 +16,7 @@ from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
-from simtune.specs.pool import HostTimes, Parallelism, Pool
+from simtune.specs.pool import HostTimes, Pool
 from simtune.specs.schemes import Scheme
 from simtune.specs.speculation import Speculation
 
@@ -53,7 +53,6 @@ def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
             None if pool.overlap == "two_batches" else pool.overlap,
         ),
         ("parallelism.cp", "the attention backend and its communication", parallelism.cp),
-        ("parallelism.expert_replicas", "the placement of experts", parallelism.expert_replicas),
         ("research.runtime", "kernels of another engine", studied.runtime),
         ("research.kv_policy", "the attention backend and the KV cache manager", studied.kv_policy),
         ("research.offload", "the weight loader and the attention backend", studied.offload),
@@ -174,7 +173,7 @@ class Emitter(ABC):
             yield f"lora: {self.title} is not set to serve adapters here; remove it to have engine settings written"
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
-        yield from self._rank_refusals(pool.parallelism)
+        yield from self._ranks_refused(pool)
         if pool.share is not None:
             yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
@@ -184,13 +183,18 @@ class Emitter(ABC):
                 "it, or name a checkpoint with such weights as model"
             )
 
-    def _rank_refusals(self, parallelism: Parallelism) -> Iterator[str]:
+    def _ranks_refused(self, pool: Pool) -> Iterator[str]:
         for key, ranks in (
-            ("decode_context_parallel", parallelism.decode_ranks),
-            ("prefill_context_parallel", parallelism.prompt_groups),
+            ("decode_context_parallel", pool.parallelism.decode_ranks),
+            ("prefill_context_parallel", pool.parallelism.prompt_groups),
         ):
             if ranks > 1 and f"{key}_size" not in self.knows:
                 yield f"parallelism.{key}: {self.title} {self.version} has none; leave it out"
+        if pool.parallelism.expert_replicas is not None and "enable_eplb" not in self.knows:
+            yield (
+                f"parallelism.expert_replicas: {self.title} {self.version} is not set to place experts by load here; "
+                "remove it to have engine settings written"
+            )
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
         """Return the engine's word for the format to which it quantises weights, None if they stay as in the

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from simtune.emit.adapters import sglang_lora
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
+from simtune.emit.experts import placement_refusals, sglang_experts
 from simtune.emit.launch import Endpoint, Server, router_script
 from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
@@ -28,8 +29,10 @@ _ATTENTION_RANKS: ReleaseNumber = (0, 5, 22)
 """First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
 _PROMPT_GROUPS: ReleaseNumber = (0, 5, 23)
 """First release whose settings of groups that divide prompts were checked; earlier ones have others."""
-_KNOWS = frozenset({"lora", "max_queued_requests", "stream_interval"})
+_KNOWS = frozenset({"enable_eplb", "lora", "max_queued_requests", "stream_interval"})
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
+_ELASTIC: ReleaseNumber = (0, 5, 23)
+"""First release whose settings of elastic experts were checked; earlier ones may have them."""
 _GRAPHS_BY_PHASE: ReleaseNumber = (0, 5, 14)
 """First release whose settings files must not contain disable-cuda-graph."""
 _DRAFT_TREES = (DraftModel, Eagle)
@@ -168,6 +171,10 @@ class Sglang(ServingEmitter):
         "attn-cp-size": Option(int, "parallelism.prefill_context_parallel", unless=1),
         "cp-strategy": Option(str),
         "ep-size": Option(int),
+        "moe-a2a-backend": Option(str),
+        "enable-eplb": Option(bool),
+        "ep-num-redundant-experts": Option(int),
+        "elastic-ep-backend": Option(str),
         "max-running-requests": Option(int, "batching.max_num_seqs"),
         "max-queued-requests": Option(int, "batching.max_queued_requests"),
         "chunked-prefill-size": Option(int),
@@ -233,25 +240,40 @@ class Sglang(ServingEmitter):
             kv_cache_dtype=self.kv_dtype(pool, model),
             schedule_conservativeness=own_options(pool).get("schedule_conservativeness"),
             **sglang_lora(pool),
+            **sglang_experts(pool),
             **{name.replace("-", "_"): value for name, value in _hicache(self.host_tier(pool), p.devices).items()},
             **{name.replace("-", "_"): True for name in (() if pool.cuda_graphs else self._eager)},
             disaggregation_transfer_backend=None if pool.role == "mixed" else "nixl",
         )
+
+    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
+        """See `Emitter.refusals`."""
+        yield from super().refusals(pool, model, draft_models)
+        yield from placement_refusals(pool, model, self.title)
+        if pool.parallelism.elastic_experts and self.of(pool.engine)._release < _ELASTIC:
+            release = self.of(pool.engine).version
+            yield f"parallelism.elastic_experts: SGLang {release} was not checked; take release 0.5.23, or remove it"
+        if pool.parallelism.elastic_experts and pool.expert_exchange != "deepep":
+            yield (
+                "parallelism.elastic_experts: SGLang goes on with fewer ranks if tokens are sent to the ranks of their "
+                "experts; set expert_exchange to deepep, or remove it"
+            )
+        if pool.parallelism.prompt_groups > 1 and "prefill_context_parallel_size" in self.knows:
+            yield from _prompt_group_refusals(pool, model)
 
     @property
     def _eager(self) -> tuple[str, ...]:
         """Flags without which graphs are captured."""
         return _EAGER if self._release >= _GRAPHS_BY_PHASE else ("disable-cuda-graph",)
 
-    def refusals(self, pool: Pool, model: Model, draft_models: Mapping[str, Model]) -> Iterator[str]:
-        """See `Emitter.refusals`."""
-        yield from super().refusals(pool, model, draft_models)
-        if pool.parallelism.prompt_groups > 1 and "prefill_context_parallel_size" in self.knows:
-            yield from _prompt_group_refusals(pool, model)
-
     def unsaid(self, pool: Pool) -> Iterator[str]:
         """See `Emitter.unsaid`; the smooth factor of dynamic chunks is set in the environment."""
         yield from super().unsaid(pool)
+        if pool.parallelism.elastic_experts:
+            yield (
+                "parallelism.elastic_experts: ranks may fail and come back (--elastic-ep-join-mode recover); none is "
+                "removed on request"
+            )
         if (factor := own_options(pool).get("smooth_factor")) is not None:
             yield f"batching.options.smooth_factor: set SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR to {factor:g}"
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from simtune.emit.adapters import vllm_lora
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
+from simtune.emit.experts import placement_refusals, vllm_experts
 from simtune.emit.launch import Endpoint, Server, launch_script, router_script
 from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
@@ -46,6 +47,10 @@ OPTIONS: dict[str, Option] = {
     "data-parallel-size": Option(int, "parallelism.attention_dp", unless=1),
     "enable-expert-parallel": Option(bool, "parallelism.expert_parallel", unless=False),
     "all2all-backend": Option(str),
+    "enable-eplb": Option(bool),
+    "eplb-config": Option(str),
+    "enable-elastic-ep": Option(bool),
+    "data-parallel-backend": Option(str),
     "enable-dbo": Option(bool, "overlap", {"two_batches": True}),
     "dbo-decode-token-threshold": Option(int),
     "dbo-prefill-token-threshold": Option(int),
@@ -301,16 +306,24 @@ class Vllm(Emitter):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
         if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in self.knows:
             yield f"encoder.tp_mode: data was not checked in vLLM {self.version}; take release 0.28, or use weights"
+        yield from placement_refusals(pool, model, self.title)
+        if pool.parallelism.elastic_experts and "enable_elastic_ep" not in self.knows:
+            yield f"parallelism.elastic_experts: vLLM {self.version} has none; take release 0.17, or remove it"
         if pool.overlap == "two_batches":
             yield from self._overlap_refusals(pool)
 
     def unsaid(self, pool: Pool) -> Iterator[str]:
-        """See `Emitter.unsaid`."""
+        """See `Emitter.unsaid`; ranks change on request."""
         yield from super().unsaid(pool)
         if pool.parallelism.prompt_groups > 1 and deals_decodes(self._release):
             yield (
                 f"parallelism.prefill_context_parallel: vLLM {self.version} decodes each request on one of the groups; "
                 "simulated: on all of them"
+            )
+        if pool.parallelism.elastic_experts:
+            yield (
+                "parallelism.elastic_experts: ranks are added and removed by POST /scale_elastic_ep; if one fails, the "
+                "requests of all are lost"
             )
 
     def _async_refusals(self, pool: Pool) -> Iterator[str]:
@@ -367,6 +380,7 @@ class Vllm(Emitter):
             kv_cache_dtype=_kv_cache_dtype(pool, model),
             **_two_batches(pool),
             **vllm_lora(pool),
+            **vllm_experts(pool),
             # of all ranks together
             kv_offloading_size=_gib(self.host_tier(pool), pool.model_devices),
             # vLLM refuses the option if it cannot schedule so.

@@ -21,8 +21,12 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "tiers": (0, 12),
     "scheduler_reserve_full_isl": (0, 19),
     "watermark": (0, 24),
-    # First release whose option was checked; earlier ones may have it.
+    # First release whose option was checked; earlier ones may have it. So of those that follow.
     "mm_encoder_tp_mode": (0, 28),
+    "enable_eplb": (0, 12),
+    "eplb_config": (0, 12),
+    "data_parallel_backend": (0, 12),
+    "enable_elastic_ep": (0, 17),
     # Earlier releases have the option, and no attention that runs with it.
     "prefill_context_parallel_size": (0, 28),
     "max_num_queued_reqs": (0, 30),

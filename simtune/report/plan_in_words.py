@@ -153,6 +153,8 @@ def _parallelism(deployed: DeployedPool) -> Iterator[str]:
         )
     if p.expert_replicas is not None:
         yield f"expert_replicas {p.expert_replicas}: experts are placed by their load, the busiest more than once"
+    if p.elastic_experts:
+        yield "elastic_experts: an instance goes on with fewer ranks if some fail or leave"
     if afd is not None:
         yield (
             f"afd: feed-forward blocks are on {plural(afd.ffn_devices, 'GPU')} of their own; "

@@ -92,6 +92,21 @@ class PoolInstances(NamedTuple):
         return sum(self.held_ticks) / self.end if self.end > 0 else float(self.counts[0][2])
 
 
+class RankTurn(NamedTuple):
+    """Change of the ranks of an instance in a run."""
+
+    pool: str
+    instance: int
+    at: int
+    """Tick at which ranks left, or began to join."""
+    ranks: int
+    """Data-parallel ranks from then on."""
+    pause: int
+    """Ticks in which no rank of the instance computed."""
+    lost: int
+    """Requests that were sent again, because they were on ranks that left."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """Events of every request, as columns in order of request number; times in ticks, -1 if the event never came."""
@@ -142,6 +157,8 @@ class Outcome:
     """Instances that took the other role; None without a controller."""
     scaled: tuple[PoolInstances, ...] = ()
     """Instances of each autoscaled pool."""
+    rank_turns: tuple[RankTurn, ...] = ()
+    """Changes of the ranks of instances, in order of time."""
 
     @property
     def prompt_done(self) -> Ticks:

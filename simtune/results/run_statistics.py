@@ -14,7 +14,7 @@ from simtune.results.energy import Power, energy_of
 from simtune.results.outcome import Outcome
 from simtune.results.steady import Steadiness, needed_for, steadiness
 from simtune.results.summary import Distribution, FirstTokenParts, HeldBack, Metric, SimulationSummary, SloLimit
-from simtune.results.summing import cache_uses, instances, rejections, scaling, verifications
+from simtune.results.summing import cache_uses, changed_ranks, instances, rejections, scaling, verifications
 from simtune.specs.workload import Slo
 from simtune.workload.requests import RequestStream
 
@@ -281,6 +281,7 @@ class RunStatistics(ABC):
         outcome, limited = self.outcome, self.outcome.rejected is not None
         fields: dict[str, Any] = {
             "autoscaling": tuple(map(scaling, outcome.scaled)),
+            "rank_changes": tuple(map(changed_ranks, outcome.rank_turns)),
             **cache_uses(outcome.cores),
             "speculation": verifications(self.drafted) if self.drafted.rounds else None,
             "held_back": self.held_back,

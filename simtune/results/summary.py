@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
+from simtune.errors import plural
 from simtune.results.steady import Steadiness
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share, Whole
 from simtune.specs.workload import SloMetric
@@ -122,6 +123,25 @@ class PoolScaling(Record):
         return (
             f"{self.fewest} to {self.most} instances, {self.mean_instances:.3g} on average, {self.starts} started, "
             f"{self.drains} drained; {self.gpu_hours:.4g} GPU-hours, of {self.gpu_hours_of_most:.4g} with all of them"
+        )
+
+
+class ChangedRanks(Record):
+    """Change of the data-parallel ranks of an instance that went on."""
+
+    pool: str
+    instance: Whole
+    at_s: NonNegative = Field(description="when ranks left, or began to join")
+    ranks: Count = Field(description="data-parallel ranks from then on")
+    pause_s: NonNegative = Field(description="in which no rank of the instance computed")
+    resent: Uncertain[Whole] = Field(description="requests of ranks that left, which were sent again")
+
+    @property
+    def sentence(self) -> str:
+        """Number of ranks, pause and lost requests in words."""
+        return (
+            f"instance {self.instance}: {self.ranks} after {self.at_s:g} s, paused {self.pause_s:.3g} s, "
+            f"{plural(self.resent, 'request')} sent again"
         )
 
 
@@ -307,6 +327,7 @@ class SimulationSummary(Record):
     )
     instances: Seq[InstanceUse]
     autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances come and go with the load")
+    rank_changes: Seq[ChangedRanks] = Field((), description="changes of the ranks of instances, by events of the plan")
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     encoders: Seq[EncoderWork] = Field((), description="pools that encode images in their steps")

@@ -11,11 +11,12 @@ from simtune.arrays import Array
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.engine.adapters import AdapterTally
-from simtune.results.outcome import EncoderUse, EngineCoreUse, PoolInstances
+from simtune.results.outcome import EncoderUse, EngineCoreUse, PoolInstances, RankTurn
 from simtune.results.statistics import TokenIntervals, batch_means
 from simtune.results.summary import (
     AdapterUse,
     CacheTierUse,
+    ChangedRanks,
     ClassRejections,
     Distribution,
     EncoderWork,
@@ -207,6 +208,18 @@ def scaling(of: PoolInstances) -> PoolScaling:
         at_s=tuple(tick / TICKS_PER_SECOND for tick in at),
         accepting=accepting,
         holding=holding,
+    )
+
+
+def changed_ranks(turn: RankTurn) -> ChangedRanks:
+    """Return a change of ranks in seconds."""
+    return ChangedRanks(
+        pool=turn.pool,
+        instance=turn.instance,
+        at_s=turn.at / TICKS_PER_SECOND,
+        ranks=turn.ranks,
+        pause_s=turn.pause / TICKS_PER_SECOND,
+        resent=turn.lost,
     )
 
 

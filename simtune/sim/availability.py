@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from simtune.costs.protocol import StepCosts
 from simtune.engine import Request
+from simtune.results.outcome import RankTurn
 from simtune.sim.agenda import CHANGE, DRAINED, Agenda
 from simtune.sim.core import EngineCore, KvTransfer
 from simtune.sim.dispatch import Dispatcher
 from simtune.sim.handover import Handover, Routers
 from simtune.sim.recorder import Recorder
+from simtune.sim.stepping import DpGroup
+
+
+class Regroup(NamedTuple):
+    """Change of the ranks that an instance runs on, the costs of which its steps have from then on."""
+
+    group: DpGroup
+    ranks: int
+    until: int
+    """Tick at which the instance computes again."""
+    costs: StepCosts
 
 
 class Change(NamedTuple):
     """Change of some cores at a tick: `up` is True if they come, `lost` if they go with all their requests.
 
     Cores that go without being lost finish what they have; `then` are cores that replace them, `delay` ticks
-    after that. `done` is called with the tick at which cores that come are up, or cores that go are drained.
+    after that. `done` is called with the tick at which cores that come are up, or cores that go are drained. If the
+    cores are ranks of an instance that goes on, `regroup` states on what terms.
     """
 
     tick: int
@@ -27,6 +41,7 @@ class Change(NamedTuple):
     then: Sequence[EngineCore] = ()
     delay: int = 0
     done: Callable[[int], None] | None = None
+    regroup: Regroup | None = None
 
 
 class Availability:
@@ -55,12 +70,14 @@ class Availability:
             # All cores of the change at once: a router asked in between must not choose one that goes too.
             core.up = change.up
         if change.up:
+            if change.regroup is not None:
+                change.regroup.group.resume(now)
             self._dispatcher.route_parked(now)
             self._handover.offer_unroutable(now)
             if change.done is not None:
                 change.done(now)
         elif change.lost:
-            self._fail(now, change.cores)
+            self._fail(now, change)
         else:
             self._drain(now, change)
 
@@ -130,12 +147,16 @@ class Availability:
             self._recorder.resent[request.id] += 1
             self._dispatcher.resubmit(now, request)
 
-    def _fail(self, now: int, cores: Sequence[EngineCore]) -> None:
+    def _fail(self, now: int, change: Change) -> None:
         """Fail cores with all they have; their requests are sent again, those furthest along first."""
+        cores = change.cores
         lost: list[Request] = []
         coming: list[KvTransfer] = []
         for core in cores:
             core.fail(now)
+        if change.regroup is not None:
+            change.regroup.group.regroup(now, until=change.regroup.until, costs=change.regroup.costs)
+        for core in cores:
             going = self._handover.fail_source(now, core)
             coming_here = self._handover.fail_target(now, core)
             handled_elsewhere = {request.id for request in going} | {transfer.request.id for transfer in coming_here}
@@ -154,6 +175,14 @@ class Availability:
         for request in lost:
             self._recorder.resent[request.id] += 1
             self._dispatcher.resubmit(now, request)
+        if change.regroup is not None:
+            self._note_ranks(now, change.regroup, len(lost) + len(coming))
         for core in cores:
             if core.draining:
                 self.drained(now, core.number, 0)
+
+    def _note_ranks(self, now: int, regroup: Regroup, lost: int) -> None:
+        """Record a change of ranks that `lost` requests were lost by."""
+        place = regroup.group.cores[0]
+        pause = regroup.until - now
+        self._recorder.rank_turns.append(RankTurn(place.pool, place.instance, now, regroup.ranks, pause, lost))

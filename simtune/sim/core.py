@@ -290,7 +290,6 @@ class EngineCore:
             late, repetition = scheduler.async_scheduling, 1
             if time.repetitions > 1:
                 notices, repetition = scheduler.would_notice(), time.reaching(now - self.started)[0]
-        # At the instant when a step ends, the step that follows is dispatched already.
         else:
             # With asynchronous scheduling the next step is dispatched already, so it does not see the request.
             late = scheduler.async_scheduling and self.ended == now
@@ -401,17 +400,18 @@ class EngineCore:
         if self.step is None:
             self.gaps.clear()
             return
-        time = self.time
         # Tokens of finished repetitions have left the engine: clients have them, whatever happens to the instance.
-        over = time.over_after(now - self.started) if time.repetitions > 1 else 0
-        if over:
-            time.repetitions = over
-            self._account(self.started + time.total)
-            self.scheduler.complete(over)
-        self.step = None
+        self.stop(self.time.over_after(now - self.started) if self.time.repetitions > 1 else 0)
         self.gaps.clear()
-        self.version += 1
         self.stepping.reset()
+
+    def stop(self, over: int) -> None:
+        """End the running step after `over` repetitions; one that is under way is lost."""
+        if over:
+            self.time.repetitions = over
+            self._account(self.started + self.time.total)
+            self.scheduler.complete(over)
+        self.step, self.version = None, self.version + 1
 
     def idle(self, now: int) -> None:
         """Make room for waiting transfers when nothing can run: late requests of asynchronous scheduling leave now."""

@@ -26,6 +26,7 @@ from simtune.sim.encoding import PoolEncoder, check_images
 from simtune.sim.feasibility import check
 from simtune.sim.pool_power import power_of
 from simtune.sim.pools import DeployedPool, kv_block_bytes
+from simtune.sim.rank_changes import terms_by_ranks
 from simtune.sim.stations import Passed, passed
 from simtune.sim.watch import StopWhen, Watch, watched
 from simtune.sim.wiring import transfer_terms, wire
@@ -280,7 +281,11 @@ def _deployed(
         drafts = None
     if drafts is not None and not isinstance(costs, plan_parts.OwnCosts):
         pool = _as_run(pool, model, hardware_of_pool, max_model_len, drafts, factors)
-    compiled = compiled_costs(pool, model, hardware_of_pool, max_model_len, drafts, factors) if costs is None else costs
+
+    def costs_of(some: Pool) -> StepCosts:
+        return compiled_costs(some, model, hardware_of_pool, max_model_len, drafts, factors)
+
+    compiled = costs_of(pool) if costs is None else costs
     deployed = DeployedPool(
         pool,
         hardware_of_pool,
@@ -294,6 +299,7 @@ def _deployed(
         encoder=PoolEncoder.of(pool, model, hardware_of_pool, factors),
         adapters=AdapterCosts.of(model, pool, hardware_of_pool, factors),
         idle_devices=devices - pool.devices,
+        by_ranks=terms_by_ranks(plan.events, pool, model, hardware_of_pool, compiled, costs_of),
     )
     if pool.role == "prefill":
         _check_ways(plan, model, deployed)

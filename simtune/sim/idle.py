@@ -98,7 +98,8 @@ def _chunk_pipeline(pool: DeployedPool, model: Model) -> str | None:
 
 
 def _expert_replicas(pool: DeployedPool, model: Model) -> str | None:
-    if not pool.spec.parallelism.expert_replicas:
+    # Replicas are also the room for experts of ranks that leave.
+    if not pool.spec.parallelism.expert_replicas or pool.spec.parallelism.elastic_experts:
         return None
     blocks = [layers.feed_forward for layers in model.layers]
     if any(isinstance(block, MoeFeedForward) and block.routing_skew for block in blocks):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
 from simtune.sim.encoding import PoolEncoder, encode_in_steps
 from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
+from simtune.sim.rank_changes import RankTerms
 from simtune.sim.stepping import DpGroup, Pipeline
 from simtune.sim.tier_links import TierMaker
 from simtune.specs.cache_tiers import CacheTier
@@ -69,6 +70,9 @@ class DeployedPool:
     """Costs of LoRA adapters; None without slots for any."""
     idle_devices: int = 0
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
+
+    by_ranks: Mapping[int, RankTerms] = field(default_factory=dict)
+    """Terms of every number of ranks that events give instances."""
 
     @property
     def num_cores(self) -> int:

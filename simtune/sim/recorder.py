@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from simtune.engine import Chunk, Request
-from simtune.results.outcome import EngineCoreUse, Outcome, Ticks
+from simtune.results.outcome import EngineCoreUse, Outcome, RankTurn, Ticks
 from simtune.results.recorded_steps import RecordedSteps
 from simtune.sim.step_timing import JumpTime
 
@@ -59,6 +59,7 @@ class Recorder:
         """Called at every `OFTEN`-th preemption of a request."""
         self.rows: list[tuple[int, int, int, int]] = []
         """Intervals that are not packed yet: (first, slope, steps, decodes)."""
+        self.rank_turns: list[RankTurn] = []
         self._intervals = array("q")
         self._listed_ends, self._listed_jumps = array("q"), array("q")
 
@@ -71,9 +72,11 @@ class Recorder:
 
     def note_intervals(self, time: JumpTime, decodes: int) -> None:
         """Record the times between tokens of a jump in which `decodes` requests decode."""
+        if not decodes:
+            return
         if time.ends is not None:
             self.note_listed(time.ends[: time.repetitions], decodes)
-        elif decodes:
+        else:
             self.rows.append((time.first, time.slope, time.repetitions, decodes))
 
     def note_gap(self, ticks: int, requests: int) -> None:
@@ -148,6 +151,7 @@ class Recorder:
             cores=cores,
             intervals=self._steps_between_tokens(),
             records=RecordedSteps() if self.jumps is None else self.jumps,
+            rank_turns=tuple(self.rank_turns),
         )
 
     def _columns(self, arrival: array[int]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
-from simtune.costs.protocol import GroupCosts
+from simtune.costs.protocol import GroupCosts, StepCosts
 from simtune.engine import Step
 from simtune.engine.prompt_balance import PromptBalance
 from simtune.sim.agenda import STEP_END
 from simtune.sim.core import Deliver, EngineCore, Stepping
 from simtune.sim.following import follow, may_be_followed, sleep
+from simtune.sim.lost_steps import begin_anew, ends_between_steps
+from simtune.sim.step_timing import timer_for
 
 
 class SharedStepping(Stepping):
@@ -310,6 +312,7 @@ class DpGroup(SharedStepping):
         self._deliver: Deliver | None = None
         self._drafts = False
         self._balanced: list[PromptBalance] = []
+        self._until = 0  # end of the latest pause for a change of ranks
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
@@ -357,6 +360,36 @@ class DpGroup(SharedStepping):
         self._flying, self._landing = [], []
         for balance in self._balanced[:1]:
             balance.restart()
+
+    def regroup(self, now: int, *, until: int, costs: StepCosts) -> None:
+        """Lose the step that is under way, and compute it again from tick `until` on, at the costs of the ranks that
+        are there then, as `simtune.sim.rank_changes` states. Nothing else begins before."""
+        self.reset()
+        self._jumping, self._until = None, max(until, self._until)
+        running = [core for core in self.cores if core.step is not None and not ends_between_steps(core, now)]
+        for number, core in enumerate(self.cores):
+            core.costs, core.timer = costs, timer_for(costs, core.scheduler.drafting)
+            self._costs[number] = costs if isinstance(costs, GroupCosts) else None
+        # Without a step to compute again, it seems to run one until `resume`.
+        self._under_way = len(running) or 1
+        lost = [begin_anew(core, now) for core in running]
+        everybodys = sum(_tokens(step) for step, _ in lost)
+        for core, (step, _) in zip(running, lost, strict=True):
+            self._share_experts(core, step, everybodys)
+        longest = max((core.time.first for core in running), default=0)
+        for core, (_, ends) in zip(running, lost, strict=True):
+            core.time.ends = [*ends, self._until + longest - core.started]
+            core.time.repetitions = len(core.time.ends)
+            core.version += 1
+            # Nothing is computed in the pause.
+            core.busy -= self._until - now
+            core.launch(self._until + longest)
+
+    def resume(self, now: int) -> None:
+        """Let cores step again at the end of a pause, if there was no step to compute again."""
+        if now >= self._until and all(core.step is None for core in self.cores):
+            self._under_way = 0
+            self.cores[0].wake(now)
 
     def wakes(self, now: int, core: EngineCore) -> None:
         """Cut the jump of the core that is jumping: from its next step on it waits for this one."""
@@ -471,10 +504,10 @@ class DpGroup(SharedStepping):
         if self._single and len(planned) == 1:
             self._single = False
             _retime(planned[0])
-        tokens = [_tokens(member) for member in planned]
-        everybodys = sum(tokens)
-        for member, core_tokens in zip(planned, tokens, strict=True):
-            self._share_experts(member, core_tokens, everybodys)
+        steps = [member.step for member in planned if member.step is not None]
+        everybodys = sum(map(_tokens, steps))
+        for member, step in zip(planned, steps, strict=True):
+            self._share_experts(member, step, everybodys)
         if len(planned) > 1:
             longest = max(member.time.first for member in planned)
             for member in planned:
@@ -485,12 +518,12 @@ class DpGroup(SharedStepping):
         for member in planned:
             member.launch(now + member.time.total)
 
-    def _share_experts(self, core: EngineCore, tokens: int, everybodys: int) -> None:
-        """Correct the planned step of a core with `tokens` tokens for the tokens that all cores have in theirs."""
-        step, time, costs = core.step, core.time, self._costs[core.virtual_engine]
-        if costs is None or step is None or step.part != (0, 1):
+    def _share_experts(self, core: EngineCore, step: Step, everybodys: int) -> None:
+        """Correct the time of a core's next step for the tokens that all cores have in theirs."""
+        time, costs = core.time, self._costs[core.virtual_engine]
+        if costs is None or step.part != (0, 1):
             return
-        shape = (tokens, step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
+        shape = (_tokens(step), step.num_decodes + len(step.chunks), everybodys, bool(step.chunks))
         first, second = (costs.together(ticks, *shape) for ticks in (time.first, time.first + time.slope))
         # The first step waits for the host and later ones will not, so it is not repeated.
         if second - first != time.slope:
@@ -507,7 +540,7 @@ class GroupFlight:
         """Begin the flight of a core that has planned a step."""
         step, time = core.step, core.time
         assert step is not None
-        self.core, self.tokens = core, _tokens(core)
+        self.core, self.tokens = core, _tokens(step)
         self._costs = costs if step.part == (0, 1) else None
         self._first, self._slope = time.first, time.slope
         self._shape = step.num_decodes + len(step.chunks), bool(step.chunks)
@@ -554,8 +587,6 @@ def _retime(core: EngineCore) -> None:
         core.timer.decode(step, step.repeat, core.time)
 
 
-def _tokens(core: EngineCore) -> int:
-    """Return the tokens of the planned step."""
-    step = core.step
-    assert step is not None
+def _tokens(step: Step) -> int:
+    """Return the tokens of a step."""
     return step.verify_tokens + (sum(chunk.tokens for chunk in step.chunks) if step.chunks else 0)

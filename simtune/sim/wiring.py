@@ -27,11 +27,13 @@ from simtune.sim.front_end import FrontEnd
 from simtune.sim.kv_links import ForkedConnector, Links, bootstrap_s, first_token_of, merges
 from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
+from simtune.sim.rank_changes import changes_of_ranks
 from simtune.sim.role_controller import Controller, RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
 from simtune.specs.model import Model
-from simtune.specs.plan import Event, Failure, FirstToken, KvLink, LocalPrefill, Plan, Start, Switch
+from simtune.specs.plan import FirstToken, KvLink, LocalPrefill, Plan
+from simtune.specs.plan_events import Event, Failure, RankFailure, Start, Switch, changes_ranks
 from simtune.specs.pool import Pool, Role
 from simtune.specs.routing import LeastTokensRouting
 from simtune.specs.workload import Slo
@@ -105,6 +107,8 @@ def wire(
     for number, core in enumerate(core for cores in by_pool.values() for core in cores):
         core.number = number
     changes = _changes(plan, by_pool)
+    for pool in pools:
+        changes += changes_of_ranks(plan.events, pool.spec, pool.by_ranks, by_pool[pool.spec.name])
     decode_router = None
     if receiving := _of_roles(by_pool, pools, "decode"):
         _connect(plan, model, pools, by_pool)
@@ -348,7 +352,9 @@ def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
         if pool.spare:
             changes += _replacements(pool, [event for event in plan.events if event.pool == pool.name], by_pool)
     for event in plan.events:
-        if plan.pool(event.pool).spare:
+        pool = plan.pool(event.pool)
+        # Those of ranks of an instance that goes on follow from `simtune.sim.rank_changes`.
+        if pool.spare or changes_ranks(event, pool):
             continue
         cores = _of_instance(by_pool[event.pool], event.instance)
         tick = round(event.at_s * TICKS_PER_SECOND)
@@ -357,7 +363,7 @@ def _changes(plan: Plan, by_pool: ByPool) -> list[Change]:
                 for core in cores:
                     core.up = False
                 changes.append(Change(tick + round(delay_s * TICKS_PER_SECOND), cores, up=True))
-            case Failure(recover_s=recover_s):
+            case Failure(recover_s=recover_s) | RankFailure(recover_s=recover_s):
                 changes.append(Change(tick, cores, up=False, lost=True))
                 if recover_s is not None:
                     changes.append(Change(tick + round(recover_s * TICKS_PER_SECOND), cores, up=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -10,7 +9,8 @@ from pydantic import Field, model_validator
 
 from simtune.errors import suggest
 from simtune.specs.autoscaling import check_plan_scales
-from simtune.specs.base import ErrorAt, NonNegative, Part, Positive, Seconds, Seq, Spec
+from simtune.specs.base import ErrorAt, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.plan_events import Event, Failure, Switch, check_events
 from simtune.specs.pool import Pool
 from simtune.specs.role_control import RoleControl, check_control
 from simtune.specs.routing import ByLengthRouting, RoundRobinRouting, Routing
@@ -19,52 +19,6 @@ from simtune.specs.stages import Stage, check_stages
 
 MOST_GPUS = 1_000_000
 """Most GPUs of a deployment."""
-
-
-class _PlanEvent(Part):
-    at_s: Seconds = Field(description="seconds after the earliest possible arrival")
-    pool: str
-    instance: Annotated[int, Field(ge=0, lt=100_000)] = Field(description="number of the instance in the pool, from 0")
-
-
-class Start(_PlanEvent):
-    """The instance is not there before at_s, and takes delay_s to come up."""
-
-    kind: Literal["start"] = "start"
-    delay_s: Seconds = 0.0
-
-    @property
-    def over_s(self) -> float:
-        """When the instance is up."""
-        return self.at_s + self.delay_s
-
-
-class Failure(_PlanEvent):
-    """The instance is lost with everything in it; its requests are sent again. It is back after recover_s, or never."""
-
-    kind: Literal["failure"] = "failure"
-    recover_s: Annotated[Seconds, Field(gt=0)] | None = None
-
-    @property
-    def over_s(self) -> float:
-        """When the instance is back, if ever."""
-        return math.inf if self.recover_s is None else self.at_s + self.recover_s
-
-
-class Switch(_PlanEvent):
-    """The instance takes no new requests, finishes what it has, and joins pool `to` after delay_s."""
-
-    kind: Literal["switch"] = "switch"
-    to: str
-    delay_s: Seconds = 0.0
-
-    @property
-    def over_s(self) -> float:
-        """Never: it is an instance of the other pool then, which no event can name."""
-        return math.inf
-
-
-Event = Annotated[Start | Failure | Switch, Field(discriminator="kind")]
 
 
 FirstToken = Literal["prefill", "transfer", "decode"]
@@ -357,41 +311,12 @@ class Plan(Spec):
             )
 
     @model_validator(mode="after")
-    def _instances_of_events(self) -> Self:
+    def _events_possible(self) -> Self:
         for i, event in enumerate(self.events):
-            where = ("events", i)
-            self._named(event.pool, f"the {event.kind} names", *where, "pool")
-            size = self.pool(event.pool).instances
-            if event.instance >= size:
-                raise ErrorAt(
-                    f"pool {event.pool} has {size} instances, numbered from 0; there is no {event.instance}",
-                    *where,
-                    "instance",
-                )
+            self._named(event.pool, f"the {event.kind} names", "events", i, "pool")
             if isinstance(event, Switch):
-                self._named(event.to, "the switch names", *where, "to")
-                if event.to == event.pool:
-                    raise ErrorAt(f"the switch leads from pool {event.pool} to itself", *where, "to")
-        return self
-
-    @model_validator(mode="after")
-    def _events_in_order(self) -> Self:
-        present: dict[tuple[str, int], float] = {}
-        for i, event in enumerate(self.events):
-            of_instance = (event.pool, event.instance)
-            over = present.get(of_instance, 0.0)
-            if event.at_s < over or (isinstance(event, Start) and of_instance in present):
-                position = (
-                    "before an earlier event of that instance is over" if over < math.inf else "after its last event"
-                )
-                raise ErrorAt(
-                    f"the {event.kind} of instance {event.instance} of pool {event.pool} at {event.at_s:g} s comes "
-                    f"{position}; list them in order, a start first; a failed instance comes back by recover_s",
-                    "events",
-                    i,
-                    "at_s",
-                )
-            present[of_instance] = event.over_s
+                self._named(event.to, "the switch names", "events", i, "to")
+        check_events(self.events, {pool.name: pool for pool in self.pools})
         return self
 
     def _named(self, name: str, who: str, *at: str | int) -> None:

@@ -93,11 +93,27 @@ class Parallelism(Part):
     expert_replicas: Annotated[int, Field(ge=0, le=100_000)] | None = Field(
         None, description="whole experts placed by their load as EPLB does; number of replicas over all ranks"
     )
+    elastic_experts: bool | None = Field(
+        None,
+        description="true: an instance goes on with fewer ranks if some fail or leave (events of a plan), as far as "
+        "these have room for all experts; each rank keeps its number of experts. False unless given: the whole "
+        "instance fails with a rank",
+    )
 
     @model_validator(mode="after")
     def _places_whole_experts(self) -> Self:
         if self.expert_replicas is not None and not self.expert_parallel:
             raise ErrorAt("requires whole experts on each rank; set expert_parallel, or remove it", "expert_replicas")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on_with_fewer_ranks(self) -> Self:
+        if self.elastic_experts and (self.attention_dp == 1 or self.expert_replicas is None):
+            raise ErrorAt(
+                "requires data-parallel ranks and experts that are placed by load; set attention_dp above 1 and "
+                "expert_replicas, or remove it",
+                "elastic_experts",
+            )
         return self
 
     @model_validator(mode="after")
@@ -695,6 +711,18 @@ def _stands_by(pool: Pool) -> None:
             raise ErrorAt(f"cannot be combined with {key}; remove one of the two", "spare")
 
 
+def _goes_on_with_fewer_ranks(pool: Pool) -> None:
+    if not pool.parallelism.elastic_experts:
+        return
+    for key in ("encoder", "lora", "costs"):
+        if getattr(pool, key) is not None:
+            raise ErrorAt(f"cannot be combined with {key}; remove one of the two", "parallelism", "elastic_experts")
+    if pool.studied.afd is not None:
+        raise ErrorAt("cannot be combined with afd; remove one of the two", "parallelism", "elastic_experts")
+    if pool.cascade_attention:
+        raise ErrorAt("cannot be combined with cascade_attention; remove one", "parallelism", "elastic_experts")
+
+
 _RULES = (
     _refines_a_limit,
     _rejects_new_requests,
@@ -707,4 +735,5 @@ _RULES = (
     _one_target_for_each_drafter,
     check_autoscaling,
     _stands_by,
+    _goes_on_with_fewer_ranks,
 )

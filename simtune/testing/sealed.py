@@ -17,8 +17,7 @@ class Sealed(Request):
             "DecodeBatch.join",
             "_end_chunks",
             "ListScheduler.remaining",
-            "ListScheduler._step",
-            "ListScheduler._step.<locals>.<listcomp>",
+            "ListScheduler._repetitions.<locals>.<listcomp>",
             "ListScheduler.complete",
         }
     )

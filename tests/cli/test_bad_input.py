@@ -473,6 +473,15 @@ pools:
 - {name: b, hardware: h100-sxm, instances: 1, batching: {max_num_seqs: 64, max_num_batched_tokens: 2048},
    max_model_len: 16384}
 """
+RANKS = """\
+schema: simtune/plan@1
+name: mine
+model: qwen3-30b-a3b
+pools:
+- {name: a, hardware: h100-sxm, instances: 1, batching: {max_num_seqs: 64, max_num_batched_tokens: 2048},
+   max_model_len: 16384,
+   parallelism: {attention_dp: 4, expert_parallel: true, expert_replicas: 96, elastic_experts: true}}
+"""
 APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,", "{name: b, role: decode,")
 
 
@@ -524,6 +533,78 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
             "plan.yaml:11:17: events.1.at_s: the start of instance 0 of pool a at 14 s comes after its last "
             "event; list them in order, a start first; a failed instance comes back by recover_s",
             id="a start of what is lost for good",
+        ),
+        pytest.param(
+            MINE + "events: [{kind: rank_failure, at_s: 5, pool: a, instance: 0, rank: 0}]\n",
+            "plan.yaml:9:11: events.0.kind: the instances of pool a have no data-parallel ranks; write a failure of "
+            "the instance, or raise parallelism.attention_dp",
+            id="a rank of an instance without any",
+        ),
+        pytest.param(
+            RANKS + "events: [{kind: rank_failure, at_s: 5, pool: a, instance: 0, rank: 4}]\n",
+            "plan.yaml:8:62: events.0.rank: an instance of pool a has 4 ranks, numbered from 0; there is no 4",
+            id="a rank that is not there",
+        ),
+        pytest.param(
+            RANKS.replace("elastic_experts: true", "elastic_experts: false")
+            + "events: [{kind: rank_failure, at_s: 5, pool: a, instance: 0, rank: 0, pause_s: 1}]\n",
+            "plan.yaml:8:71: events.0.pause_s: has no effect if the whole instance fails with the rank; remove it, or "
+            "set parallelism.elastic_experts of pool a",
+            id="a pause of an instance that fails",
+        ),
+        pytest.param(
+            RANKS + "events: [{kind: scale, at_s: 5, pool: a, instance: 0, ranks: 5}]\n",
+            "plan.yaml:8:55: events.0.ranks: an instance of pool a has at most 4 ranks; lower it, or raise "
+            "parallelism.attention_dp",
+            id="more ranks than there are",
+        ),
+        pytest.param(
+            RANKS.replace("elastic_experts: true", "elastic_experts: false")
+            + "events: [{kind: scale, at_s: 5, pool: a, instance: 0, ranks: 2}]\n",
+            "plan.yaml:8:11: events.0.kind: the number of ranks is fixed; set parallelism.elastic_experts of pool a, "
+            "or remove the event",
+            id="ranks that are fixed",
+        ),
+        pytest.param(
+            RANKS + "events:\n- {kind: rank_failure, at_s: 5, pool: a, instance: 0, rank: 1, recover_s: 10}\n"
+            "- {kind: rank_failure, at_s: 14, pool: a, instance: 0, rank: 1}\n",
+            "plan.yaml:10:24: events.1.at_s: the rank_failure of rank 1 of instance 0 of pool a at 14 s comes before "
+            "an earlier event of that instance is over; list them in order, a start first; a failed instance "
+            "comes back by recover_s",
+            id="two failures of one rank",
+        ),
+        pytest.param(
+            RANKS
+            + "events:\n"
+            + "".join(f"- {{kind: rank_failure, at_s: 5, pool: a, instance: 0, rank: {i}}}\n" for i in range(4)),
+            "plan.yaml:12:55: events.3.rank: the last rank of instance 0 of pool a fails; let another one come back "
+            "before (recover_s), or write a failure of the instance",
+            id="the last rank",
+        ),
+        pytest.param(
+            RANKS + "events:\n- {kind: scale, at_s: 5, pool: a, instance: 0, ranks: 3}\n"
+            "- {kind: rank_failure, at_s: 14, pool: a, instance: 0, rank: 1}\n",
+            "plan.yaml:10:4: events.1.kind: instance 0 of pool a is scaled, and ranks of it fail; no engine does both: "
+            "keep one kind of these events for an instance",
+            id="ranks that fail and are scaled",
+        ),
+        pytest.param(
+            RANKS + "events:\n- {kind: scale, at_s: 5, pool: a, instance: 0, ranks: 3}\n"
+            "- {kind: failure, at_s: 14, pool: a, instance: 0}\n",
+            "plan.yaml:10:4: events.1.kind: ranks of instance 0 of pool a change before, and an event of the whole "
+            "instance can only come first; remove it, or the events of ranks",
+            id="an instance that fails after its ranks changed",
+        ),
+        pytest.param(
+            RANKS.replace(", expert_replicas: 96", ""),
+            "plan.yaml:7:58: pools.0.parallelism.elastic_experts: requires data-parallel ranks and experts that are "
+            "placed by load; set attention_dp above 1 and expert_replicas, or remove it",
+            id="elastic experts that are not placed",
+        ),
+        pytest.param(
+            RANKS.replace("max_model_len", "lora: {rank: 8, slots: 2}, max_model_len"),
+            "plan.yaml:7:79: pools.0.parallelism.elastic_experts: cannot be combined with lora; remove one of the two",
+            id="elastic experts with adapters",
         ),
         pytest.param(
             MINE.replace("max_model_len: 16384}", "max_model_len: 16384, kv_cache: {num_blocks: 1024}}", 1),

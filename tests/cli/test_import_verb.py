@@ -47,7 +47,7 @@ def test_a_file_stdin_and_a_command_line_give_one_plan(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vllm serve x --enable-eplb", "run.sh:1: --enable-eplb: is not simulated"),
+        ("vllm serve x --num-redundant-experts 4", "run.sh:1: --num-redundant-experts: is not simulated"),
         ("vllm serve 'x", "run.sh:1: a quoted text has no end; close it"),
         ("\nvllm serve x --block-size $B", "run.sh:2: --block-size: B is not set here; give --env B=VALUE"),
         ("vllm serve x --block-size $(cat /etc/passwd)", "run.sh:1: --block-size: a command's output is not known"),

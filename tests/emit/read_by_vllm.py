@@ -35,6 +35,8 @@ def read(parser: Any, serve: Any, model: str, settings: str) -> dict[str, Any]:
         "pp": parallel.pipeline_parallel_size,
         "attention_dp": parallel.data_parallel_size,
         "expert_parallel": parallel.enable_expert_parallel,
+        "expert_replicas": parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else None,
+        "elastic_experts": getattr(parallel, "enable_elastic_ep", None) or None,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "chunked_prefill": getattr(scheduler, "enable_chunked_prefill", None),

@@ -128,6 +128,14 @@ def test_a_tier_in_host_memory(tmp_path: Path, engine: str, tier: dict[str, Any]
     assert any("at the rate of the hardware's link to it" in note for note in imported.notes)
 
 
+@pytest.mark.parametrize("engine", ["vllm-0.33", "sglang-0.5.23"])
+@pytest.mark.parametrize(("replicas", "elastic"), [(0, None), (8, None), (8, True)])
+def test_experts_that_are_placed_by_load(tmp_path: Path, engine: str, replicas: int, elastic: bool | None) -> None:
+    ranks = {"attention_dp": 8, "expert_parallel": True, "expert_replicas": replicas}
+    parallelism = ranks if elastic is None else ranks | {"elastic_experts": elastic}
+    same(tmp_path, plan_of(tmp_path, engine, {"parallelism": parallelism}, model=EXPERTS))
+
+
 def test_two_batches_with_their_thresholds(tmp_path: Path) -> None:
     ranks = {"parallelism": {"tp": 1, "attention_dp": 8, "expert_parallel": True}, "expert_exchange": "deepep"}
     for number, thresholds in enumerate(({}, {"overlap_thresholds": {"decode_tokens": 64, "prefill_tokens": 1024}})):

@@ -346,3 +346,51 @@ def test_tensorrt_llm_is_told_how_prompts_wait(tmp_path: Path) -> None:
     settings = written(plan_of(tmp_path, "trtllm-1.4", batching={"options": options}), "tensorrt-llm")
     assert settings["attention_dp_config"] == {"enable_balance": True, "timeout_iters": 60}
     assert (settings["batch_wait_timeout_iters"], settings["batch_wait_max_tokens_ratio"]) == (40, 0.8)
+
+
+EXPERTS = load_model("mixtral-8x7b")
+RANKS = {"tp": 1, "attention_dp": 4, "expert_parallel": True, "expert_replicas": 4}
+
+
+@pytest.mark.parametrize(
+    ("engine", "parallelism", "why"),
+    [
+        (
+            "sglang-0.5.23",
+            {"expert_replicas": 2},
+            "parallelism.expert_replicas: SGLang needs as many experts on each of 4 ranks, and 8 with 2 replicas are "
+            "not; set it to 4",
+        ),
+        (
+            "vllm-0.33",
+            {"expert_replicas": 7},
+            "parallelism.expert_replicas: vLLM needs as many experts on each of 4 ranks, and 8 with 7 replicas are "
+            "not; set it to 8",
+        ),
+        ("vllm-0.11", {}, "parallelism.expert_replicas: vLLM 0.11 is not set to place experts by load here"),
+        ("trtllm-1.4", {}, "after 1.2.1 is not set to place experts by load here; remove it"),
+        ("vllm-0.12", {"elastic_experts": True}, "parallelism.elastic_experts: vLLM 0.12 has none; take release 0.17"),
+        (
+            "sglang-0.5",
+            {"elastic_experts": True},
+            "parallelism.elastic_experts: SGLang 0.5.14 was not checked; take release 0.5.23",
+        ),
+    ],
+)
+def test_a_placement_that_an_engine_lacks_is_refused(
+    tmp_path: Path, engine: str, parallelism: dict[str, Any], why: str
+) -> None:
+    plan = plan_of(tmp_path, engine, parallelism={**RANKS, **parallelism})
+    with pytest.raises(UsageError) as refused:
+        engine_files(plan.model_copy(update={"model": EXPERTS.name}), EXPERTS, 8, {})
+    assert why in str(refused.value)
+
+
+def test_who_goes_on_with_fewer_ranks_is_named(tmp_path: Path) -> None:
+    words = {"vllm-0.33": "POST /scale_elastic_ep; if one fails", "sglang-0.5.23": "none is removed on request"}
+    for engine, said in words.items():
+        plan = plan_of(tmp_path, engine, parallelism={**RANKS, "elastic_experts": True})
+        files = engine_files(plan, EXPERTS, 8, {})
+        (text,) = (text for name, text in files.items() if name.endswith("-mixed.yaml"))
+        assert f"Not said here: parallelism.elastic_experts: ranks {'are' if 'vllm' in engine else 'may'}" in text
+        assert said in text

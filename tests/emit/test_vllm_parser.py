@@ -50,6 +50,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "overlap_thresholds": {"decode_tokens": 64},
         "async_scheduling": False,
     },
+    "experts by load": {
+        "parallelism": {"tp": 2, "attention_dp": 2, "expert_parallel": True, "expert_replicas": 8},
+        "async_scheduling": False,
+    },
+    "elastic experts": {
+        "parallelism": {"attention_dp": 2, "expert_parallel": True, "expert_replicas": 8, "elastic_experts": True},
+        "async_scheduling": False,
+    },
     "cascade": {"cascade_attention": False, "kv_cache": {"prefix_caching": True}},
     "adapters": {"lora": {"rank": 32, "slots": 4, "host_slots": 20}},
     "priority": {"batching": {"policy": "vllm-priority", "max_num_seqs": 64, "max_num_batched_tokens": 512}},
@@ -69,6 +77,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OF_THE_CPU = ("on the CPU backend is not compatible with FP8 KV cache", "not supported with --kv-cache-dtype")
 """What some CPU builds say of a cache of fp8, after everything was read."""
+OF_CUDA = "load balancing is only supported on CUDA devices"
+"""What a build for the CPU says of experts by load, after everything was read."""
 DRAFTERS = ("draft_model", "eagle", "eagle3", "ngram")
 """Those for which vLLM wants no package beside its own."""
 RANGES = [{"first": 1, "last": 8, "tokens": 4}, {"first": 17, "last": 64, "tokens": 0}]
@@ -162,6 +172,8 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     if "error" in found:
         if pool.kv_cache.dtype == "fp8" and any(words in found["error"] for words in OF_THE_CPU):
             return {}
+        if pool.parallelism.expert_replicas is not None and OF_CUDA in found["error"]:
+            return {}
         return {"error": (None, found["error"])}
     knows = ENGINES["vllm"].of(pool.engine).knows
     batching, cache, parallelism = pool.batching, pool.kv_cache, pool.parallelism
@@ -170,6 +182,8 @@ def wrong(pool: Pool, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         "pp": parallelism.pp,
         "attention_dp": parallelism.attention_dp,
         "expert_parallel": parallelism.expert_parallel,
+        "expert_replicas": parallelism.expert_replicas,
+        "elastic_experts": parallelism.elastic_experts,
         "max_num_seqs": batching.max_num_seqs,
         "max_num_batched_tokens": batching.max_num_batched_tokens,
         "chunked_prefill": batching.chunked_prefill,

@@ -216,6 +216,31 @@ def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
     assert "The GPUs held cost" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("plan", [(40.0, 7, 10.0), (100.0, 8, 10.0)]),
+        # 40 experts of 3 x 7168 x 2048 bytes in each of 58 layers, of which 216 of 256 were not there.
+        ("scale", [(0.0, 7, 0.0), (60.0, 8, 58 * 40 * 3 * 7168 * 2048 * 216 / 256 / 450e9)]),
+    ],
+)
+def test_ranks_fail_and_join(name: str, changes: list[tuple[float, int, float]]) -> None:
+    """Nobody is lost with a rank, and its requests are sent again."""
+    done = subprocess.run(
+        [sys.executable, "-m", "simtune", "simulate", "--plan", f"examples/elastic-experts/{name}.yaml",
+         "--workload", "chat", "--rate", "6", "--requests", "800", "--audit", "--json"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["completed"] == summary["requests"] == 800
+    found = summary["rank_changes"]
+    assert [(change["at_s"], change["ranks"]) for change in found] == [change[:2] for change in changes]
+    assert [change["pause_s"] for change in found] == pytest.approx([change[2] for change in changes])
+    assert sum(change["resent"] for change in found) == summary["resent"]
+    assert (summary["resent"] > 0) == (name == "plan")
+
+
 def test_agents_find_their_text_again(tmp_path: Path) -> None:
     """Nine of ten prompt tokens are found, and sessions take longer than requests of them are under way."""
     run = tmp_path / "run"

@@ -93,6 +93,18 @@ def test_explanation_names_front_end_and_gpu_share() -> None:
         ),
         (
             "qwen3-30b-a3b",
+            {
+                "parallelism": {
+                    "attention_dp": 2,
+                    "expert_parallel": True,
+                    "expert_replicas": 8,
+                    "elastic_experts": True,
+                }
+            },
+            "elastic_experts: an instance goes on with fewer ranks if some fail or leave",
+        ),
+        (
+            "qwen3-30b-a3b",
             {"parallelism": {"attention_dp": 2}, "research": {"afd": {"ffn_devices": 2}}},
             "afd: feed-forward blocks are on 2 GPUs of their own; ",
         ),

@@ -15,7 +15,8 @@ from simtune.sim.tier_links import TierMaker
 from simtune.specs.adapters import Lora
 from simtune.specs.cache_tiers import PUBLISHED_TIERS, CacheTier
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Failure, Plan
+from simtune.specs.plan import Plan
+from simtune.specs.plan_events import Failure
 from simtune.specs.pool import Batching, KvCache, Pool
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Sessions, SharedPrefix, Workload
 from simtune.workload.requests import build_stream

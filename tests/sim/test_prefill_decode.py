@@ -21,7 +21,8 @@ from simtune.sim.router import LeastTokens, RoundRobin
 from simtune.sim.stepping import Pipeline
 from simtune.sim.world import World
 from simtune.specs.catalog import load_hardware, load_model
-from simtune.specs.plan import Failure, KvLink, Plan
+from simtune.specs.plan import KvLink, Plan
+from simtune.specs.plan_events import Failure
 from simtune.specs.pool import Batching, Pool, Role
 from simtune.specs.workload import FixedLength, Lognormal, Poisson, Workload
 from simtune.testing.clusters import stream_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -36,6 +37,32 @@ class Kinked:
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
         kinks = (context_tokens // self.every) ** 2 if num_decodes else 0
         return self.base.mixed(num_decodes, context_tokens, chunks, num_samples) + 1000 * kinks
+
+
+@dataclass(frozen=True)
+class ByRanks:
+    """Costs that are longer by a share of a step, the fewer ranks an instance has."""
+
+    base: LinearCosts | Kinked
+    ticks: int = 0
+
+    def decode(self, num_decodes: int, context_tokens: int) -> tuple[int, int, int]:
+        first, slope, span = self.base.decode(num_decodes, context_tokens)
+        return first + self.ticks, slope, span
+
+    def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
+        return self.base.mixed(num_decodes, context_tokens, chunks, num_samples) + self.ticks
+
+    def round(self, *step: Any) -> int:
+        assert isinstance(self.base, LinearCosts)
+        return self.base.round(*step) + self.ticks
+
+    def rounds(self, *step: Any) -> list[int]:
+        assert isinstance(self.base, LinearCosts)
+        return [end + n * self.ticks for n, end in enumerate(self.base.rounds(*step), 1)]
+
+    def with_ranks(self, ranks: int) -> ByRanks:
+        return ByRanks(self.base, TICKS_PER_SECOND // (500 * ranks))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Features that are added to drawn worlds: adapters, images, spare instances, loads ahead of admission, groups of
-ranks that divide prompts, pipelines whose chunks follow one another.
+ranks that divide prompts, pipelines whose chunks follow one another, lost ranks.
 
 What is added depends on the world alone, so that all other worlds keep their numbers; a feature that does not go with
 the world is left out.
@@ -30,6 +30,7 @@ def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple
         (0.8, _ahead),
         (0.2, _groups),
         (0.15, _pipelines),
+        (0.8, _ranks),
     ):
         if random.random() < share:
             seed = random.random()
@@ -111,3 +112,35 @@ def _pipelines(random: Random, plan: Block, load: Block) -> None:
         cache = pool["kv_cache"]
         if "num_blocks" in cache:
             pool["kv_cache"] = {**cache, "num_blocks": cache["num_blocks"] * stages}
+
+
+def _ranks(random: Random, plan: Block, load: Block) -> None:
+    """Let ranks of instances with data-parallel attention fail, or leave and join, beside other events."""
+    events = plan.setdefault("events", [])
+    for pool in plan["pools"]:
+        ranks = pool["parallelism"].get("attention_dp", 1)
+        if ranks == 1:
+            continue
+        # Enough for a single rank: as many experts on each as there are.
+        elastic = random.random() < 0.85
+        pool["parallelism"] |= {"expert_replicas": 256 * ranks * pool["parallelism"]["tp"], "elastic_experts": elastic}
+        for instance in range(pool["instances"]):
+            place = {"pool": pool["name"], "instance": instance}
+            if elastic and not any((event["pool"], event["instance"]) == tuple(place.values()) for event in events):
+                events += [place | event for event in _rank_events(random, ranks)]
+
+
+def _rank_events(random: Random, ranks: int) -> list[Block]:
+    """Return events of the ranks of one instance, of one kind, in order of time."""
+    times = sorted(random.choice((0.0, 2e-3, 0.0105, 0.03, 0.08, 0.3)) for _ in range(random.randint(1, 3)))
+    pauses = (0.0, 1e-3, 0.02, 0.2)
+    if random.random() < 0.5:
+        return [
+            {"kind": "scale", "at_s": at_s, "ranks": random.randint(1, ranks), "pause_s": random.choice(pauses)}
+            for at_s in times
+        ]
+    return [
+        {"kind": "rank_failure", "at_s": at_s, "rank": rank, "pause_s": random.choice(pauses)}
+        | ({"recover_s": random.choice((1e-3, 0.03, 0.5))} if random.random() < 0.7 else {})
+        for at_s, rank in zip(times, random.sample(range(ranks), ranks - 1), strict=False)
+    ]

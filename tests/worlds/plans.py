@@ -31,11 +31,12 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.plan_events import changes_ranks
 from simtune.specs.workload import Slo, Workload
 from simtune.testing.clusters import COLUMNS
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_speculative_world import AHEAD, SCHEMES, acceptance, drafter_for
-from tests.sim.worlds import Kinked
+from tests.sim.worlds import ByRanks, Kinked
 from tests.worlds import newer
 from tests.worlds.fragments import Draws, varied
 
@@ -147,7 +148,7 @@ def _deployed(recipe: Recipe, plan: Plan, stream: RequestStream) -> World:
         name: Drafting(acceptance(SCHEMES[scheme][1]), _model("llama-3.2-1b"))
         for name, scheme in recipe.schemes.items()
     }
-    costs = OwnCosts(base if kinks is None else Kinked(base, kinks))
+    costs = OwnCosts(ByRanks(base if kinks is None else Kinked(base, kinks)))
     deployment = deploy(plan, _model(plan.model), _hardware(), costs, drafting=drafting)
     # Raise if the load lacks what a stage, a router or a policy reads.
     wire(plan, deployment.model, deployment.pools, passed(plan, stream, {}).stream, Slo(), recipe.seed)
@@ -564,6 +565,7 @@ def features(world: World) -> set[str]:
         "swap": any(cache.preemption == "swap" for cache in caches),
         "adapters": stream.adapter is not None,
         "images": stream.images is not None,
+        "ranks": any(changes_ranks(event, plan.pool(event.pool)) for event in plan.events),
         "spares": any(pool.spare for pool in pools),
         "ahead": any(tier.fetched == "ahead" for cache in caches for tier in cache.tiers or ()),
         "messages": any(pool.message_tokens > 1 for pool in pools),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from simtune.emit.importing import adapters_read, drafts_read, tiers_read
+from simtune.emit.importing import adapters_read, drafts_read, experts_read, tiers_read
 from simtune.emit.importing.launches import Given, Launch, plain, real_number, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.emit.importing.reader import (
@@ -196,8 +196,11 @@ class VllmReader(OptionReader):
         "max-cudagraph-capture-size": _vllm_graphs,
         "enable-dbo": _setting("overlap", "two_batches"),
         "kv-offloading-size": _of_draft(tiers_read.read_vllm),
-        **dict.fromkeys(adapters_read.VLLM, _later),
+        **dict.fromkeys((*adapters_read.VLLM, *experts_read.VLLM), _later),
         "kv-offloading-backend": _vllm_offloading,
+        "data-parallel-backend": _of_draft(
+            lambda draft, option: draft.ignore(option, "the ranks are the same, whatever starts them")
+        ),
         "dbo-decode-token-threshold": _threshold("decode_tokens"),
         "dbo-prefill-token-threshold": _threshold("prefill_tokens"),
         "all2all-backend": _words(
@@ -214,12 +217,15 @@ class VllmReader(OptionReader):
         "disable-chunked-mm-input": _encoder_setting("disable_chunked_mm_input", (True, False)),
         "disaggregation-mode": _words("role", {"agg": None, "prefill": "prefill", "decode": "decode"}, "roles"),
     }
-    more_flags = frozenset({"enable-dbo", "enable-lora", "enable-eplb", "disable-custom-all-reduce"})
+    more_flags = frozenset(
+        {"enable-dbo", "enable-lora", "enable-eplb", "enable-elastic-ep", "disable-custom-all-reduce"}
+    )
 
     def finish(self, draft: PoolDraft, launch: Launch) -> None:
         """Read slots of adapters, and leave asynchronous scheduling to the preset if drafts must be awaited: vLLM
         refuses it with them."""
         adapters_read.read_lora(draft, launch, adapters_read.VLLM, slots=1, rank=16)
+        experts_read.read_placement(draft, launch, experts_read.VLLM)
         drafts = draft.data.get("speculation", {"drafter": {"kind": ""}})
         awaited = drafts["drafter"]["kind"] in ("medusa", "ngram", "suffix")
         if awaited and draft.data.get("async_scheduling") is False:
@@ -270,7 +276,7 @@ class SglangReader(OptionReader):
         "model": "model-path",
     }
     special: ClassVar[Mapping[str, Special]] = {
-        **dict.fromkeys((*_SGLANG_LATER, *tiers_read.HICACHE, *adapters_read.SGLANG), _later),
+        **dict.fromkeys((*_SGLANG_LATER, *tiers_read.HICACHE, *adapters_read.SGLANG, *experts_read.SGLANG), _later),
         "quantization": _quantization,
         "dtype": _of_draft(check_dtype),
         "kv-cache-dtype": _of_draft(lambda draft, option: set_kv_dtype(draft, option, {**_FP8, **_BF16})),
@@ -321,6 +327,7 @@ class SglangReader(OptionReader):
         self._graphs(draft, launch, by_name)
         tiers_read.read_sglang(draft, {x.name: x for x in launch.given if x.name in tiers_read.HICACHE})
         adapters_read.read_lora(draft, launch, adapters_read.SGLANG, slots=8, rank=None)
+        experts_read.read_placement(draft, launch, experts_read.SGLANG)
 
     @staticmethod
     def _ranks(draft: PoolDraft, launch: Launch, by_name: Mapping[str, Given]) -> None:
@@ -615,7 +622,7 @@ def _sglang_prompt_groups(draft: PoolDraft, by_name: Mapping[str, Given], ranks:
 def _sglang_experts(draft: PoolDraft, by_name: Mapping[str, Given], ranks: int) -> None:
     exchange = by_name.get("moe-a2a-backend")
     whole_experts = whole_number(by_name["ep-size"]) if "ep-size" in by_name else 1
-    if exchange is not None and str(exchange.value) == "deepep":
+    if exchange is not None and str(exchange.value) in ("deepep", "mooncake"):
         draft.set("expert_exchange", "deepep")
         whole_experts = ranks
     elif exchange is not None and str(exchange.value) != "none":

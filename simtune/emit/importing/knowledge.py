@@ -34,7 +34,7 @@ _ALL_FLAGS: Mapping[str, str] = {
 _IGNORED: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "vllm": (
         {
-            _ADDRESS: "data-parallel-address data-parallel-rpc-port data-parallel-backend data-parallel-size-local "
+            _ADDRESS: "data-parallel-address data-parallel-rpc-port data-parallel-size-local "
             "data-parallel-start-rank data-parallel-rank uds middleware",
             _LOGS: "kv-events-config show-hidden-metrics-for-version collect-detailed-traces stat-logger",
             _TEXT: "generation-config override-generation-config chat-template-content-format max-logprobs "
@@ -109,7 +109,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         _KERNELS: "attention-backend attention-config moe-backend kernel-config linear-backend mm-encoder-attn-backend",
         _LINKS: "disable-custom-all-reduce disable-nccl-for-dp-synchronization",
-        _PLACEMENT: "enable-eplb eplb-config num-redundant-experts expert-placement-strategy",
+        _PLACEMENT: "num-redundant-experts expert-placement-strategy",
         _OFFLOAD: "cpu-offload-gb offload-group-size offload-num-in-group",
         _LORA: "fully-sharded-loras lora-dtype specialize-active-lora enable-moe-shared-loras",
         _MODEL: "hf-overrides rope-scaling rope-theta task runner convert pooler-config",
@@ -130,7 +130,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "linear-attn-backend disable-shared-experts-fusion",
         _LINKS: "disable-custom-all-reduce enable-nccl-nvls enable-symm-mem enable-mscclpp deepep-mode deepep-config "
         "enable-single-batch-overlap",
-        _PLACEMENT: "enable-eplb ep-num-redundant-experts eplb-algorithm init-expert-location ep-dispatch-algorithm "
+        _PLACEMENT: "eplb-algorithm init-expert-location ep-dispatch-algorithm "
         "expert-distribution-recorder-mode moe-dense-tp-size enable-dp-lm-head",
         _OFFLOAD: "cpu-offload-gb offload-group-size",
         _TIERS: "hicache-storage-backend hicache-io-backend hicache-mem-layout enable-lmcache",

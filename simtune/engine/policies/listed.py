@@ -20,8 +20,8 @@ is seen. That the end of an answer is also known one step late is not modelled.
 `StallFree` is the form of most policies: all requests that decode run in each step, and prompts share the rest.
 
 Policies override `choose`, `key`, `steady_steps`, with prefix caching `new_cache` and `remember`, and of `StallFree`
-also `decode_all`, `serve_prompts`, `admit` and `reservation`; they call `allocate`, `lookup`, `seat`, `preempt`,
-`missing_blocks` and `room`.
+also `decode_all`, `serve_prompts`, `admit` and `reservation`; they call `allocate`, `decode_each`, `lookup`,
+`seat`, `preempt` and `room`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,29 @@ from simtune.engine.step import Chunk, Progress, Step
 
 ScheduledTokens = dict[Request, int]
 """Tokens of each request in a step, in the order in which they were given."""
+
+
+def missing_blocks(kv: KvBlocks, requests: Iterable[Request], tokens: int) -> int:
+    """Return the blocks that residents need, beyond those they have, for `tokens` tokens more each."""
+    size, blocks = kv.block_size, 0
+    for request in requests:
+        more = request.computed + tokens - request.reserved_tokens
+        if more > 0:
+            blocks += -(-more // size)
+    return blocks
+
+
+def take_blocks(kv: KvBlocks, requests: Iterable[Request], tokens: int) -> None:
+    """Take blocks for `tokens` tokens more of each of these residents; they must be free."""
+    size, blocks = kv.block_size, 0
+    for request in requests:
+        more = request.computed + tokens - request.reserved_tokens
+        if more > 0:
+            new_blocks = -(-more // size)
+            request.reserved_tokens += new_blocks * size
+            blocks += new_blocks
+    if blocks:
+        kv.take(blocks)
 
 
 class ListScheduler(Scheduler):
@@ -110,10 +133,6 @@ class ListScheduler(Scheduler):
         """Requests that have a seat: residents, and those that are expected."""
         return len(self.residents) + len(self._reserved)
 
-    def emitted(self, request: Request) -> int:
-        """Output tokens delivered so far: always current here."""
-        return request.emitted
-
     def composition(self) -> ScheduledTokens:
         """Return the tokens of each request in the step returned last, in the order in which they were given."""
         assert self._under_way is not None, "no step is under way"
@@ -162,11 +181,14 @@ class ListScheduler(Scheduler):
             step.draft_tokens, step.draft_depth = tokens - len(decoding), self.drafts.depth
         # Late newcomers are admitted after this step.
         elif not chunks and not preempted and not self._late:
-            limit = self.steady_steps(decoding)
-            if limit > 1:
-                completion = min([request.output_tokens - request.emitted for request in decoding])
-                step.repeat = self._steps_that_fit(decoding, min(limit, completion))
+            step.repeat = self._repetitions(decoding)
         return step
+
+    def _repetitions(self, decoding: list[Request]) -> int:
+        """Return the number of times that a step of these decodes is made before another follows."""
+        to_come = [request.output_tokens - request.emitted for request in decoding]
+        limit = min([self.steady_steps(decoding), *to_come])
+        return self._steps_that_fit(decoding, limit) if limit > 1 else 1
 
     def _paused(self, decoding: list[Request]) -> list[Request]:
         """Return the residents that decode, but not with these."""
@@ -188,9 +210,9 @@ class ListScheduler(Scheduler):
 
     def _steps_within(self, blocks: int, decoding: list[Request], limit: int) -> int:
         """Return the largest number of steps, at least 1 and at most `limit`, that need at most `blocks` blocks."""
-        if self.missing_blocks(decoding, limit) <= blocks:
+        if missing_blocks(self.kv, decoding, limit) <= blocks:
             return limit
-        return max(1, bisect_right(range(1, limit), blocks, key=lambda steps: self.missing_blocks(decoding, steps)))
+        return max(1, bisect_right(range(1, limit), blocks, key=lambda steps: missing_blocks(self.kv, decoding, steps)))
 
     def complete(self, repetitions: int = 1) -> Progress:
         """Deliver tokens: the first one when a prompt is complete, one a repetition to requests that decode."""
@@ -201,7 +223,7 @@ class ListScheduler(Scheduler):
         finished: list[Request] = []
         if repetitions > 1 and self.kv.caches:
             # All blocks are taken before the end of a request frees some: which cached ones are evicted depends on it.
-            self._allocate_each(self._scheduled, repetitions)
+            take_blocks(self.kv, self._scheduled, repetitions)
         for request, tokens in self._scheduled.items():
             if request.decoding:
                 gained = repetitions if self.drafts is None else self.drafts.kept(request, tokens)
@@ -231,30 +253,9 @@ class ListScheduler(Scheduler):
             self._late.move(self._queue, repetitions)
         return Progress(first_token, finished)
 
-    def missing_blocks(self, requests: Iterable[Request], tokens: int) -> int:
-        """Blocks these requests need, beyond those they have, for `tokens` tokens more each."""
-        size, blocks = self.kv.block_size, 0
-        for request in requests:
-            more = request.computed + tokens - request.reserved_tokens
-            if more > 0:
-                blocks += -(-more // size)
-        return blocks
-
-    def _allocate_each(self, requests: Iterable[Request], tokens: int) -> None:
-        """Take blocks for `tokens` tokens more of each of these requests; they must be free."""
-        size, blocks = self.kv.block_size, 0
-        for request in requests:
-            more = request.computed + tokens - request.reserved_tokens
-            if more > 0:
-                new_blocks = -(-more // size)
-                request.reserved_tokens += new_blocks * size
-                blocks += new_blocks
-        if blocks:
-            self.kv.take(blocks)
-
     def decode_each(self, decoding: list[Request]) -> ScheduledTokens:
         """Return one token of each of these requests, for which it takes blocks; they must be free."""
-        self._allocate_each(decoding, 1)
+        take_blocks(self.kv, decoding, 1)
         return dict.fromkeys(decoding, 1)
 
     def allocate(self, request: Request, tokens: int) -> bool:
@@ -342,7 +343,7 @@ class StallFree(ListScheduler):
         """Return the tokens of each request that decodes, preempting until all of them have their blocks."""
         if self.drafts is not None:
             return self._draft_all(preempted)
-        while self.missing_blocks(decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
+        while missing_blocks(self.kv, decoding := [r for r in self.residents if r.decoding], 1) > self.kv.free:
             self._preempt_last(preempted)
         return self.decode_each(decoding)
 
@@ -372,7 +373,7 @@ class StallFree(ListScheduler):
 
     def _missing(self, widths: ScheduledTokens) -> int:
         """Return the blocks that requests need for these tokens beyond those they have."""
-        return sum(self.missing_blocks([request], width) for request, width in widths.items())
+        return sum(missing_blocks(self.kv, [request], width) for request, width in widths.items())
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         """Share `budget` among prompts in prefill and, if there is a seat and memory, those that wait."""

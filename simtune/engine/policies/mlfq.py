@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Unpack
 
 from simtune.engine.kv import NO_HIT
-from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens, missing_blocks
 from simtune.engine.policy_traits import Settings
 from simtune.engine.request import Request
 from simtune.engine.step import Progress
@@ -131,7 +131,7 @@ class SkipJoinMlfq(ListScheduler):
         """Return the blocks that a request needs for `tokens` tokens; a newcomer, beside those kept free."""
         kv = self.kv
         if request in self.residents:
-            return self.missing_blocks([request], tokens)
+            return missing_blocks(self.kv, [request], tokens)
         hit = self.lookup(request)
         return kv.blocks_for(request.known_tokens) - hit.blocks + hit.idle + kv.free - self.room
 

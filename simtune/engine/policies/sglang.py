@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 from simtune.engine.adapters import AdmissibleQueue
 from simtune.engine.kv import Hit
 from simtune.engine.policies.dynamic_chunks import DynamicChunks
-from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens, missing_blocks
 from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.polls import Polls
 from simtune.engine.radix import RadixCache
@@ -107,7 +107,7 @@ class SglangScheduler(ListScheduler):
         if not prompts or not self._mixes:
             return prompts or self._decode(preempted)
         decoding = [request for request in self.residents if request.decoding]
-        if self.missing_blocks(decoding, 1) > self.kv.free:
+        if missing_blocks(self.kv, decoding, 1) > self.kv.free:
             return prompts
         return prompts | self.decode_each(decoding)
 
@@ -242,8 +242,8 @@ class SglangScheduler(ListScheduler):
     def _missing(self, decoding: list[Request]) -> int:
         """Return the blocks that a step of these requests needs beyond those they have."""
         if self.drafts is None:
-            return self.missing_blocks(decoding, 1)
-        return sum(self.missing_blocks([request], self.width(request)) for request in decoding)
+            return missing_blocks(self.kv, decoding, 1)
+        return sum(missing_blocks(self.kv, [request], self.width(request)) for request in decoding)
 
     def _retract(self, decoding: list[Request], preempted: list[Request]) -> list[Request]:
         """Retract requests until the others have room for some steps; return the others."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import ClassVar, Literal, Unpack
 
-from simtune.engine.policies.listed import ListScheduler, ScheduledTokens
+from simtune.engine.policies.listed import ListScheduler, ScheduledTokens, missing_blocks
 from simtune.engine.policy_traits import Feature, Settings
 from simtune.engine.request import Request
 from simtune.engine.step import Step
@@ -82,7 +82,7 @@ class VllmV0(ListScheduler):
             request = queue.pop(0)
             while not self.kv.free and queue:
                 self._put_out(queue.pop(), preempted)
-            if not self.kv.free and (decoding or self.missing_blocks([request], 1)):
+            if not self.kv.free and (decoding or missing_blocks(self.kv, [request], 1)):
                 self._put_out(request, preempted)
                 break
             self.allocate(request, request.computed + 1)

@@ -63,16 +63,9 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     most = max(question.requests, confirmed)
     longest = tuned.deployment.max_model_len
 
-    def loads(requests_at: Mapping[float, int]) -> tuple[tuple[float, int], ...]:
-        return () if chosen_rps is None else tuple((share * chosen_rps, n) for share, n in requests_at.items())
-
-    short = min(most, max(LEAST, most // SHORTER))
-    too_many = min(most, BEYOND) * _excess(min(share for share in FRACTIONS if share > 1.0))
-    beyond = {share: max(short, math.ceil(too_many / _excess(share))) for share in FRACTIONS if share > 1.0}
-    below = dict.fromkeys([share for share in FRACTIONS if share < 1.0], short)
-    tasks = [_SweepTask(question, tuned.chosen, longest, loads(below | beyond))]
+    tasks = [_SweepTask(question, tuned.chosen, longest, _at(chosen_rps, _requests_at(most)))]
     of_rivals = question.requests if chosen_rps is None else _of_rivals(question)
-    of_each = loads(dict.fromkeys(OF_RIVALS, of_rivals))
+    of_each = _at(chosen_rps, dict.fromkeys(OF_RIVALS, of_rivals))
     tasks += [_SweepTask(question, row, longest, of_each, of_rivals) for row in rivals(tuned)]
     with executor(jobs, len(tasks)) as pool:
         chosen, *sweeps_of_rivals = ordered_map(pool, _SweepTask.run, tasks)
@@ -81,6 +74,20 @@ def sweeps(tuned: Tuned, *, jobs: Jobs = None) -> list[RateSweep]:
     if tuned.confirmed is not None and chosen_rps is not None:
         points = tuple((rate, _kept_up(summary) if rate <= chosen_rps else summary) for rate, summary in points)
     return [replace(chosen, points=points, judged=tuned.result.latency_quantiles()), *sweeps_of_rivals]
+
+
+def _at(chosen_rps: float | None, requests_at: Mapping[float, int]) -> tuple[tuple[float, int], ...]:
+    """Return rates and numbers of requests by the share of the chosen plan's rate; none without a rate."""
+    return () if chosen_rps is None else tuple((share * chosen_rps, n) for share, n in requests_at.items())
+
+
+def _requests_at(most: int) -> dict[float, int]:
+    """Return the requests of the points of the chosen plan by the share of its rate, which has `most` itself."""
+    short = min(most, max(LEAST, most // SHORTER))
+    beyond = [share for share in FRACTIONS if share > 1.0]
+    too_many = min(most, BEYOND) * _excess(beyond[0])
+    farther = {share: max(short, math.ceil(too_many / _excess(share))) for share in beyond}
+    return {share: farther.get(share, short) for share in FRACTIONS if share != 1.0}
 
 
 def _excess(share: float) -> float:
