@@ -280,6 +280,38 @@ def test_every_request_ends_when_the_oracle_says(seed: int) -> None:
         assert outcome.resent.tolist() == [group.resent.get(i, 0) for i in range(len(stream))]
 
 
+def of_the_instance(kind: str, at_s: float, **more: float) -> dict[str, Any]:
+    return {"kind": kind, "pool": "mixed", "instance": 0, "at_s": at_s, **more}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (of_the_instance("failure", 0.05, recover_s=0.1), fails(1, 0.2, 0.05, 0.1)),
+        (of_the_instance("failure", 0.05, recover_s=0.1), scaled(2, 0.2, 0.05), scaled(4, 0.21, 0.1)),
+        (of_the_instance("start", 0.05, delay_s=0.05), scaled(2, 0.1, 0.0)),
+        (of_the_instance("start", 0.05), fails(0, 0.05, 0.2)),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [27, 2000])
+def test_ranks_change_after_the_whole_instance(events: tuple[dict[str, Any], ...], num_blocks: int) -> None:
+    """Also if requests are preempted: jumps are single steps to the tick, and every request ends."""
+    room = {"kv_cache": {"num_blocks": num_blocks, "block_size": 16}, "max_model_len": 400}
+    deployment = deployed(*events, **room)
+    preempted = 0
+    for seed in range(4):
+        random = Random(seed)
+        arrivals = sorted(0.1 * random.random() for _ in range(32))
+        lengths = [[random.randint(1, most) for _ in arrivals] for most in (90, 150)]
+        stream = stream_of(arrivals, *lengths)
+        jumped, stepped = (deployment.simulate(stream, single_steps=single).outcome for single in (False, True))
+        for column in ("first_token", "finish", "resent", "preemptions"):
+            assert getattr(jumped, column).tolist() == getattr(stepped, column).tolist()
+        assert (jumped.finish >= 0).all()
+        preempted += int(jumped.preemptions.sum())
+    assert (preempted > 0) == (num_blocks == 27)
+
+
 # --- drafts ---------------------------------------------------------------------------------------------------
 
 
