@@ -80,6 +80,12 @@ class DeployedPool:
         return self.spec.instances * self.cores_each
 
     @property
+    def most_cores(self) -> int:
+        """Largest number of engine cores that serve at a time: of an autoscaled pool those of `max_instances`."""
+        scaling = self.spec.autoscaling
+        return self.num_cores if scaling is None else scaling.max_instances * self.cores_each
+
+    @property
     def cores_each(self) -> int:
         """Engine cores per instance: its virtual engines, or its groups of ranks under data-parallel attention."""
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp

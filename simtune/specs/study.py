@@ -36,7 +36,7 @@ from simtune.specs.plan import KvLink
 from simtune.specs.pool import KvDtype, Policy, Pool
 from simtune.specs.routing import RoundRobinRouting, Routing
 from simtune.specs.speculation import DrafterChoice
-from simtune.specs.variants import Fragment, Variant, check_fragments, variants_of
+from simtune.specs.variants import Fragment, Variant, check_fragments, scales, variants_of
 from simtune.specs.workload import Slo
 
 ObjectiveName = Literal[
@@ -45,6 +45,7 @@ ObjectiveName = Literal[
     "goodput_per_dollar",
     "gpus",
     "usd_per_million_tokens",
+    "gpu_hours_per_million_tokens",
     "e2el",
     "makespan",
     "family",
@@ -234,10 +235,10 @@ class Study(Spec):
     """The question put to `simtune optimize`.
 
     objective goodput_per_gpu, goodput and goodput_per_dollar look for the highest request rate that meets the SLO;
-    gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), joules_per_token (least energy) and e2el
-    (lowest mean end-to-end latency) are judged at the workload's own rate; makespan (seconds until the last answer) is
-    of a workload with `batch: true`, family (lowest mean latency of a family) of one with a request graph. pareto is
-    the front of tokens/s/user against tokens/s/GPU.
+    gpus (fewest devices), usd_per_million_tokens (cheapest output tokens), gpu_hours_per_million_tokens (fewest
+    GPU-hours), joules_per_token (least energy) and e2el (lowest mean end-to-end latency) are judged at the workload's
+    own rate; makespan (seconds until the last answer) is of a workload with `batch: true`, family (lowest mean latency
+    of a family) of one with a request graph. pareto is the front of tokens/s/user against tokens/s/GPU.
     Every candidate is tried without drafts, and with each drafter of `speculation`.
     """
 
@@ -389,6 +390,16 @@ class Study(Spec):
                     )  # fmt: skip
         return self
 
+    @model_validator(mode="after")
+    def _replicas_that_are_known(self) -> Self:
+        number = next((i for i, fragment in enumerate(self.search.variants or ()) if scales(fragment)), None)
+        if number is not None and self.day is not None:
+            raise ErrorAt(
+                "a day starts and stops replicas by rates that are known beforehand; remove day, or autoscaling",
+                "search", "variants", number,
+            )  # fmt: skip
+        return self
+
     def _with(self, key: str) -> int | None:
         """Return the number of the first fragment that has a key; None if none has."""
         return next((i for i, fragment in enumerate(self.search.variants or ()) if key in fragment), None)
@@ -420,7 +431,7 @@ class Study(Spec):
                 )  # fmt: skip
             if pool.autoscaling is not None:
                 raise ErrorAt(
-                    "no bound covers instances that come and go; remove it, and add it to the chosen plan",
+                    "instances of a fixed pool do not come and go; remove it, or search it as a variant of that pool",
                     "fixed", i, "autoscaling",
                 )  # fmt: skip
         if len(self.fixed) == 2:

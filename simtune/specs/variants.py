@@ -55,13 +55,14 @@ UNSEARCHED: Mapping[str, str] = {
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
     "stages": "GPUs of stages are not among the devices of a study; add stages to the chosen plan and simulate it",
-    "autoscaling": "no bound covers instances that come and go; add it to the chosen plan and simulate it",
     "control": "no bound covers instances that change roles; add it to the chosen plan and simulate it",
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""
 ROLES = ("prefill", "decode")
 _OF_PAIRS = (*ROLES, "link", "decode_router", "local_prefill")
 """Keys that change nothing in a plan of mixed pools."""
+_EXCLUSIVE = (("autoscaling", "local_prefill"), ("autoscaling", "spare"))
+"""Keys that no plan has both of."""
 _JOINED = "-and-"
 _UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size", "score")
 _NAMED_BY_VALUE = ("engine", "drafter", "method", "scheme")
@@ -114,9 +115,20 @@ class Variant:
         """Return the settings of the pools of a role."""
         return merged(self.by_role.get(role, {}), self.pool)
 
+    @property
+    def scales(self) -> bool:
+        """True if pools of its plans are autoscaled."""
+        return scales({**self.pool, **self.by_role})
+
     def scored(self, of_study: float | None) -> float | None:
         """Return the score of its model, given that of the study's; None if it has none."""
         return self.score if self.checkpoint else of_study
+
+
+def scales(fragment: Fragment) -> bool:
+    """True if a fragment autoscales pools: of every role, or of one."""
+    parts = (fragment, *(fragment.get(role) for role in ROLES))
+    return any(isinstance(part, Mapping) and part.get("autoscaling") is not None for part in parts)
 
 
 def at_path(fragment: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -212,8 +224,17 @@ def _compatible(parts: Sequence[Fragment]) -> list[tuple[int, ...]]:
 
 def _conflict(first: Fragment, second: Fragment) -> bool:
     """True if two fragments set the same key, or one a block of which the other sets a key."""
+    if any(_excluded(first, second)):
+        return True
     paths = [[path for path, _ in _leaves(fragment) if path != ("name",)] for fragment in (first, second)]
     return any(a[: len(b)] == b or b[: len(a)] == a for a in paths[0] for b in paths[1])
+
+
+def _excluded(*fragments: Fragment) -> Iterator[tuple[str, str]]:
+    """Yield keys of these fragments together, also under a role, that no plan has both of."""
+    parts = [part for fragment in fragments for part in (fragment, *map(fragment.get, ROLES))]
+    keys = {key for part in parts if isinstance(part, Mapping) for key in part}
+    yield from (pair for pair in _EXCLUSIVE if keys.issuperset(pair))
 
 
 def _file_label(reference: str) -> str:
@@ -298,6 +319,8 @@ def _check_keys(fragment: Fragment, number: int, *, pairs: bool) -> None:
                 number,
                 key,
             )
+    for first, second in _excluded(fragment):
+        raise ErrorAt(f"{first} and {second} cannot be combined; write them as two variants", number)
     name = fragment.get("name", "variant")
     if not isinstance(name, str) or word(name) != name or not name:
         raise ErrorAt(f"must consist of letters, digits, dots and hyphens, not {name!r}", number, "name")
@@ -327,7 +350,10 @@ def _check_pool(settings: Fragment, cuts: Sequence[Cut], *at: str | int) -> None
     first: tuple[str, list[str | int]] | None = None
     for cut in cuts:
         batching = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
-        data = merged(settings, {"hardware": "any", "instances": 1, "parallelism": cut, "batching": batching})
+        # An autoscaled pool begins with its fewest instances unless the fragment states a number.
+        begin = at_path(settings, ("autoscaling", "min_instances"))
+        instances = begin if isinstance(begin, int) else 1
+        data = merged(settings, {"hardware": "any", "instances": instances, "parallelism": cut, "batching": batching})
         try:
             Pool.model_validate(data)
             return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from simtune.results.summary import limit_sentence
@@ -14,6 +14,49 @@ from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.relaxation import Aim
 from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.search.draws import MOST_REQUESTS
+
+
+class PoolHours(NamedTuple):
+    """GPUs of a pool over a run."""
+
+    pool: str
+    gpus: int
+    """Most GPUs of the pool."""
+    usd_per_gpu_hour: float | None
+    """None if its hardware profile has no price."""
+    scales: bool
+    """True if its instances come and go with the load."""
+    least_gpu_hours: float
+    """Lower bound on the GPU-hours that the pool holds while the requests are served."""
+
+
+@dataclass(frozen=True)
+class RunHours:
+    """GPU-hours of a plan over the whole run of its requests, by its pools."""
+
+    pools: tuple[PoolHours, ...]
+    output_tokens: float
+    """Output tokens of all requests."""
+
+    def least(self, price: GpuPrice) -> float:
+        """Return a lower bound on the sum of the GPU-hours of a run, each at its price."""
+        return sum(pool.least_gpu_hours * price(pool) for pool in self.pools)
+
+    def held(self, judged: Judged, price: GpuPrice) -> float:
+        """Return the sum of the GPU-hours that the pools held in a simulation, each at its price.
+
+        A plan that is not autoscaled holds its GPUs from the first arrival to the last finish; an autoscaled one from
+        the beginning of the run to the end of its last step.
+        """
+        total = 0.0
+        for pool in self.pools:
+            hours = judged.pool_gpu_hours.get(pool.pool) if pool.scales else pool.gpus * judged.run_hours
+            total += (pool.gpus * judged.run_hours if hours is None else hours) * price(pool)
+        return total
+
+
+GpuPrice = Callable[[PoolHours], float]
+"""Price of a GPU-hour of a pool."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +74,8 @@ class PlanFacts:
     idle_j_per_token: float | None = None
     """Joules that its GPUs would draw from the first arrival to the last if nothing ran, per output token, at one
     request per second; None if a hardware profile has no power."""
+    run: RunHours | None = None
+    """GPU-hours of the run; None unless the study has autoscaled plans, whose cost follows from their run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +97,13 @@ class Judged:
     """Mean of its part in which at least one request of the family was under way."""
     users: int | None = None
     """Users of a closed loop."""
+    run_hours: float = 0.0
+    """Hours of the run, from the beginning to the last step if pools are autoscaled, or else from the first arrival to
+    the last finish."""
+    pool_gpu_hours: Mapping[str, float] = field(default_factory=dict)
+    """GPU-hours that autoscaled pools held in the run, by the name of the pool."""
+    output_tokens: float = 0.0
+    """Output tokens that were served in the run."""
 
 
 class Miss(NamedTuple):
@@ -77,6 +129,8 @@ class Objective(ABC):
     needs_power: ClassVar[bool] = False
     needs_batch: ClassVar[bool] = False
     needs_families: ClassVar[bool] = False
+    of_run: ClassVar[bool] = False
+    """True if the objective is a cost of the whole run if pools are autoscaled."""
     floor: ClassVar[Floor | None] = None
     """Latency that bounds the objective from below, which `best` takes."""
     aim: ClassVar[Aim | None] = None
@@ -209,22 +263,48 @@ class UsdPerMillionTokens(Objective):
     """Price of a million output tokens at the load at which they are served."""
 
     name, unit, sign, needs_prices, aim = "usd_per_million_tokens", "USD/1M output tokens", -1, True, "least cost"
+    of_run = True
 
     def value(self, plan: PlanFacts, judged: Judged) -> float:
         """Return the price of a second over the output tokens of a second: offered ones, or served ones in a closed
-        loop and if `served_only`."""
+        loop and if `served_only`. If pools of the study are autoscaled, that of the GPU-hours of the run."""
         assert plan.usd_per_hour is not None
+        if plan.run is not None:
+            return _per_million(plan.run.held(judged, _usd), judged.output_tokens)
         offered = None if judged.rate_rps is None or plan.served_only else judged.rate_rps * plan.output_tokens
         return _usd_per_million(plan.usd_per_hour, offered or judged.output_tokens_per_s or 0.0)
 
     def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
-        """Return the price at the highest rate that the plan could serve."""
+        """Return the price at the highest rate that the plan could serve, or of the fewest GPU-hours of the run."""
         assert plan.usd_per_hour is not None
+        if plan.run is not None:
+            return _per_million(plan.run.least(_usd), plan.run.output_tokens)
         return _usd_per_million(plan.usd_per_hour, rate_bound_rps * plan.output_tokens)
 
     def of_allocation(self, amount: float, tokens_per_s: float) -> float:
         """Return the price of a million output tokens, given the price of an hour."""
         return _usd_per_million(amount, tokens_per_s)
+
+
+class GpuHoursPerMillionTokens(Objective):
+    """GPU-hours of a million output tokens at the load at which they are served: of autoscaled pools those that their
+    instances hold."""
+
+    name, unit, sign, of_run = "gpu_hours_per_million_tokens", "GPU-hours/1M output tokens", -1, True
+
+    def value(self, plan: PlanFacts, judged: Judged) -> float:
+        """Return the GPU-hours over the output tokens: of the run if pools of the study are autoscaled, else of an hour
+        at the rate that is offered, or served in a closed loop and if `served_only`."""
+        if plan.run is not None:
+            return _per_million(plan.run.held(judged, _one), judged.output_tokens)
+        offered = None if judged.rate_rps is None or plan.served_only else judged.rate_rps * plan.output_tokens
+        return _per_million(plan.num_gpus, 3600 * (offered or judged.output_tokens_per_s or 0.0))
+
+    def best(self, plan: PlanFacts, rate_bound_rps: float, floor_s: float) -> float:
+        """Return the GPU-hours at the highest rate that the plan could serve, or the fewest of the run."""
+        if plan.run is not None:
+            return _per_million(plan.run.least(_one), plan.run.output_tokens)
+        return _per_million(plan.num_gpus, 3600 * rate_bound_rps * plan.output_tokens)
 
 
 class MeanLatency(Objective):
@@ -351,6 +431,19 @@ def _usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
     return usd_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s > 0 else float("inf")
 
 
+def _per_million(cost: float, tokens: float) -> float:
+    return cost / tokens * 1e6 if tokens > 0 else float("inf")
+
+
+def _usd(pool: PoolHours) -> float:
+    assert pool.usd_per_gpu_hour is not None
+    return pool.usd_per_gpu_hour
+
+
+def _one(pool: PoolHours) -> float:
+    return 1.0
+
+
 OBJECTIVES: dict[str, Objective] = {
     objective.name: objective
     for objective in (
@@ -360,6 +453,7 @@ OBJECTIVES: dict[str, Objective] = {
         Gpus(),
         UsdPerHour(),
         UsdPerMillionTokens(),
+        GpuHoursPerMillionTokens(),
         MeanLatency(),
         Makespan(),
         FamilyLatency(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -127,7 +127,7 @@ class PlanCache:
                 return settled
             pools.append(settled)
         with_drafts = candidate if all(map(is_, pools, candidate.pools)) else candidate.with_pools(pools)
-        refusal = _too_many(self.question, with_drafts) or self._no_way(with_drafts)
+        refusal = _unsettled(self.question, with_drafts, self.pool) or self._no_way(with_drafts)
         if refusal:
             return Refused("does_not_fit", refusal)
         return self._weighted(with_drafts) if with_drafts.of_kinds else with_drafts
@@ -160,7 +160,7 @@ class PlanCache:
         """
         stream, rps_per_core = self._capacity_stream(candidate), []
         for choice in candidate.pools:
-            rps_per_core.append(self._sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
+            rps_per_core.append(self.sustains(choice, stream) / (choice.shape.pp * choice.shape.attention_dp))
         weights = [float(f"{rps / rps_per_core[0]:.{DIGITS}g}") for rps in rps_per_core]
         pools = zip(candidate.pools, weights, strict=True)
         return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
@@ -293,11 +293,11 @@ class PlanCache:
     def capacity(self, candidate: Candidate) -> RateBound:
         """Return the requests per second that no schedule of a settled candidate exceeds."""
         stream = self._capacity_stream(candidate)
-        rates = [self._sustains(choice, stream) * choice.instances for choice in candidate.pools]
+        rates = [self.sustains(choice, stream) * choice.instances for choice in candidate.pools]
         bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
         if candidate.prefills_locally:
             # Whoever computes its prompt, each request decodes on a decode instance.
-            alone_rps = self._sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
+            alone_rps = self.sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
             return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
         return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
 
@@ -307,9 +307,9 @@ class PlanCache:
         settled = self._settled_alone(choice.alone, candidate)
         if isinstance(settled, Refused):
             return None
-        return settled.devices, self._sustains(settled, self._capacity_stream(candidate))
+        return settled.devices, self.sustains(settled, self._capacity_stream(candidate))
 
-    def _sustains(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> float:
+    def sustains(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> float:
         """Return the requests per second that an instance could sustain at most, in its own role unless given."""
         alone, key = choice.alone, (choice.alone, as_role, len(stream))
         if key not in self._sustained:
@@ -332,6 +332,18 @@ class PlanCache:
 def _capacity_of(role: Role) -> str:
     """Return the name of the bound by the capacity of a pool."""
     return "capacity" if role == "mixed" else f"capacity of the {role} pool"
+
+
+def _unsettled(question: Question, candidate: Candidate, pool_of: Callable[[PoolChoice], Pool]) -> str:
+    """Return why there are too few devices for a candidate, or which settings of an autoscaled pool contradict each
+    other; empty if neither."""
+    if candidate.scales:
+        try:
+            for choice in candidate.pools:
+                pool_of(choice)
+        except Infeasible as error:
+            return str(error)
+    return _too_many(question, candidate)
 
 
 def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:

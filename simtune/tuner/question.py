@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
@@ -20,6 +21,7 @@ from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
+from simtune.tuner.candidate_costs import idle_j_per_token, of_all, parts_of_load, run_hours
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
@@ -94,6 +96,11 @@ class Question:
         """True if the objective is a number of users, which the search varies."""
         return self.objective.searches_users
 
+    @cached_property
+    def scales(self) -> bool:
+        """True if the study has plans whose instances come and go with the load."""
+        return any(variant.scales for variant in self.study.variants)
+
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels of the drafters, and '' for no drafter; empty if the study has no drafters."""
@@ -134,7 +141,7 @@ class Question:
         """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends
         it, nor for families, whose requests are spread over cores."""
         load = self.workload
-        if len(candidate.pools) > 1 or load.waits_for_answers or self.sends_families or load.batch:
+        if candidate.scales or len(candidate.pools) > 1 or load.waits_for_answers or self.sends_families or load.batch:
             return False
         return ROUTER.find(candidate.routing(self.study).kind).deals_in_turn
 
@@ -249,38 +256,20 @@ class Question:
 
     def facts(self, candidate: Candidate, stream: RequestStream) -> PlanFacts:
         """Return the facts about a candidate that objectives need."""
+        parts = parts_of_load(stream, self.simulated_instances(candidate), candidate.pools[0].instances)
         return PlanFacts(
             candidate.num_gpus,
             self.usd_per_hour(candidate),
             float(stream.output_tokens.sum()) / stream.arrivals,
             stream.batch or not bool(stream.needed.all()),
-            self.idle_j_per_token(candidate, stream),
+            idle_j_per_token(candidate, self.profiles, parts, stream.offered_rate_rps),
+            run_hours(candidate, self.profiles, parts) if self.scales else None,
         )
 
     def usd_per_hour(self, candidate: Candidate) -> float | None:
         """Return the price of all GPUs, each at the price of its kind; None if one of them has no price."""
-        return _of_all([self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools], candidate)
-
-    def idle_j_per_token(self, candidate: Candidate, stream: RequestStream) -> float | None:
-        """Return the joules that the GPUs would draw from the first arrival to the last if nothing ran, per output
-        token, at one request per second.
-
-        If some cores stand for all, the result is the least for the simulated cores and for all. None if the profile of
-        a pool has no power.
-        """
-        powers = [self.profiles[pool.shape.gpu].device.power for pool in candidate.pools]
-        watts = _of_all([None if power is None else power.idle_w for power in powers], candidate)
-        if watts is None:
-            return None
-        instances, simulated = candidate.pools[0].instances, self.simulated_instances(candidate)
-        streams = [(stream, 1.0), (stream.share_of(simulated, instances), simulated / instances)]
-        offered = stream.offered_rate_rps
-        if offered is None:
-            return 0.0
-        return min(
-            watts * part * _span_s(part_stream) * offered / float(part_stream.output_tokens.sum())
-            for part_stream, part in streams
-        )
+        prices = [self.profiles[pool.shape.gpu].device.price_per_hour_usd for pool in candidate.pools]
+        return of_all(prices, [pool.devices for pool in candidate.pools])
 
     def watch(
         self, candidate: Candidate, deployment: Deployment, rate_rps: float | None, requests: int | None = None
@@ -296,16 +285,3 @@ class Question:
         """Simulate a candidate as `watch` does, until it cannot meet the SLO any more."""
         stream = self.stream(candidate, rate_rps)
         return deployment.simulate(stream, self.study.slo, cores=SAMPLED_CORES, until_lost=WHOLE)
-
-
-def _of_all(of_a_gpu: Sequence[float | None], candidate: Candidate) -> float | None:
-    """Return the sum over all GPUs of a candidate of a number for a GPU of each pool; None if one has none."""
-    numbers = [number for number in of_a_gpu if number is not None]
-    if len(numbers) < len(of_a_gpu):
-        return None
-    return sum(number * pool.devices for number, pool in zip(numbers, candidate.pools, strict=True))
-
-
-def _span_s(stream: RequestStream) -> float:
-    """Return the seconds from the first arrival to the last."""
-    return 0.0 if stream.arrival_s is None else float(stream.arrival_s[-1] - stream.arrival_s[0])

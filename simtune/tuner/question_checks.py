@@ -88,6 +88,7 @@ def check(question: LoadedStudy) -> None:
     _check_day(question)
     _check_confidence(question)
     _check_users(question)
+    _check_scaling(question)
     requests = study.search.requests
     if question.workload.batch and requests not in (None, question.workload.requests):
         raise UsageError(
@@ -122,6 +123,27 @@ def _check_users(question: LoadedStudy) -> None:
             f"{study.name}: slo.confidence is not judged for objective {study.objective}; remove it, or use objective "
             "family or e2el at a number of users"
         )
+
+
+def _check_scaling(question: LoadedStudy) -> None:
+    """Raise UsageError if pools of a variant are autoscaled, and the objective or the load does not go with it."""
+    variant = next((variant for variant in question.study.variants if variant.scales), None)
+    if variant is None:
+        return
+    name, load, objective = question.study.name, question.workload, question.objective
+    of = f"{name}: variant {variant.label} has autoscaling"
+    if objective.searches_rate or objective.searches_users:
+        looks_for = "a number of users" if objective.searches_users else "a single request rate"
+        raise UsageError(
+            f"{of}, and objective {objective.name} looks for {looks_for}, at which nothing has to come and go; give "
+            "the workload a rate that changes (arrivals: {kind: piecewise, segments: [...]}), and use objective "
+            "usd_per_million_tokens or gpu_hours_per_million_tokens"
+        )
+    if load.graph:
+        raise UsageError(f"{of}, which requests of a graph cannot be combined with; remove it, or the graph")
+    of_run = next((o.name for o in (objective, *(limit.objective for limit in question.limits)) if o.of_run), None)
+    if load.warm_up and of_run is not None:
+        raise UsageError(f"{of}, so {of_run} is of the whole run; remove warm_up of workload {load.name}")
 
 
 def _why_no_rate(workload: Workload) -> str:

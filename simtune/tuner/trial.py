@@ -102,6 +102,9 @@ def judged_of(summary: SimulationSummary, rate_rps: float | None) -> Judged:
         family_s=summary.metrics["family"].mean if "family" in summary.metrics else None,
         family_active_s=_active_s(summary),
         users=summary.users,
+        run_hours=next((of.hours for of in summary.autoscaling), summary.duration_s / 3600),
+        pool_gpu_hours={of.pool: of.gpu_hours for of in summary.autoscaling},
+        output_tokens=(summary.output_tokens_per_s or 0.0) * summary.duration_s,
     )
 
 

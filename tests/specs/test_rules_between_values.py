@@ -94,7 +94,7 @@ rates: {kind: per_position, conditional: [0.5]}
             f"{STUDY}search: {{layouts: [prefill-decode]}}\n"
             f"fixed: [{POOL}, role: decode, autoscaling: "
             "{rule: {kind: saturation}, startup_s: 1, max_instances: 4}}]",
-            "fixed.0.autoscaling: no bound covers instances that come and go; remove it, and add it to the chosen plan",
+            "fixed.0.autoscaling: instances of a fixed pool do not come and go; remove it, or search it as a variant",
         ),
         (
             Study,

@@ -226,3 +226,20 @@ def test_certify_says_what_it_misses(folder: Path, tmp_path: Path, monkeypatch: 
     said = call("certify", tmp_path)
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "name a run directory that simtune optimize wrote" in said.err
+
+
+def test_values_at_a_given_load_are_those_of_the_plan_that_is_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chosen plan is confirmed with step costs of its own, and not with the tables that the search shares."""
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        "schema: simtune/study@1\nname: wide\nmodel: llama-3.1-8b\nhardware: {profile: l40s, devices: 4}\n"
+        "workload: chat\nslo: {ttft_s: {p95: 9.0}}\nobjective: e2el\n"
+        "search: {tp: [1], pp: [1], requests: 300, confirm: {draws: 0}, max_num_seqs: [64, 256]}\n"
+    )
+    command = ["optimize", str(study), "--out", str(tmp_path / "run"), "--jobs", "1"]
+    monkeypatch.setattr("sys.argv", ["simtune", *command])
+    assert call(*command).code == 0
+    checked = call("certify", tmp_path / "run")
+    assert checked.code == 0, checked.err

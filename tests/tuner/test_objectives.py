@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from simtune.tuner.doubt.draw_spread import allowance
-from simtune.tuner.objectives import OBJECTIVES, Judged, Limit, Miss, PlanFacts, RateObjective
+from simtune.tuner.objectives import OBJECTIVES, Judged, Limit, Miss, PlanFacts, PoolHours, RateObjective, RunHours
 from simtune.tuner.search.draws import MOST_REQUESTS
 
 
@@ -51,6 +51,8 @@ VALUES = {
     "usd_per_hour": (12.0, 12.0),
     # 1/300 USD a second, for 800 or 1,000 tokens.
     "usd_per_million_tokens": (1e6 / 300 / 800, 1e6 / 300 / 1000),
+    # 4 GPUs, for as many tokens a second.
+    "gpu_hours_per_million_tokens": (1e6 * 4 / 3600 / 800, 1e6 * 4 / 3600 / 1000),
     "e2el": (2.5, 2.0),
     "makespan": (90.0, 2.0),
     "family": (11.0, 2.0),
@@ -77,6 +79,19 @@ def test_values_of_a_plan(name: str) -> None:
         allowed = 9 * allowance(400)
         assert objective.reaches(PLAN, Miss(9.0, 400), 1e9) == pytest.approx(allowed * value / 8)
         assert objective.reaches(PLAN, Miss(9.0, 400), 9.5) == pytest.approx(9.5 * value / 8)
+
+
+def test_costs_of_a_run_are_of_the_gpu_hours_that_pools_held() -> None:
+    """A pool of 8 GPUs that held them for 6 of 16 GPU-hours, beside one of 2 that is always there."""
+    pools = (PoolHours("scaled", 8, 3.0, True, 4.5), PoolHours("fixed", 2, 1.0, False, 4.0))
+    plan = replace(PLAN, run=RunHours(pools, 2e6))
+    run = replace(JUDGED, run_hours=2.0, pool_gpu_hours={"scaled": 6.0}, output_tokens=2e6)
+    usd, hours = OBJECTIVES["usd_per_million_tokens"], OBJECTIVES["gpu_hours_per_million_tokens"]
+    assert usd.value(plan, run) == pytest.approx((6 * 3 + 4 * 1) / 2)
+    assert hours.value(plan, run) == pytest.approx((6 + 4) / 2)
+    assert usd.best(plan, 1.0, 0.0) == pytest.approx((4.5 * 3 + 4 * 1) / 2)
+    assert hours.best(plan, 1.0, 0.0) == pytest.approx((4.5 + 4) / 2)
+    assert hours.value(plan, replace(run, output_tokens=0.0)) == math.inf
 
 
 def test_prices_are_of_tokens_that_were_served_where_more_may_be_offered() -> None:

@@ -65,7 +65,7 @@ class PoolCapacity:
         iterations = max(steps / (batching.max_num_seqs // pp), private / kv_tokens)
         busy_s = max(c0 * iterations + c1 * self._decodes for c0, c1 in self._lines)
         busy_s += self._context_s * context + self._decodes * self._costs.head_cost_s()
-        return replicas * pool.num_cores / busy_s if busy_s > 0 else float("inf")
+        return replicas * pool.most_cores / busy_s if busy_s > 0 else float("inf")
 
 
 def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:

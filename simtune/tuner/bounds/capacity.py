@@ -67,4 +67,4 @@ class Capacity:
             private / kv_tokens,
         )
         linear_s = max(c0 * iterations + c1 * self._tokens for c0, c1 in self._lines)
-        return replicas * pool.num_cores / (linear_s + self._context_s * context + self._other_s)
+        return replicas * pool.most_cores / (linear_s + self._context_s * context + self._other_s)

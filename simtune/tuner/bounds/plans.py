@@ -172,7 +172,8 @@ class PlanBounds(LoneRequests):
         )
         plan = self.deployment.plan
         weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
-        dealt = ROUTER.find(plan.router.kind).deals_in_turn and not weighted
+        # Instances that start and drain change whose turn it is.
+        dealt = ROUTER.find(plan.router.kind).deals_in_turn and not weighted and not plan.autoscales
         return self.known and dealt and self.timed and all(in_order)
 
     @cached_property

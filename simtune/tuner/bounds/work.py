@@ -68,7 +68,7 @@ class PoolWork:
         spec, parallelism = pool.spec, pool.spec.parallelism
         self.pool, self.least, self.load = pool, least, load
         self.rounds = Rounds.of(pool)
-        self.speed = float(pool.num_cores * self.rounds.replicas)
+        self.speed = float(pool.most_cores * self.rounds.replicas)
         self.prefills = spec.role != "decode"
         self.seats = max(1, spec.batching.max_num_seqs // parallelism.pp)
         self.budget = max(spec.batching.max_num_batched_tokens, spec.kv_cache.block_size)

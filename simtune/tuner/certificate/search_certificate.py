@@ -35,6 +35,7 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFil
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import (
     backlog_task,
+    confirmed_deployment,
     judged_together,
     margin,
     misses_below,
@@ -299,6 +300,7 @@ class Resimulations:
             stream = draws.stream(tried.requests, tried.draw)
         if tried.all_cores:
             users = self._question.searches_users
+            deployment = confirmed_deployment(self._question, self._plan_cache, bounded_candidate)
             return Simulation(
                 deployment, stream, slo, tried.rate_rps, None, draws=draws if users else None, searches_users=users
             )
@@ -423,7 +425,7 @@ class Audit:
                 self._kinds.setdefault(bounded_candidate.kind, []).append(bounded_candidate)
                 bounded_candidates.append((bounded_candidate, fate))
         for bounded_candidate, fate in sorted(bounded_candidates, key=lambda claim: bool(claim[1].same_as)):
-            (self._check_twin if fate.same_as else self._check_plan)(bounded_candidate, fate)
+            (self._check_twin if _is_twin(fate) else self._check_plan)(bounded_candidate, fate)
         self.problems += [f"{name} is in the certificate and not in the space" for name in foreign(claimed, self)]
 
     def _check_refused(self, row: Trial, fate: PlanFate) -> None:
@@ -555,7 +557,8 @@ class Audit:
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)
         users = UserLoad(stream, question.draws) if question.searches_users else None
-        result = run_at_load(bounded_candidate.deployment, stream, question.study.slo, users)
+        deployment = confirmed_deployment(question, self._plan_cache, bounded_candidate)
+        result = run_at_load(deployment, stream, question.study.slo, users)
         self._resimulations.count += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
@@ -564,6 +567,13 @@ class Audit:
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
         self.problems.same(f"{incumbent.plan}: value", incumbent.value, value)
+
+
+def _is_twin(fate: PlanFate) -> bool:
+    """True if the claim of a plan rests on the simulation of another one: not if the plan was itself confirmed at the
+    given load, and has a value of its own."""
+    confirmed = any(attempt.all_cores and attempt.rate_rps is None for attempt in fate.simulated)
+    return bool(fate.same_as) and not confirmed
 
 
 def foreign(claimed: Mapping[str, PlanFate], audit: Audit) -> list[str]:
@@ -589,7 +599,7 @@ def _confirmed_by(
 ) -> Confirmed | None:
     """Return what simulations on fresh draws confirm; None if one is too short or misses the SLO, or if neither they
     nor a backlog show that the plan keeps up with the rate."""
-    requests = 0 if question.workload.batch else question.study.search.confirm.requests
+    requests = 0 if part_requests(question) is None else question.study.search.confirm.requests
     if not findings or not all(finding.met and finding.summary.requests >= requests for finding in findings):
         return None
     confirmed = judged_together(question, facts, rate_rps, findings).confirmed

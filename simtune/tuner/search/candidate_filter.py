@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
@@ -106,7 +106,7 @@ class BoundedCandidate:
     def shared_keys(self) -> list[tuple[object, ...]]:
         """Keys under which simulations of other plans apply to this one."""
         candidate, prefill = self.candidate, self.candidate.prefilling
-        if prefill is None:
+        if prefill is None or candidate.scales:
             return [self.kind]
         return [self.kind, ("prefill", prefill, candidate.router), ("decode", candidate.decoding, candidate.router)]
 
@@ -124,7 +124,11 @@ class BoundedCandidate:
         return ""
 
     def does_the_same(self, other: BoundedCandidate, finding: SimulationFinding) -> bool:
-        """True if this plan differs from a simulated one in limits alone, none of which it reached."""
+        """True if this plan differs from a simulated one in limits alone, none of which it reached.
+
+        Autoscalers read shares of limits, so nothing is known of their plans."""
+        if self.candidate.scales:
+            return False
         return other.kind == self.kind and bool(finding.used) and not tell_apart(self.deployment, finding.used or ())
 
     def order(self) -> tuple[float, ...]:
@@ -138,6 +142,24 @@ class BoundedCandidate:
 def as_full(miss: Miss, requests: int) -> float:
     """Return the rate at which a run of `requests` requests would prove as much as a miss of fewer."""
     return miss.rate_rps * max(1.0, allowance(miss.requests) / allowance(requests))
+
+
+def facts_of(candidate: Candidate, plan_cache: PlanCache) -> PlanFacts:
+    """Return the facts about a settled candidate that objectives need.
+
+    An autoscaled pool holds at least the GPU-hours in which its instances do the work of the requests, as fast as at
+    capacity (`PoolCapacity`, on these very requests).
+    """
+    stream = plan_cache.stream(candidate)
+    facts = plan_cache.question.facts(candidate, stream)
+    if facts.run is None or not candidate.scales or candidate.of_kinds:
+        return facts
+    pools = []
+    for choice, pool in zip(candidate.pools, facts.run.pools, strict=True):
+        capacity_rps = plan_cache.sustains(choice, stream) * choice.instances
+        worked_h = pool.gpus * stream.arrivals / capacity_rps / 3600 if pool.scales else 0.0
+        pools.append(pool._replace(least_gpu_hours=max(pool.least_gpu_hours, worked_h)))
+    return replace(facts, run=replace(facts.run, pools=tuple(pools)))
 
 
 class CandidateFilter:
@@ -154,8 +176,8 @@ class CandidateFilter:
         bound = self.plan_cache.capacity(settled)
         blocks = self.plan_cache.memory(settled.pools[0]).num_blocks
         row = Trial(settled, "pruned", "", blocks, bound.rps, bound.by)
-        stream, sign = self.plan_cache.stream(settled), self.question.objective.sign
-        bounded_candidate = BoundedCandidate(row, self.plan_cache, self.question.facts(settled, stream), 0.0, sign)
+        facts, sign = facts_of(settled, self.plan_cache), self.question.objective.sign
+        bounded_candidate = BoundedCandidate(row, self.plan_cache, facts, 0.0, sign)
         self._weigh(bounded_candidate)
         return row if row.reason else bounded_candidate
 

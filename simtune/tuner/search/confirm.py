@@ -245,9 +245,11 @@ class ConfirmedPlan(NamedTuple):
 
 
 def part_requests(question: Question) -> int | None:
-    """Return the least number of requests of a draw, and of a part of one; None for a batch, which is judged as a
-    whole."""
-    if question.workload.batch:
+    """Return the least number of requests of a draw, and of a part of one.
+
+    None if draws are judged as a whole: of a batch, and of a load that is served by plans that follow its rate, such
+    as a day, of which a part would be the night."""
+    if question.workload.batch or question.scales:
         return None
     statistics = [statistic for slo in _objectives(question) for _, statistic, _ in slo.limits()]
     return max(question.study.search.confirm.requests, *(needed_for(statistic) for statistic in statistics), 1)
@@ -305,7 +307,8 @@ def _strays(question: Question, findings: Sequence[SimulationFinding], count: in
     """True if draws of `count` requests do not show that a plan keeps up: the number of requests in the system strays,
     and they are too short for an overload to violate a limit."""
     strays = [finding.wander for finding in findings if finding.wander is not None]
-    if not strays or sum(strays) / len(strays) <= STRAYS[min(3, len(strays))]:
+    # A load whose rate changes is judged as it is, from its beginning to its end.
+    if question.scales or not strays or sum(strays) / len(strays) <= STRAYS[min(3, len(strays))]:
         return False
     return count < MOST_REQUESTS or any(_lasts_s(finding) < felt_after_s(question) for finding in findings)
 
@@ -361,6 +364,15 @@ def draw_task(
         part=part,
         searches_users=question.searches_users,
     )
+
+
+def confirmed_deployment(question: Question, plan_cache: PlanCache, plan: BoundedCandidate) -> Deployment:
+    """Return the deployment of which a verdict on all cores is: with step costs compiled for this plan alone, as the
+    report has it. With `slo.confidence` that of the search, which has the margins."""
+    if question.study.slo.confidence is not None:
+        return plan.deployment
+    # Step costs that plans share are tables for the widest of them, and differ by some millionths of a step.
+    return question.deploy(plan.candidate, plan_cache.max_model_len)
 
 
 def _note(plan: BoundedCandidate, attempt: Attempt) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from simtune.errors import Infeasible
+from simtune.specs.autoscaling import Autoscaling
 from simtune.specs.base import problems_of
 from simtune.specs.constraints import Constraint
 from simtune.specs.plan import KvLink, Plan
@@ -28,7 +29,7 @@ from simtune.tuner.space.variant_choices import narrowed
 
 PER_DEVICE = ("goodput_per_gpu", "goodput_per_dollar", "pareto")
 """Objectives for which only the ratio of prefill to decode instances matters, not how many there are of each."""
-COUNTING = ("gpus", "usd_per_million_tokens", "joules_per_token")
+COUNTING = ("gpus", "usd_per_million_tokens", "gpu_hours_per_million_tokens", "joules_per_token")
 """Objectives for which every number of instances is a plan of its own."""
 
 
@@ -103,6 +104,7 @@ class PoolChoice:
 
     shape: PoolShape
     instances: int
+    """Instances that serve; of an autoscaled pool its `max_instances`."""
     max_num_seqs: int
     max_num_batched_tokens: int
     prefix_caching: bool | None = None
@@ -121,18 +123,32 @@ class PoolChoice:
     """Settings that the variant of the shape merges over the pool."""
     score: float | None = field(default=None, compare=False)
     """Score of its model; None if it has none."""
+    scaling: Autoscaling | None = field(default=None, compare=False)
+    """Autoscaling that the variant of the shape sets."""
 
     @property
     def devices(self) -> int:
         """GPUs of all instances, including those that stand by and those of drafters."""
-        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
         if self.fixed is not None:
             return self.fixed.most_instances * self.fixed.devices
-        return (self.instances + self.shape.spare) * (self.shape.devices + drafter)
+        return (self.instances + self.shape.spare) * self._devices_each
+
+    @property
+    def _devices_each(self) -> int:
+        drafter = 0 if self.speculation is None else self.speculation.own_devices(self.shape.tp)
+        return self.shape.devices + drafter
+
+    @property
+    def least_devices(self) -> int:
+        """GPUs that the pool always holds: those of `min_instances` if it is autoscaled, or else all."""
+        return self.devices if self.scaling is None else self.scaling.min_instances * self._devices_each
 
     @cached_property
     def alone(self) -> PoolChoice:
-        """The choice with one instance; the pool itself if the study fixes it as a whole."""
+        """The choice with one instance that is always there; the pool itself if the study fixes it as a whole."""
+        if self.scaling is not None:
+            changes = {key: value for key, value in (self.changes or {}).items() if key not in _OF_INSTANCES}
+            return replace(self, instances=1, changes=changes, scaling=None)
         return self if self.fixed is not None or self.instances == 1 else replace(self, instances=1)
 
     @cached_property
@@ -199,7 +215,8 @@ class PoolChoice:
         settings = {
             "name": self.pool_name,
             "role": self.shape.role,
-            "instances": self.instances,
+            # What the variant sets of an autoscaled pool, its first instances among it, is merged over this.
+            "instances": self.instances if self.scaling is None else self.scaling.min_instances,
             "parallelism": self.shape.parallelism,
             "batching": {
                 "max_num_seqs": self.max_num_seqs,
@@ -230,6 +247,8 @@ def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> Pool:
         raise Infeasible(f"{problem.key}: {problem.message}") from None
 
 
+_OF_INSTANCES = ("autoscaling", "instances")
+"""Settings of a variant that a single instance of a pool does not have."""
 PlanShape = tuple[tuple[PoolShape, int], ...]
 """Shapes of the pools of a plan, each with its instances: plans of one shape differ in settings alone."""
 
@@ -339,6 +358,11 @@ class Candidate:
         """Return the router of the plan: that of its variant, or one of the study's."""
         of_variant = None if self.changes is None else self.changes.router
         return of_variant or study.routers[self.router]
+
+    @property
+    def scales(self) -> bool:
+        """True if instances of a pool come and go with the load."""
+        return any(pool.scaling is not None for pool in self.pools)
 
     @property
     def prefills_locally(self) -> bool:
@@ -719,8 +743,18 @@ def _settings(study: Study, shape: PoolShape, instances: int, variant: Variant) 
         drafters = [variant.drafter.label]
     sizes = sorted(_sizes(study, shape.role, drafters == [""]))
     every = dict.fromkeys(product(sizes, choices.prefix_caching or (None,), drafters))
+    scaling = None if changes is None else changes.get("autoscaling")
+    first = PoolChoice(
+        shape,
+        instances,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        changes=changes,
+        score=variant.scored(study.score),
+        scaling=None if scaling is None else Autoscaling.model_validate(scaling),
+    )
     return tuple(
-        PoolChoice(shape, instances, seqs, tokens, caching, drafter, changes=changes, score=variant.scored(study.score))
+        replace(first, max_num_seqs=seqs, max_num_batched_tokens=tokens, prefix_caching=caching, drafter=drafter)
         for (seqs, tokens), caching, drafter in every
     )
 

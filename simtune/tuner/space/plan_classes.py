@@ -57,13 +57,13 @@ class PlanClasses:
         """
         every, question = list(candidates), self._question
         # Instances that serve requests as a whole or in part have no rate in a programme.
-        together = [c for c in every if len(c.pools) > 1 and not c.prefills_locally]
+        together = [c for c in every if len(c.pools) > 1 and not c.prefills_locally and not c.scales]
         if not together or question.objective.aim is None or question.study.fixed:
             return every, {}
         stream = self._plan_cache.stream(together[0])
         if stream.offered_rate_rps is None or stream.batch:
             return every, {}
-        alone = [c for c in every if len(c.pools) == 1 or c.prefills_locally]
+        alone = [c for c in every if len(c.pools) == 1 or c.prefills_locally or c.scales]
         return alone, _by(_types, together)
 
     def bounded_all(self, classes: Mapping[str, Sequence[Candidate]]) -> list[PlanClass]:

@@ -13,6 +13,12 @@ def narrowed(study: Study, variant: Variant) -> Study:
     """Return the study with only the choices that a variant leaves open."""
     common = _fixed(variant.pool)
     roles = {role: _fixed(variant.by_role.get(role, {})) for role in ("prefill", "decode")}
+    for role, of_role in roles.items():
+        # `instances` of an autoscaled pool are those that it begins with.
+        most = _most_scaled(variant.of_role(role))
+        roles[role] = of_role | ({} if most is None else {"instances": (most,)})
+    if (most := _most_scaled(variant.pool)) is not None:
+        common["instances"] = (most,)
     if not common and not any(roles.values()):
         return study
     search = study.search
@@ -22,6 +28,11 @@ def narrowed(study: Study, variant: Variant) -> Study:
         if choices is not None or of_role:
             update[role] = (choices or PoolChoices()).model_copy(update={**common, **of_role})
     return study.model_copy(update={"search": search.model_copy(update=update)})
+
+
+def _most_scaled(fragment: Mapping[str, Any]) -> int | None:
+    """Return the most instances of a pool with the settings of a fragment; None unless it is autoscaled."""
+    return at_path(fragment, ("autoscaling", "max_instances"))  # type: ignore[no-any-return]
 
 
 def _fixed(fragment: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
