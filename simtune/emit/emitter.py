@@ -176,14 +176,17 @@ class Emitter(ABC):
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         if pool.parallelism.decode_ranks > 1 and "decode_context_parallel_size" not in self.knows:
             yield f"parallelism.decode_context_parallel: {self.title} {self.version} has none; leave it out"
-        if pool.share is not None:
-            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
+        yield from self._shares_refused(pool)
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
             has = f"it has one for {' and '.join(self.quantizations)}; " if self.quantizations else ""
             yield (
                 f"weight_dtype: {self.title} has no setting that quantises weights to {pool.weight_dtype}; {has}remove "
                 "it, or name a checkpoint with such weights as model"
             )
+
+    def _shares_refused(self, pool: Pool) -> Iterator[str]:
+        if pool.share is not None and "share" not in self.knows:
+            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
         """Return the engine's word for the format to which it quantises weights, None if they stay as in the
