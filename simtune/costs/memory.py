@@ -376,7 +376,9 @@ def _counted(
     else:
         available = share * total - weights - overhead_bytes
     num_seats, seats = _seats(pool, available, *per_sequence)
-    kv_bytes = available - seats
+    # Of a process with two pools each has a part of the cache beside weights that are there once.
+    of_cache = None if pool.share is None else pool.share.kv_cache
+    kv_bytes = (available - seats) * (of_cache or 1.0)
     if per_token == 0 and kv_bytes >= 0:
         # Nothing grows with the tokens: all seats accept requests of any length. The seats are the cache.
         blocks = 1 + num_seats * -(-longest // kv_cache.block_size)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, simulated_only
 from simtune.emit.llama_cpp import LlamaCpp
-from simtune.emit.sglang import Sglang
+from simtune.emit.multiplexed import SglangServers
 from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.transformers import Transformers
 from simtune.emit.vllm import Vllm
@@ -35,7 +35,7 @@ __all__ = [
     "why_none",
 ]
 
-_OWN: tuple[Emitter, ...] = (Vllm(), Sglang(), TensorrtLlm(), LlamaCpp(), Transformers())
+_OWN: tuple[Emitter, ...] = (Vllm(), SglangServers(), TensorrtLlm(), LlamaCpp(), Transformers())
 ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in _OWN}
 """The engines of the package that can be written for, by name."""
 

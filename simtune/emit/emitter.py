@@ -174,8 +174,7 @@ class Emitter(ABC):
         if pool.overlap == "two_batches" and not self.splits_steps:
             yield f"overlap: {self.title} is not set to run two batches here; remove it to have engine settings written"
         yield from self._ranks_refused(pool)
-        if pool.share is not None:
-            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
+        yield from self._shares_refused(pool)
         if quantised(pool, model) and pool.weight_dtype not in self.quantizations:
             has = f"it has one for {' and '.join(self.quantizations)}; " if self.quantizations else ""
             yield (
@@ -195,6 +194,10 @@ class Emitter(ABC):
                 f"parallelism.expert_replicas: {self.title} {self.version} is not set to place experts by load here; "
                 "remove it to have engine settings written"
             )
+
+    def _shares_refused(self, pool: Pool) -> Iterator[str]:
+        if pool.share is not None and "share" not in self.knows:
+            yield f"share: {self.title} has no setting for shares of a GPU; remove it, or split GPUs by CUDA MPS"
 
     def quantization(self, pool: Pool, model: Model) -> str | None:
         """Return the engine's word for the format to which it quantises weights, None if they stay as in the

@@ -203,6 +203,9 @@ class Sglang(ServingEmitter):
         "disable-cuda-graph": Option(bool),
         "disable-decode-cuda-graph": Option(bool),
         "disable-prefill-cuda-graph": Option(bool),
+        "enable-pdmux": Option(bool),
+        "sm-group-num": Option(int),
+        "pdmux-config-path": Option(str),
         "disaggregation-mode": Option(str, "role", unless="mixed"),
         "disaggregation-transfer-backend": Option(str),
     }

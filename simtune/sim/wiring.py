@@ -204,14 +204,22 @@ def transfer_terms(sent: Sequence[Model], pool: DeployedPool, link: KvLink) -> T
         fit = read_transfer_fit(Path(link.costs))
         setup_s = fit.setup_s if link.setup_s is None else link.setup_s
         return Transfer(link.bytes_per_s or fit.bytes_per_s, setup_s, pieces * (link.descriptor_s or 0.0))
+    bytes_per_s, setup_s, pieces_s = _rated(sent, pool, link, pieces)
+    if merges(link, pool.spec):
+        return Transfer(bytes_per_s, setup_s + pieces_s, 0.0)
+    return Transfer(bytes_per_s, setup_s, pieces_s)
+
+
+def _rated(sent: Sequence[Model], pool: DeployedPool, link: KvLink, pieces: int) -> tuple[float, float, float]:
+    """Return (bytes per second, seconds of setup, seconds for the pieces of a block) of a link without a log."""
+    if link.bytes_per_s is not None and link.setup_s is not None and link.descriptor_s is not None:
+        # Nothing is left to the profile, which need not have the link.
+        return link.bytes_per_s, link.setup_s, pieces * link.descriptor_s
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
     base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
     pieces_s = pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s)
     setup_s = base.overhead_s + bootstrap_s(pool.spec) if link.setup_s is None else link.setup_s
-    bytes_per_s = link.bytes_per_s or base.bytes_per_s * pool.spec.model_devices
-    if merges(link, pool.spec):
-        return Transfer(bytes_per_s, setup_s + pieces_s, 0.0)
-    return Transfer(bytes_per_s, setup_s, pieces_s)
+    return link.bytes_per_s or base.bytes_per_s * pool.spec.model_devices, setup_s, pieces_s
 
 
 def _vectors(model: Model) -> int:

@@ -101,6 +101,10 @@ class LocalPrefill(Part):
         return self.below_tokens > 0 or self.queue_above is not None
 
 
+IN_PLACE = KvLink(bytes_per_s=1e18, setup_s=0.0, descriptor_s=0.0, first_token="prefill")
+"""Link between pools whose instances are one process on the same GPUs: a KV cache stays where it is."""
+
+
 class PairLink(KvLink):
     """The way from one prefill pool to one decode pool, in place of the one between all."""
 

@@ -16,11 +16,17 @@ _ROUNDING = 1e-9
 
 class DeviceShare(Part):
     """Share that an instance has of each of its GPUs, which instances of two pools share. It keeps its share while the
-    other is idle; memory is shared out by `kv_cache.memory_utilization`, and each holds the weights.
+    other is idle. Memory is shared out by `kv_cache.memory_utilization`, and each holds the weights, unless the two are
+    one process, which has shares of one KV cache.
     """
 
     processors: ShareOfDevice = Field(description="share of the processors")
     bandwidth: ShareOfDevice = Field(description="share of the memory bandwidth")
+    kv_cache: ShareOfDevice | None = Field(
+        None,
+        description="share of one KV cache, if instances of both pools are one process that holds the weights once; "
+        "memory_utilization is that of the process. Unless given each pool has memory of its own",
+    )
     beside: str | None = Field(
         None, description="the pool whose instances are on the same GPUs; set in only one of the two pools"
     )
@@ -79,6 +85,11 @@ def _check_beside(i: int, pool: _SharingPool, own: DeviceShare, other: _SharingP
         total = getattr(own, resource) + getattr(other.share, resource)
         if total > 1 + _ROUNDING:
             raise ErrorAt(f"shares of {other.name} and {pool.name} come to {total:g}, more than all", *at, resource)
+    if (own.kv_cache is None) != (other.share.kv_cache is None):
+        raise ErrorAt(f"give {other.name} and {pool.name} a share of one KV cache each, or neither", *at, "kv_cache")
+    if own.kv_cache is not None and other.share.kv_cache is not None:
+        _check_one_cache(i, pool, other, own.kv_cache + other.share.kv_cache)
+        return
     memory = pool.kv_cache.memory_utilization + other.kv_cache.memory_utilization
     if memory > 1 + _ROUNDING:
         raise ErrorAt(
@@ -86,4 +97,20 @@ def _check_beside(i: int, pool: _SharingPool, own: DeviceShare, other: _SharingP
             "pools",
             i,
             "kv_cache",
+        )
+
+
+def _check_one_cache(i: int, pool: _SharingPool, other: _SharingPool, total: float) -> None:
+    """Raise ErrorAt if two pools take more than one KV cache, or differ in the memory of their process."""
+    if total > 1 + _ROUNDING:
+        raise ErrorAt(
+            f"shares of {other.name} and {pool.name} come to {total:g}, more than all", "pools", i, "share", "kv_cache"
+        )
+    if pool.kv_cache.memory_utilization != other.kv_cache.memory_utilization:
+        raise ErrorAt(
+            f"{other.name} and {pool.name} are one process; give them the same memory_utilization",
+            "pools",
+            i,
+            "kv_cache",
+            "memory_utilization",
         )

@@ -372,6 +372,11 @@ class Study(Spec):
             check_fragments(search.variants, combine=bool(search.combine), pairs=pairs, cuts=cuts, taken=drafters)
         except ErrorAt as error:
             raise ErrorAt(str(error), "search", "variants", *error.at) from None
+        if self.fixed and (number := self._with("share")) is not None:
+            raise ErrorAt(
+                "a fixed pool has its GPUs to itself; remove fixed, or share",
+                "search", "variants", number, "share",
+            )  # fmt: skip
         if self.fixed and (number := self._with("model")) is not None:
             raise ErrorAt(
                 "a fixed pool serves the study's model; remove fixed, or search this checkpoint with another study",

@@ -13,16 +13,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from simtune.errors import suggest
 from simtune.specs.base import ErrorAt, Part, problems_of
-from simtune.specs.plan import KvLink, LocalPrefill
+from simtune.specs.plan import IN_PLACE, KvLink, LocalPrefill
 from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
 from simtune.specs.routing import Routing
+from simtune.specs.shares import ShareOfDevice
 from simtune.specs.speculation import DrafterChoice
 from simtune.specs.yamlfile import Document
 
@@ -50,7 +51,6 @@ UNSEARCHED: Mapping[str, str] = {
     "role": "search.layouts sets it; write layouts: [prefill-decode], and keys of one role under prefill or decode",
     "hardware": "name every hardware profile under `hardware` of the study",
     "costs": "measured steps are those of a single plan; simulate that plan, or keep its pool in `fixed`",
-    "share": "no search has plans with two pools on the same GPUs; write such a plan by hand and simulate it",
     "pools": "a search makes the pools; write keys of a pool here",
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
@@ -59,9 +59,14 @@ UNSEARCHED: Mapping[str, str] = {
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""
 ROLES = ("prefill", "decode")
-_OF_PAIRS = (*ROLES, "link", "decode_router", "local_prefill")
+_OF_PAIRS = (*ROLES, "link", "decode_router", "local_prefill", "share")
 """Keys that change nothing in a plan of mixed pools."""
-_EXCLUSIVE = (("autoscaling", "local_prefill"), ("autoscaling", "spare"))
+_EXCLUSIVE = (
+    ("autoscaling", "local_prefill"),
+    ("autoscaling", "spare"),
+    ("autoscaling", "share"),
+    ("share", "spare"),
+)
 """Keys that no plan has both of."""
 _JOINED = "-and-"
 _UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size", "score")
@@ -77,6 +82,52 @@ class PlanFragment(Part):
     local_prefill: LocalPrefill | None = None
 
 
+class PoolShare(Part):
+    """Share that instances of one role have of GPUs on which those of the other role are too."""
+
+    processors: ShareOfDevice
+    bandwidth: ShareOfDevice = Field(description="share of the memory bandwidth")
+    kv_cache: ShareOfDevice = Field(description="share of the KV cache that both have")
+
+
+class SharedDevices(Part):
+    """Prefill and decode instances on the same GPUs, two and two, each pair one process that holds the weights once.
+
+    A number is a share of processors, memory bandwidth and KV cache alike.
+    """
+
+    prefill: ShareOfDevice | PoolShare
+    decode: ShareOfDevice | PoolShare
+
+    @model_validator(mode="after")
+    def _no_more_than_all(self) -> Self:
+        for key in PoolShare.model_fields:
+            total = sum(getattr(share, key) for share in self.by_role.values())
+            if total > 1 + _ROUNDING:
+                raise ErrorAt(f"shares of {key} come to {total:g}, more than all; lower one")
+        return self
+
+    @property
+    def by_role(self) -> dict[str, PoolShare]:
+        """Shares of the pools of each role."""
+        return {role: _pool_share(getattr(self, role)) for role in ROLES}
+
+    @property
+    def settings(self) -> dict[str, Fragment]:
+        """Settings of the pools of each role; decode instances are beside those of the prefill pool."""
+        shares = {role: share.model_dump() for role, share in self.by_role.items()}
+        shares["decode"]["beside"] = "prefill"
+        return {role: {"share": share} for role, share in shares.items()}
+
+
+def _pool_share(share: float | PoolShare) -> PoolShare:
+    return share if isinstance(share, PoolShare) else PoolShare(processors=share, bandwidth=share, kv_cache=share)
+
+
+class _ShareFragment(Part):
+    share: SharedDevices
+
+
 class _DraftFragment(Part):
     speculation: DrafterChoice
 
@@ -86,8 +137,10 @@ class _Checkpoint(Part):
     score: float | None = None
 
 
-_POOL_KEYS = tuple(key for key in Pool.model_fields if key not in (*UNSEARCHED, "name", "engine", "speculation"))
-_KEYS = ("name", "engine", "model", "score", "speculation", *PlanFragment.model_fields, *ROLES, *_POOL_KEYS)
+_ROUNDING = 1e-9
+_NO_POOL_KEYS = (*UNSEARCHED, "name", "engine", "speculation", "share")
+_POOL_KEYS = tuple(key for key in Pool.model_fields if key not in _NO_POOL_KEYS)
+_KEYS = ("name", "engine", "model", "score", "speculation", "share", *PlanFragment.model_fields, *ROLES, *_POOL_KEYS)
 
 
 @dataclass(frozen=True)
@@ -114,6 +167,11 @@ class Variant:
     def of_role(self, role: str) -> Fragment:
         """Return the settings of the pools of a role."""
         return merged(self.by_role.get(role, {}), self.pool)
+
+    @property
+    def shares(self) -> bool:
+        """True if prefill and decode instances of its plans are on the same GPUs."""
+        return "share" in self.by_role.get("decode", {})
 
     @property
     def scales(self) -> bool:
@@ -247,6 +305,8 @@ def _joined(parts: Sequence[Fragment]) -> Variant:
     for part in parts:
         fragment = merged(part, fragment)
     drafters = [_drafter(part) for part in parts if "speculation" in part]
+    if "share" in fragment:
+        fragment = _on_shared_devices(fragment)
     return Variant(
         label=_JOINED.join(map(label_of, parts)),
         engine=str(fragment.get("engine", "")),
@@ -256,8 +316,17 @@ def _joined(parts: Sequence[Fragment]) -> Variant:
         drafter=drafters[-1] if drafters else None,
         checkpoint=str(fragment.get("model", "")),
         score=fragment.get("score"),
-        changes_mixed=all(any(key not in (*_OF_PAIRS, "name") for key in part) for part in parts),
+        changes_mixed="share" not in fragment
+        and all(any(key not in (*_OF_PAIRS, "name") for key in part) for part in parts),
     )
+
+
+def _on_shared_devices(fragment: Fragment) -> Fragment:
+    """Return a fragment with the shares of each role among its settings; KV caches stay where they are unless it has a
+    link."""
+    shares = _ShareFragment.model_validate({"share": fragment["share"]}).share.settings
+    by_role = {role: merged(settings, fragment.get(role, {})) for role, settings in shares.items()}
+    return {"link": IN_PLACE, **fragment, **by_role}
 
 
 def _drafter(fragment: Fragment) -> DrafterChoice:
@@ -286,6 +355,8 @@ def check_fragments(
         if "score" in fragment and "model" not in fragment:
             of_study = "or the score of the study's model into the study"
             raise ErrorAt(f"is of a checkpoint; write its `model` beside it, {of_study}", number, "score")
+        if "share" in fragment:
+            _check_part(_ShareFragment, {"share": fragment["share"]}, number)
         if "model" in fragment:
             _check_part(_Checkpoint, {k: fragment[k] for k in _Checkpoint.model_fields if k in fragment}, number)
         label = label_of(fragment)
@@ -339,6 +410,9 @@ def _check_pools(fragment: Fragment, number: int, cuts: Sequence[Cut]) -> None:
         for key in of_role:
             if key in UNSEARCHED:
                 raise ErrorAt(f"cannot be searched as a variant: {UNSEARCHED[key]}", number, role, key)
+            if key == "share":
+                example = "share: {prefill: 0.4, decode: 0.6}"
+                raise ErrorAt(f"is of both pools; write {example} beside {role}", number, role, key)
             if key not in _POOL_KEYS:
                 hint = suggest(key, _POOL_KEYS) or "; keys of a pool are known here"
                 raise ErrorAt(f"unknown key{hint}", number, role, key)

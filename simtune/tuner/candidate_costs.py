@@ -1,14 +1,42 @@
-"""Costs of a candidate that need no simulation: the power of idle GPUs, and the GPU-hours of a run."""
+"""Costs of a candidate that need no simulation: shares of its GPUs, the power of idle ones, the GPU-hours of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from simtune.costs.share import share_of
+from simtune.errors import Infeasible, UsageError
 from simtune.specs.hardware import Hardware
 from simtune.tuner.objectives import PoolHours, RunHours
-from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.space.candidates import Candidate, PoolChoice
 from simtune.workload.requests import RequestStream
+
+
+class ShareKey(NamedTuple):
+    """A share of the hardware of a pool."""
+
+    engine: str
+    gpu: str
+    processors: float
+    bandwidth: float
+
+
+def shared_hardware(choice: PoolChoice, hardware: Hardware, cache: dict[ShareKey, Hardware]) -> Hardware:
+    """Return the hardware of a pool: the share of it that the variant of the pool sets, if it sets one.
+
+    Shares are kept in `cache`. Raise Infeasible if nothing is known of shares of the hardware.
+    """
+    share = (choice.changes or {}).get("share")
+    if not share:
+        return hardware
+    key = ShareKey(choice.shape.engine, choice.shape.gpu, share["processors"], share["bandwidth"])
+    if key not in cache:
+        try:
+            cache[key] = share_of(hardware, key.processors, key.bandwidth)
+        except UsageError as error:
+            raise Infeasible(str(error)) from None
+    return cache[key]
 
 
 class PartOfLoad(NamedTuple):

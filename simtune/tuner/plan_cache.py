@@ -66,7 +66,7 @@ class DraftCache:
         the drafter does not work with the pool."""
         if draft.choice.scheme is not None:
             return draft.speculation(draft.choice.scheme)
-        model, hardware = self._question.model_of(choice.shape), self._question.hardware_of(choice)
+        model, hardware = self._question.model_of(choice.shape), self._question.shared_hardware(choice)
         contexts = self._contexts.get(len(stream)) or self._contexts.setdefault(len(stream), DraftContexts.of(stream))
         grid = DraftGrid.of(draft, model, hardware, pool, contexts)
         key = (replace(choice.shape, role="mixed"), choice.drafter, choice.fixed)
@@ -166,7 +166,7 @@ class PlanCache:
         return candidate.with_pools(replace(choice, weight=weight) for choice, weight in pools)
 
     def _settle(self, choice: PoolChoice, candidate: Candidate) -> PoolChoice | Refused:
-        q, hardware, draft = self.question, self.question.hardware_of(choice), self.question.draft(choice.drafter)
+        q, hardware, draft = self.question, self.question.shared_hardware(choice), self.question.draft(choice.drafter)
         model = q.model_of(choice.shape)
         # A plan that was settled before, such as the chosen plan of a day, has its drafts already.
         choice = choice if choice.speculation is None else replace(choice, speculation=None)
@@ -229,9 +229,9 @@ class PlanCache:
     # --- what it costs, and could reach -----------------------------------------------------------------------
 
     def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
-        """Return the step costs of a pool: compiled once for all pools of its cut that draft alike, whatever their
-        role, for the most seats and the largest budget among them."""
-        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed)
+        """Return the step costs of a pool: compiled once for all pools of its cut that draft alike and have the
+        same settings, whatever their role, for the most seats and the largest budget among them."""
+        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed, choice.changed)
         if key not in self._costs:
             seats, tokens = self._widest[replace(choice.shape, role="mixed")]
             q, pool = self.question, self.pool(choice)
@@ -240,7 +240,7 @@ class PlanCache:
             pool = pool.model_copy(update={"batching": wide})
             factors = self._margins(pool, choice)
             self._costs[key] = compiled_costs(
-                pool, q.model_of(choice.shape), q.hardware_of(choice), self._length(choice), q.drafting_of(choice),
+                pool, q.model_of(choice.shape), q.shared_hardware(choice), self._length(choice), q.drafting_of(choice),
                 factors,
             )  # fmt: skip
         return self._costs[key]
@@ -251,7 +251,7 @@ class PlanCache:
         q, confidence = self.question, self.question.study.slo.confidence
         if confidence is None:
             return None
-        model, hardware = q.model_of(choice.shape), q.hardware_of(choice)
+        model, hardware = q.model_of(choice.shape), q.shared_hardware(choice)
         blocks = self._memories[choice.alone].num_blocks if choice.alone in self._memories else None
         factor = margin(confidence, model, hardware, pool, q.draws.stream(MEAN_OF), blocks, q.study.seed)
         return dict.fromkeys(REDRAWN_KINDS, factor)
@@ -279,7 +279,7 @@ class PlanCache:
             pools = {choice: self.pool(choice) for choice in candidate.pools}
             costs = {
                 pool.name: compiled_costs(
-                    pool, q.model_of(choice.shape), q.hardware_of(choice), max_model_len, q.drafting_of(choice),
+                    pool, q.model_of(choice.shape), q.shared_hardware(choice), max_model_len, q.drafting_of(choice),
                     self._margins(pool, choice),
                 )
                 for choice, pool in pools.items()
@@ -317,7 +317,7 @@ class PlanCache:
         return self._sustained[key]
 
     def _deployed(self, choice: PoolChoice) -> DeployedPool:
-        pool, hardware = self.pool(choice), self.question.hardware_of(choice)
+        pool, hardware = self.pool(choice), self.question.shared_hardware(choice)
         return DeployedPool(pool, hardware, self._memories[choice], self.costs(choice), self._length(choice), 0)
 
     def _capacity(self, choice: PoolChoice, stream: RequestStream, as_role: Role | None = None) -> PoolCapacity:
@@ -335,14 +335,17 @@ def _capacity_of(role: Role) -> str:
 
 
 def _unsettled(question: Question, candidate: Candidate, pool_of: Callable[[PoolChoice], Pool]) -> str:
-    """Return why there are too few devices for a candidate, or which settings of an autoscaled pool contradict each
-    other; empty if neither."""
-    if candidate.scales:
+    """Return why there are too few devices for a candidate, or which settings of autoscaled pools, or of pools on the
+    same GPUs, contradict each other; empty if none do."""
+    if candidate.scales or candidate.shares:
         try:
-            for choice in candidate.pools:
-                pool_of(choice)
+            pools = [pool_of(choice) for choice in candidate.pools]
         except Infeasible as error:
             return str(error)
+        if candidate.shares and len({pool.kv_cache.memory_utilization for pool in pools}) > 1:
+            return "share: both pools are one process; set the same kv_cache.memory_utilization for both"
+        if candidate.shares and any(pool.devices > pool.model_devices for pool in pools):
+            return "share: a drafter with GPUs of its own cannot be beside pools that share GPUs"
     return _too_many(question, candidate)
 
 

@@ -21,7 +21,7 @@ from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
-from simtune.tuner.candidate_costs import idle_j_per_token, of_all, parts_of_load, run_hours
+from simtune.tuner.candidate_costs import ShareKey, idle_j_per_token, of_all, parts_of_load, run_hours, shared_hardware
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
@@ -124,6 +124,18 @@ class Question:
         """Return the hardware of a pool, with the kernels of its engine."""
         fixed = None if choice.fixed is None else self.fixed_hardware.get(choice.fixed.name)
         return fixed or self._profile(choice.shape)
+
+    def shared_hardware(self, choice: PoolChoice) -> Hardware:
+        """Return the hardware of a pool: the share of it that the variant of the pool sets, if it sets one.
+
+        Raise Infeasible if nothing is known of shares of the hardware.
+        """
+        return shared_hardware(choice, self.hardware_of(choice), self._shared)
+
+    @cached_property
+    def _shared(self) -> dict[ShareKey, Hardware]:
+        """Shares of hardware that were computed."""
+        return {}
 
     def _profile(self, shape: PoolShape) -> Hardware:
         """Return the hardware of pools of a shape, with the kernels of their engine."""

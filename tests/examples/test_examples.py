@@ -261,6 +261,16 @@ def test_a_rule_that_follows_the_load_costs_less_than_fixed_instances(tmp_path: 
     assert all(row["status"] in ("infeasible", "pruned") for row in fixed)
 
 
+def test_prompts_and_decodes_share_a_gpu(tmp_path: Path) -> None:
+    """One GPU is paid for, and one server of SGLang is started, whose streams have 48 and 84 processors."""
+    run = tmp_path / "run"
+    simulate("shared-gpus/plan.yaml", "chat", run, "--requests", "200", "--rate", "4", "--audit")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["num_gpus"] == 1
+    assert {use["pool"] for use in summary["instances"]} == {"prefill", "decode"}
+    assert yaml.safe_load((run / "engine" / "pdmux.yaml").read_text())["manual_divisions"] == [[48, 84, 0]]
+
+
 def test_agents_find_their_text_again(tmp_path: Path) -> None:
     """Nine of ten prompt tokens are found, and sessions take longer than requests of them are under way."""
     run = tmp_path / "run"

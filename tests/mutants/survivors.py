@@ -111,8 +111,8 @@ SURVIVORS = (
         "a settlement of no ended request frees nothing, and counts no preempted one, as there is none without an end",
     ),
     Survivor(
-        "simtune/tuner/question.py",
-        "return sum(number * pool.devices for number, pool in zip(numbers, candidate.pools, strict=True))",
+        "simtune/tuner/candidate_costs.py",
+        "return sum(number * devices for number, devices in zip(numbers, gpus, strict=True))",
         "True",
         "False",
         "the two have one entry for each pool: the line above has returned if a number is missing",

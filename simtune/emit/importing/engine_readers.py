@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from simtune.emit.importing import adapters_read, drafts_read, experts_read, tiers_read
+from simtune.emit.importing import adapters_read, division_read, drafts_read, experts_read, tiers_read
 from simtune.emit.importing.launches import Given, Launch, plain, real_number, switch, whole_number
 from simtune.emit.importing.pool_draft import PoolDraft, refuse_open
 from simtune.emit.importing.reader import (
@@ -241,6 +241,7 @@ _SGLANG_LATER = (
     "attn-cp-size", "enable-prefill-cp", "cp-strategy",
     "max-prefill-tokens", "max-total-tokens", "disable-cuda-graph", "disable-decode-cuda-graph",
     "disable-prefill-cuda-graph", "disaggregation-transfer-backend", "moe-a2a-backend", "cuda-graph-max-bs",
+    "enable-pdmux", "pdmux-config-path", "sm-group-num",
 )  # fmt: skip
 
 
@@ -258,6 +259,7 @@ class SglangReader(OptionReader):
     """Reads options of `python -m sglang.launch_server`."""
 
     family = "sglang"
+    data_files = ("pdmux-config-path",)
     emitter = Sglang()
     options: ClassVar[Mapping[str, Option]] = Sglang.serving_options
     aliases: ClassVar[Mapping[str, str]] = {
@@ -325,6 +327,7 @@ class SglangReader(OptionReader):
             tokens = whole_number(by_name["max-total-tokens"])
             draft.set("kv_cache.num_blocks", tokens // (draft.get("kv_cache.block_size") or 1))
         self._graphs(draft, launch, by_name)
+        draft.division = division_read.read(draft, by_name)
         tiers_read.read_sglang(draft, {x.name: x for x in launch.given if x.name in tiers_read.HICACHE})
         adapters_read.read_lora(draft, launch, adapters_read.SGLANG, slots=8, rank=None)
         experts_read.read_placement(draft, launch, experts_read.SGLANG)

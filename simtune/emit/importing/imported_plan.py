@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simtune.emit.dynamo import ROUTER_MODES
+from simtune.emit.importing import division_read
 from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED
 from simtune.emit.importing.launches import Launch
@@ -109,7 +110,7 @@ def _imported(request: ImportRequest) -> Imported:
         READERS[launch.family].read(draft, launch)
         notes += draft.notes
         problems += draft.problems
-        pools.append(_pool(launch, draft, request, engine))
+        pools += division_read.pools_of(_pool(launch, draft, request, engine), draft.division, device)
     if problems:
         unique = list(dict.fromkeys(problems))
         raise SpecError(unique[:_MOST_PROBLEMS])
@@ -246,6 +247,7 @@ def _plan(request: ImportRequest, source: Source, model: str, pools: list[dict[s
             pool["name"] = f"{pool['name']}-{counts[pool['name']]}"
     routers = {mode: kind for kind, mode in ROUTER_MODES.items()}
     router = {"router": {"kind": routers[source.router]}} if source.router in routers else {}
-    apart: dict[str, Any] = {"link": {}} if any(pool["role"] != "mixed" for pool in pools) else {}
+    link = division_read.link() if any("share" in pool for pool in pools) else {}
+    apart: dict[str, Any] = {"link": link} if any(pool["role"] != "mixed" for pool in pools) else {}
     name = request.name or (spec_name(source.plan, default) if source.plan else default)
     return {"schema": Plan.schema_id(), "name": name, "model": model, "pools": pools, **router, **apart}

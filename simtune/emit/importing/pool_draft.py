@@ -46,6 +46,8 @@ class PoolDraft:
     """Returns a model that simtune can load for a checkpoint."""
     lenient: bool = False
     data: dict[str, Any] = field(default_factory=dict)
+    division: tuple[int, int] | None = None
+    """Processors for prompts and for decodes, if the server divides those of its GPUs; None if it does not."""
     notes: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 

@@ -29,6 +29,8 @@ class OptionReader:
     special: ClassVar[Mapping[str, Special]] = {}
     settings_files: ClassVar[tuple[str, ...]] = ("config",)
     """Options that name a file of options."""
+    data_files: ClassVar[tuple[str, ...]] = ()
+    """Options that name a YAML file of other data, which takes the place of its name."""
     more_flags: ClassVar[frozenset[str]] = frozenset()
     """Options without a value that are in no table."""
 

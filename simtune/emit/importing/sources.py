@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -113,6 +113,10 @@ class Source:
             if option.name in reader.settings_files:
                 settings += self._settings(str(option.value), family, launch, script, option)
         launch.given = [*settings, *launch.without(*reader.settings_files)]
+        for at, option in enumerate(launch.given):
+            if option.name in reader.data_files:
+                text, file = self._text_of(str(option.value), script, option)
+                launch.given[at] = replace(option, value=yamlfile.parse(text, file).data)
         model = launch.value(*MODEL_OPTIONS) or next(iter(free), None)
         launch.model = None if model is None or model is True else str(model)
         launch.given = launch.without(*MODEL_OPTIONS)
@@ -123,6 +127,14 @@ class Source:
 
     def _settings(self, name: str, family: str, launch: Launch, script: Script, option: Given) -> list[Given]:
         """Return the options of a settings file that the script writes, or that lies in its folder."""
+        text, file = self._text_of(name, script, option)
+        self._facts(text)
+        pool = re.fullmatch(rf"{re.escape(READERS[family].emitter.name)}-(.+)\.ya?ml", PurePosixPath(name).name)
+        launch.pool = pool[1] if pool else launch.pool
+        return options_in(yamlfile.parse(text, file), family)
+
+    def _text_of(self, name: str, script: Script, option: Given) -> tuple[str, str]:
+        """Return text and name of a file that the script writes, or that lies in its folder."""
         refused = OPEN.search(name)
         if refused is not None:
             raise SpecError(option.problem(f"{name}: its name is not known; give --env {refused[1] or 'NAME'}=VALUE"))
@@ -133,10 +145,7 @@ class Source:
                 where = "the folder of the file that is imported" if self.folder else "a file that is imported with it"
                 raise SpecError(option.problem(f"{name}: no such file in {where}; copy it there, the text is needed"))
             text, file = read_text(path), str(path)
-        self._facts(text)
-        pool = re.fullmatch(rf"{re.escape(READERS[family].emitter.name)}-(.+)\.ya?ml", PurePosixPath(name).name)
-        launch.pool = pool[1] if pool else launch.pool
-        return options_in(yamlfile.parse(text, file), family)
+        return text, file
 
     def _beside(self, name: str) -> Path | None:
         """Return a file in the folder of the imported one, None if it lies elsewhere or is not there."""

@@ -128,10 +128,23 @@ class PoolChoice:
 
     @property
     def devices(self) -> int:
-        """GPUs of all instances, including those that stand by and those of drafters."""
+        """GPUs of all instances, including those that stand by and those of drafters; none of a pool beside another one
+        on the same GPUs, which counts them."""
+        if self.beside:
+            return 0
         if self.fixed is not None:
             return self.fixed.most_instances * self.fixed.devices
         return (self.instances + self.shape.spare) * self._devices_each
+
+    @cached_property
+    def changed(self) -> str:
+        """Settings of the variant as a text, equal if they are."""
+        return repr(self.changes) if self.changes else ""
+
+    @property
+    def beside(self) -> str:
+        """Name of the pool on whose GPUs the variant puts the instances; empty if they have GPUs of their own."""
+        return ((self.changes or {}).get("share") or {}).get("beside") or ""
 
     @property
     def _devices_each(self) -> int:
@@ -363,6 +376,11 @@ class Candidate:
     def scales(self) -> bool:
         """True if instances of a pool come and go with the load."""
         return any(pool.scaling is not None for pool in self.pools)
+
+    @property
+    def shares(self) -> bool:
+        """True if prefill and decode instances are on the same GPUs."""
+        return any(pool.beside for pool in self.pools)
 
     @property
     def prefills_locally(self) -> bool:
@@ -615,17 +633,41 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
     sides: list[list[PoolShape | Pool]] = [
         [fixed[role]] if role in fixed else [*_pool_shapes(study, role, variant)] for role in ("prefill", "decode")
     ]
-    for prefill, decode in product(*sides):
+    counted = _equal_counts if variant.shares else _counts
+    for prefill, decode in _together(sides, variant):
         pair = [_fixed_choice(study, side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
         # Shapes of as many GPUs have the same numbers of instances.
         key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices, side.spare) for side in pair)
         if key not in numbers:
-            numbers[key] = _counts(study, *pair)
+            numbers[key] = counted(study, *pair)
         for counts in numbers[key]:
             yield tuple(
                 (side,) if isinstance(side, PoolChoice) else settings(side, n)
                 for side, n in zip(pair, counts, strict=True)
             )
+
+
+def _together(
+    sides: Sequence[Sequence[PoolShape | Pool]], variant: Variant
+) -> Iterator[tuple[PoolShape | Pool, PoolShape | Pool]]:
+    """Yield the shapes of prefill and decode pools that go together: on the same GPUs only those that are cut
+    alike."""
+    for prefill, decode in product(*sides):
+        alike = isinstance(prefill, PoolShape) and replace(prefill, role="decode") == decode
+        if alike or not variant.shares:
+            yield prefill, decode
+
+
+def _equal_counts(
+    study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | PoolChoice
+) -> list[tuple[int, int]]:
+    """Return the numbers of instances of two pools on the same GPUs: as many of each, and all that fit unless every
+    number is a plan of its own, or given."""
+    assert isinstance(prefill, PoolShape)
+    assert isinstance(decode, PoolShape)
+    counts = sorted(set(_of_side(study, prefill)) & set(_of_side(study, decode)))
+    every = _counting(study) or _given(study, prefill) or _given(study, decode)
+    return [(count, count) for count in (counts if every else counts[-1:])]
 
 
 def _fixed_choice(study: Study, pool: Pool, variant: Variant) -> PoolChoice:

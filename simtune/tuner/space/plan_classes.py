@@ -20,6 +20,12 @@ from simtune.tuner.space.allocation import Fleet, InstanceRate
 from simtune.tuner.space.candidates import Candidate, PoolShape
 
 
+def _by_itself(candidate: Candidate) -> bool:
+    """True if a plan of several pools is in no class: instances that serve requests as a whole or in part, that come
+    and go, or that share GPUs have no rate and no cost of their own in a programme."""
+    return candidate.prefills_locally or candidate.scales or candidate.shares
+
+
 @dataclass(frozen=True)
 class PlanClass:
     """A class of plans with a bound on all of them."""
@@ -56,14 +62,13 @@ class PlanClasses:
         only when others are answered, or for a batch, whose rate need not be kept up with.
         """
         every, question = list(candidates), self._question
-        # Instances that serve requests as a whole or in part have no rate in a programme.
-        together = [c for c in every if len(c.pools) > 1 and not c.prefills_locally and not c.scales]
+        together = [c for c in every if len(c.pools) > 1 and not _by_itself(c)]
         if not together or question.objective.aim is None or question.study.fixed:
             return every, {}
         stream = self._plan_cache.stream(together[0])
         if stream.offered_rate_rps is None or stream.batch:
             return every, {}
-        alone = [c for c in every if len(c.pools) == 1 or c.prefills_locally or c.scales]
+        alone = [c for c in every if len(c.pools) == 1 or _by_itself(c)]
         return alone, _by(_types, together)
 
     def bounded_all(self, classes: Mapping[str, Sequence[Candidate]]) -> list[PlanClass]:
