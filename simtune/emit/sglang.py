@@ -29,7 +29,6 @@ _ATTENTION_RANKS: ReleaseNumber = (0, 5, 22)
 """First release whose settings files must not contain enable-dp-attention (python/sglang/srt/server_args.py)."""
 _PROMPT_GROUPS: ReleaseNumber = (0, 5, 23)
 """First release whose settings of groups that divide prompts were checked; earlier ones have others."""
-_KNOWS = frozenset({"enable_eplb", "lora", "max_queued_requests", "stream_interval"})
 _EAGER = ("disable-decode-cuda-graph", "disable-prefill-cuda-graph")
 _ELASTIC: ReleaseNumber = (0, 5, 23)
 """First release whose settings of elastic experts were checked; earlier ones may have them."""
@@ -147,7 +146,7 @@ class Sglang(ServingEmitter):
         Ngram: _ngram,
     }
     policies: ClassVar[Mapping[str, str]] = _POLICIES
-    knows = _KNOWS
+    knows = frozenset({"enable_eplb", "lora", "max_queued_requests", "stream_interval"})
     chunk_pipelines = ("fixed", "dynamic")
     tiers_written = frozenset({"computed", "evicted"})
     tier_ratios = True
