@@ -158,8 +158,7 @@ class ListScheduler(Scheduler):
         if not scheduled:
             return None
         step = self._under_way = self._step(self._preempted)
-        if len(scheduled) > step.num_decodes:
-            step.admitted = [request for request in scheduled if request not in before]
+        step.admitted = [request for request in scheduled if request not in before]
         self._preempted = []
         return step
 
