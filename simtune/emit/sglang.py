@@ -215,7 +215,9 @@ class Sglang(ServingEmitter):
     def __init__(self, release: ReleaseNumber = NEWEST) -> None:
         self._release = release
         self.version = words(release)
-        self.knows = type(self).knows | ({"prefill_context_parallel_size"} if release >= _PROMPT_GROUPS else frozenset())
+        self.knows = type(self).knows | (
+            {"prefill_context_parallel_size"} if release >= _PROMPT_GROUPS else frozenset()
+        )
 
     def of(self, engine: str | None) -> Self:
         """See `Emitter.of`."""

@@ -264,6 +264,19 @@ def test_blocks_that_an_instance_was_to_move_are_lost_with_it(policy: str) -> No
     assert (step.swapped_out_blocks, step.swapped_in_blocks, list(step.preempted)) == (0, 0, [])
 
 
+def test_who_is_swapped_in_is_admitted_though_it_decodes_at_once() -> None:
+    """Two answers that outgrow six blocks: one goes to host memory, and comes back when the other has ended."""
+    scheduler = made("vllm-v0", preemption="swap", num_blocks=6)
+    assert all(scheduler.add(Request(number, 8, 8)) for number in range(2))
+    admitted, decoding = [], []
+    while (step := scheduler.schedule()) is not None:
+        admitted += [(request.id, request.decoding) for request in step.admitted]
+        decoding.append(step.num_decodes)
+        scheduler.complete(step.repeat)
+    assert admitted == [(0, False), (1, False), (1, True)]
+    assert max(decoding) == 2
+
+
 def test_static_batches_return_all_answers_together() -> None:
     scheduler = POLICIES["static"](
         num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=16
