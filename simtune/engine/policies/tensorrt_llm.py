@@ -121,6 +121,9 @@ class TensorRtLlmScheduler(StallFree):
 
     def serve_prompts(self, scheduled: ScheduledTokens, budget: int, admitting: bool) -> None:
         """Give tokens to prompts in prefill and to those that have room, as far as the budget lasts."""
+        if not self.waiting and len(scheduled) == len(self.residents):
+            self._holding = self._balancing = False
+            return
         shares = self._shares(budget, admitting)
         self._balancing = self._balance.held and bool(shares)
         self._holding = self._too_few(shares, sum(scheduled.values()))
