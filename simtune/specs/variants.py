@@ -87,7 +87,9 @@ class PoolShare(Part):
 
     processors: ShareOfDevice
     bandwidth: ShareOfDevice = Field(description="share of the memory bandwidth")
-    kv_cache: ShareOfDevice = Field(description="share of the KV cache that both have")
+    kv_cache: ShareOfDevice | None = Field(
+        None, description="share of the KV cache that both have; that of processors unless given"
+    )
 
 
 class SharedDevices(Part):
@@ -121,7 +123,9 @@ class SharedDevices(Part):
 
 
 def _pool_share(share: float | PoolShare) -> PoolShare:
-    return share if isinstance(share, PoolShare) else PoolShare(processors=share, bandwidth=share, kv_cache=share)
+    """Return all three shares."""
+    stated = share if isinstance(share, PoolShare) else PoolShare(processors=share, bandwidth=share)
+    return stated if stated.kv_cache is not None else stated.model_copy(update={"kv_cache": stated.processors})
 
 
 class _ShareFragment(Part):

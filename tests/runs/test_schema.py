@@ -141,6 +141,7 @@ def test_all_that_worlds_could_change_has_an_interval() -> None:
         "metrics.count", "metrics.ci95", "first_token_parts.slowest",
         "slo.limit_s", "instances.instance", "instances.requests",
         "autoscaling.at_s", "autoscaling.accepting", "autoscaling.holding",
+        "rank_changes.at_s", "rank_changes.instance", "rank_changes.ranks", "rank_changes.pause_s",
     }  # fmt: skip
     assert sum(uncertain for _, uncertain in numbers(SimulationSummary)) > 30
 

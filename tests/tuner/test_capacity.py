@@ -41,7 +41,7 @@ def deployed(*, seats: int = SEATS, budget: int = BUDGET, blocks: int = 10_000, 
         kv_cache=SimpleNamespace(block_size=16),
         speculation=None if not depth else SimpleNamespace(scheme=SimpleNamespace(shape=shape)),
     )
-    return SimpleNamespace(spec=spec, memory=SimpleNamespace(num_blocks=blocks), num_cores=cores)
+    return SimpleNamespace(spec=spec, memory=SimpleNamespace(num_blocks=blocks), num_cores=cores, most_cores=cores)
 
 
 def load() -> RequestStream:

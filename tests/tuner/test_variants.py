@@ -305,7 +305,7 @@ def test_what_an_engine_refuses_without_the_variant_stays_out() -> None:
 
 # --- all that published systems need ----------------------------------------------------------------------
 
-_REFUSED = {"role", "hardware", "share", "stages", "control", "links"}
+_REFUSED = {"role", "hardware", "stages", "control", "links"}
 """Keys in setups of published systems that no fragment may have, each with its reason in UNSEARCHED."""
 
 
@@ -326,11 +326,13 @@ def fragments_of(side: dict[str, Any]) -> list[dict[str, Any]]:
     plan = {key: value for key, value in side.get("plan", {}).items() if key in ("router", "decode_router", "link")}
     refused = {key for key in side.get("plan", {}) if key not in plan}
     assert refused <= UNSEARCHED.keys(), refused
-    return [
-        {key: value for key, value in {**pool, **plan}.items() if key not in (*UNSEARCHED, "name")}
-        for pool in ({}, *side.get("pools", ()))
-        for pool in [_over(side.get("pool", {}), pool)]
-    ]
+    pools = [_over(side.get("pool", {}), pool) for pool in ({}, *side.get("pools", ()))]
+    left_out = (*UNSEARCHED, "name", "share")
+    fragments = [{key: value for key, value in {**pool, **plan}.items() if key not in left_out} for pool in pools]
+    # Of pools on the same GPUs, the shares of all roles are one fragment.
+    shares = {pool["role"]: {key: pool["share"][key] for key in ("processors", "bandwidth")}
+              for pool in pools if "share" in pool}  # fmt: skip
+    return [*fragments, {"share": shares}] if shares else fragments
 
 
 def _over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
