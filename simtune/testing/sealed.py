@@ -17,6 +17,7 @@ class Sealed(Request):
             "DecodeBatch.join",
             "_end_chunks",
             "ListScheduler.remaining",
+            "ListScheduler._repetitions",  # from Python 3.12 on, and before:
             "ListScheduler._repetitions.<locals>.<listcomp>",
             "ListScheduler.complete",
         }
