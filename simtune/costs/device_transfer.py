@@ -206,8 +206,8 @@ _STACKED_BYTES_PER_S = 1.9e12
 GB. The two kinds of card differ in more than the rate: caches, and what kernels are tuned for."""
 
 
-_FAMILY = {"sm_103": "sm_100"}
-"""Architectures that run the kernels of another one, as compilers' family targets have it (sm_100f)."""
+_FAMILY = {"sm_103": "sm_100", "sm_121": "sm_120"}
+"""Architectures that run the kernels of another one, as compilers' family targets have it (sm_100f, sm_120f)."""
 
 
 def _likeness(source: tuple[str | None, float], target: tuple[str | None, float]) -> int:
