@@ -12,7 +12,7 @@ Only real tokens activate experts: rows that pad a step to the size of a CUDA gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from simtune.arrays import Array
 from simtune.costs.expert_replicas import busiest_share
 from simtune.costs.operators import operator_key
-from simtune.costs.operators.moe import rank_load
+from simtune.costs.operators.moe import rank_load, received
 from simtune.costs.predict import Predictor, Profile
 from simtune.specs.base import ACTIVATION_BYTES, DTYPE_BYTES
 from simtune.specs.hardware import OperatorKind
@@ -31,32 +31,14 @@ LOW_LATENCY_TOKENS = 256
 """Tokens of a rank up to which DeepEP's low-latency kernels exchange them, as in the published tables and by default in
 vLLM (`VLLM_MOE_DP_CHUNK_SIZE`); the high-throughput kernels exchange more."""
 
+_MODES = ("low_latency", "high_throughput")
+"""Kernels of DeepEP for few tokens of a rank and for many, as variants of exchanges and of the experts behind them."""
+
 _EXCHANGED = "bf16"
 """The dtype in which exchanges were measured and are stored; the width of a row is one of their parameters."""
 
 SecondsOf = Callable[[Array], Array]
 """Seconds of calls, by the real tokens in each group of ranks."""
-
-
-class Received(NamedTuple):
-    """Tokens that one rank receives when they are dispatched to experts, which ranks share evenly."""
-
-    tokens: Array
-    """Tokens that visit at least one of the rank's experts; each arrives once."""
-    experts_per_token: float
-    """Experts of the rank that each of these tokens visits on average."""
-
-
-def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Received:
-    """Return the part of `tokens` that one rank receives; each visits experts_per_token different experts, all alike.
-
-    Rows are conserved: over all `ep` ranks tokens * experts_per_token of them arrive.
-    """
-    local = experts / ep
-    visited = np.arange(experts_per_token)
-    # probability that none of a token's experts, drawn without repetition, is on the rank
-    missed = float(np.prod(np.maximum(0.0, 1 - local / (experts - visited))))
-    return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 
 
 def independent_tokens(tokens: Array, sequences: Array, visited: float, reuse: float) -> Array:
@@ -133,14 +115,26 @@ class Experts:
                 "experts": spec.experts,
                 "ep": ep,
             }
-            return self._computed(tokens=everybodys * load, **routed, **shape)
+            return self._computed(self._kernel, tokens=everybodys * load, **routed, **shape)
         local = received(everybodys * load, spec.experts, spec.experts_per_token, ep)
         routed = {"experts_per_token": local.experts_per_token, "experts": spec.experts / ep, "ep": 1}
-        return self._computed(tokens=local.tokens, **routed, **shape)
+        few, many = self._dispatched
+        seconds = self._computed(few, tokens=local.tokens, **routed, **shape)
+        if few is many:
+            return seconds
+        beyond = self._computed(many, tokens=local.tokens, **routed, **shape)
+        return np.where(tokens / self._tp <= LOW_LATENCY_TOKENS, seconds, beyond)
 
-    def _computed(self, **shape: Any) -> Array:
-        """Seconds of the profile's kernel, or of the three products at the plan's own rate if that is slower."""
-        seconds: Array = self._kernel.seconds(**shape)
+    @cached_property
+    def _dispatched(self) -> tuple[Predictor, Predictor]:
+        """Kernels for rows that DeepEP's low-latency kernels brought, and for those that the others did: where these
+        were not measured, the kernel for all tokens of a rank."""
+        few, many = (self._measured("moe", mode, self._weights) for mode in _MODES)
+        return few or self._kernel, many or self._kernel
+
+    def _computed(self, kernel: Predictor, **shape: Any) -> Array:
+        """Seconds of a kernel, or of the three products at the plan's own rate if that is slower."""
+        seconds: Array = kernel.seconds(**shape)
         if self._most_flops_per_s is None:
             return seconds
         rows = shape["tokens"] * shape["experts_per_token"] / shape["ep"]
@@ -175,7 +169,7 @@ class Experts:
         nodes = -(-self._ep // self._profile.hardware.device.devices_per_node)
         for kind, width in widths:
             row_bytes = self._hidden * width * (1 - self._locality)
-            backends = {name: f for name in ("low_latency", "high_throughput") if (f := self._measured(kind, name))}
+            backends = {name: f for name in _MODES if (f := self._measured(kind, name, _EXCHANGED))}
             if nodes > 1:
                 between = self._profile.predictor(kind, _EXCHANGED, variant="inter_node")
                 yield kind, partial(self._exchange_s, between, between, row_bytes, nodes)
@@ -189,24 +183,33 @@ class Experts:
                     partial(self._all_to_all_s, self._profile.predictor("all_to_all", self._dtype), row_bytes),
                 )
 
-    def _measured(self, kind: OperatorKind, backend: str) -> Predictor | None:
+    def _measured(self, kind: OperatorKind, mode: str, dtype: str) -> Predictor | None:
         """Return the operator of these kernels; None if the profile has no fit of it."""
-        if operator_key(kind, _EXCHANGED, variant=backend) not in self._profile.hardware.operators:
+        if operator_key(kind, dtype, variant=mode) not in self._profile.hardware.operators:
             return None
-        return self._profile.predictor(kind, _EXCHANGED, variant=backend)
+        return self._profile.predictor(kind, dtype, variant=mode)
 
     def _exchange_s(self, few: Predictor, many: Predictor, row_bytes: float, nodes: int, tokens: Array) -> Array:
-        """Seconds by the operator `few` up to `LOW_LATENCY_TOKENS` tokens of a rank, by `many` above."""
-        rank_tokens = tokens / self._tp
+        """Seconds by the operator `few` up to `LOW_LATENCY_TOKENS` tokens of a rank, by `many` above.
+
+        Of many tokens each goes once to every node that has an expert for it, and to its experts from there, as
+        DeepEP's high-throughput kernels forward them; few go to each expert on their own.
+        """
+        spec, rank_tokens = self._spec, tokens / self._tp
         call: dict[str, Any] = {
             "tokens": rank_tokens,
             "row_bytes": row_bytes,
-            "experts_per_token": self._spec.experts_per_token,
-            "experts": self._spec.experts,
+            "experts": spec.experts,
             "ep": self._ep,
             "nodes": nodes,
         }
-        return np.where(rank_tokens <= LOW_LATENCY_TOKENS, few.seconds(**call), many.seconds(**call))
+        few_s = few.seconds(experts_per_token=spec.experts_per_token, **call)
+        if nodes == 1:
+            many_s = many.seconds(experts_per_token=spec.experts_per_token, **call)
+        else:
+            arrived = received(rank_tokens, spec.experts, spec.experts_per_token, nodes).tokens
+            many_s = many.seconds(experts_per_token=nodes * arrived / rank_tokens, **call)
+        return np.where(rank_tokens <= LOW_LATENCY_TOKENS, few_s, many_s)
 
     def _all_to_all_s(self, exchange: Predictor, row_bytes: float, tokens: Array) -> Array:
         copies = min(self._spec.experts_per_token, self._ep)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simtune.costs.compiled import compile_costs
-from simtune.costs.experts import received
 from simtune.costs.iteration import StepModel, StepWork, padded_tokens
 from simtune.costs.launches import LAUNCH_S
 from simtune.costs.layers import ATTENTION_LAYERS
 from simtune.costs.operators.attention import START_KEYS
+from simtune.costs.operators.moe import received
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -432,6 +432,38 @@ def test_few_tokens_are_exchanged_with_low_latency_and_many_with_high_throughput
         for kind in ("moe_dispatch", "moe_combine"):
             assert parts[kind] == pytest.approx([2 * (1e-6 + copies / rate)])
     assert "all_to_all" not in step.routed(np.array([1]))
+
+
+def test_experts_behind_each_kind_of_exchange_have_kernels_of_their_own() -> None:
+    wide, plan = model(feed_forward=moe()), pool(attention_dp=2, expert_parallel=True, budget=4096)
+    device = hardware()
+    kernels = {
+        f"moe.{variant}.bf16": operator("moe", variant=variant, bytes_per_s=rate)
+        for variant, rate in (("low_latency", 1e7), ("high_throughput", 1e6))
+    }
+    measured, general = (
+        StepModel(wide, device.model_copy(update={"operators": device.operators | found}), plan)
+        for found in (kernels, {})
+    )
+    few, many, beyond = (float(measured.routed(np.array([tokens]))["moe"][0]) for tokens in (256, 257, 512))
+    assert few < many / 5, "the slower kernel multiplies more tokens of a rank than 256"
+    assert many < beyond
+    assert few != float(general.routed(np.array([256]))["moe"][0])
+    all_tokens = pool(tp=2, expert_parallel=True, budget=4096)
+    alone = StepModel(wide, device.model_copy(update={"operators": device.operators | kernels}), all_tokens)
+    expected = StepModel(wide, device, all_tokens).routed(np.array([256]))["moe"]
+    assert alone.routed(np.array([256]))["moe"] == expected, "no token was dispatched"
+
+
+def test_many_tokens_go_once_to_every_node_that_has_an_expert_for_them() -> None:
+    """Two nodes of eight, two of 32 experts a token: both are on one node with probability 15 / 31."""
+    wide = model(feed_forward=moe().model_copy(update={"experts": 32}))
+    plan = pool(attention_dp=16, expert_parallel=True, budget=4096)
+    step = StepModel(wide, exchanging(low_latency=1e9), plan)
+    nodes = 2 - 15 / 31
+    few, many = (float(step.routed(np.array([tokens]))["moe_combine"][0]) / 2 for tokens in (256, 1024))
+    assert few == pytest.approx(sheet(1e-4, 256 * 2 * 64 * 2 / 2, 1e7))
+    assert many == pytest.approx(sheet(1e-4, 1024 * nodes * 64 * 2 / 2, 1e7))
 
 
 def test_other_sixteen_bits_are_exchanged_alike() -> None:

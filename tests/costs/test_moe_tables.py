@@ -165,3 +165,32 @@ def test_tables_that_tell_too_little_are_refused(tmp_path: Path) -> None:
         read(tmp_path, EXCHANGE.replace("comm_dtype,", ""), exchange().replace("default,", ""))
     with pytest.raises(UsageError, match="no table of operator times"):
         read(tmp_path, EXCHANGE, exchange("deepep_v2_context"))
+
+
+DISPATCHED = EXPERTS.replace("kernel_source", "op_name,kernel_source")
+
+
+def test_experts_behind_an_exchange_get_the_rows_of_their_rank_or_the_buffer_of_all(tmp_path: Path) -> None:
+    """16 experts on 4 ranks, two a token: a token misses a rank if both of its experts are among the twelve others."""
+
+    def row(op_name: str, tokens: int, ms: float, routing: str = "uniform") -> str:
+        return f"SGLang,1,{op_name},deepepmoe,fp8_block,{tokens},1024,4096,2,16,1,4,{routing},{ms}"
+
+    found = read(
+        tmp_path,
+        DISPATCHED,
+        row("moe_generation", 60, 2),
+        row("moe_generation", 60, 5, "power_law_1.2"),
+        row("moe_context", 64, 3),
+        row("moe_context", 128, 4),
+        row("moe_context", 6400, 30),
+    ).operators
+    few, many = (found[f"moe.{mode}.fp8_block"] for mode in ("low_latency", "high_throughput"))
+    arrived = 1 - 12 * 11 / (16 * 15)
+    assert few.shape["tokens"] == pytest.approx([60 * arrived])
+    assert few.shape["experts_per_token"] == pytest.approx([2 / 4 / arrived])
+    assert (few.seconds.tolist(), few.left_out) == ([2e-3], {"skewed routing": 1})
+    assert (many.shape["tokens"].tolist(), many.shape["experts_per_token"].tolist()) == ([6400], [0.5])
+    assert (many.seconds.tolist(), many.left_out) == ([3e-2], {"launched by the host": 2})
+    assert [table.shape["experts"].tolist() for table in (few, many)] == [[4], [4]]
+    assert [table.shape["ep"].tolist() for table in (few, many)] == [[1], [1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,27 @@ def rank_load(
     most = min(local, experts_per_token) * ep / experts_per_token
     capped: Array = np.minimum(load, most)
     return capped
+
+
+class Received(NamedTuple):
+    """Tokens that one rank receives when they are dispatched to experts, which ranks share evenly."""
+
+    tokens: Array
+    """Tokens that visit at least one of the rank's experts; each arrives once."""
+    experts_per_token: float
+    """Experts of the rank that each of these tokens visits on average."""
+
+
+def received(tokens: Array, experts: int, experts_per_token: int, ep: int) -> Received:
+    """Return the part of `tokens` that one rank receives; each visits experts_per_token different experts, all alike.
+
+    Rows are conserved: over all `ep` ranks tokens * experts_per_token of them arrive.
+    """
+    local = experts / ep
+    visited = np.arange(experts_per_token)
+    # probability that none of a token's experts, drawn without repetition, is on the rank
+    missed = float(np.prod(np.maximum(0.0, 1 - local / (experts - visited))))
+    return Received(tokens * (1 - missed), experts_per_token / ep / (1 - missed))
 
 
 _TILE = 128  # rows and columns of outputs, about, that a processor computes at a time

@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from simtune.arrays import Array, Mask
-from simtune.costs.operators.moe import DEALT
+from simtune.costs.operators.moe import DEALT, received
 from simtune.costs.tables.common import AICONFIGURATOR, MS, US, Columns, FileContent, FormatReaders, Table, finish, take
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
@@ -66,8 +66,16 @@ _LOW_LATENCY_TOKENS = 128
 measured on, as in AIConfigurator's own look-up."""
 
 
+_DISPATCHED = "deepepmoe"
+"""Name of the kernels of SGLang behind DeepEP, which multiply the rows that reached a rank."""
+_MODES = {"moe_context": "high_throughput", "moe_generation": "low_latency"}
+"""DeepEP's kernels in front of them: rows of all experts one after the other, or in slots of each expert."""
+
+
 def _experts(columns: Columns) -> FileContent:
     columns.require("distribution")
+    if columns.only("kernel_source") == _DISPATCHED:
+        return _dispatched(columns)
     shape = {
         "tokens": columns.numbers("num_tokens"),
         "hidden": columns.numbers("hidden_size"),
@@ -97,6 +105,49 @@ def _experts(columns: Columns) -> FileContent:
             finish(part, _unusable_routing(part.shape) | {why: mask[rows] for why, mask in excluded.items()})
         )
     return content
+
+
+def _dispatched(columns: Columns) -> FileContent:
+    """Read experts of a rank to which tokens were dispatched. Rows count the tokens of all ranks; with uniform routing
+    each rank multiplies as many rows.
+
+    Kernels for few tokens get the rank's rows only: with 256 ranks 64 times the tokens take twice as long. Those for
+    many get the buffer of all tokens, most of which have no expert on the rank: there each further token takes 9 ns of
+    an H200, three passes over its values. A token then has fewer than one expert on average.
+
+    The shortest calls for many tokens, which follow each other without a graph, take as long as the host launches them.
+    """
+    columns.require("op_name")
+    tokens, k, experts, ep = (columns.numbers(name) for name in ("num_tokens", "topk", "num_experts", "moe_ep_size"))
+    local = [received(t, round(e), round(n), round(r)) for t, e, n, r in zip(tokens, experts, k, ep, strict=True)]
+    few = columns.equal("op_name", "moe_generation")
+    shape = {
+        "tokens": np.where(few, [rank.tokens for rank in local], tokens),
+        "hidden": columns.numbers("hidden_size"),
+        "intermediate": columns.numbers("inter_size") / columns.numbers("moe_tp_size"),
+        "experts_per_token": np.where(few, [rank.experts_per_token for rank in local], k / ep),
+        "experts": experts / ep,
+        "ep": np.ones_like(ep),
+        "skew": np.full_like(ep, DEALT),
+    }
+    seconds = columns.numbers("latency") * MS
+    content = FileContent()
+    for op_name, variant in _MODES.items():
+        for name in dict.fromkeys(columns.text("moe_dtype")):
+            rows = np.flatnonzero(columns.equal("op_name", op_name) & columns.equal("moe_dtype", name))
+            if name not in _DTYPES:
+                content.skip(len(rows), f"moe_dtype {name}")
+            elif len(rows):
+                part = take(_table(columns, "moe", _DTYPES[name], shape, seconds, variant), rows)
+                excluded = {"skewed routing": ~columns.equal("distribution", "uniform")[rows]}
+                if variant == "high_throughput":
+                    excluded["launched by the host"] = part.seconds < _ABOVE_LAUNCHES * part.seconds.min()
+                content.tables.append(finish(part, excluded))
+    return content
+
+
+_ABOVE_LAUNCHES = 1.5
+"""Times of the shortest call from which the device is taken to have been the slower one."""
 
 
 def _unusable_routing(shape: dict[str, Array]) -> dict[str, Mask]:
