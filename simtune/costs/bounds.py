@@ -148,7 +148,7 @@ class CostBounds:
     def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """Seconds of attention of whole prompts, however they are cut into chunks; the first tokens may be cached.
 
-        The differences of the chunks add up to the whole; the overhead of at least one chunk comes on top.
+        The differences of the chunks add up to the whole; the call itself may serve chunks of others too.
         Prompts longer than max_model_len count as if they were that long.
         """
         return _PromptCosts(self._tables).least_s(prompt_tokens, cached_tokens)
@@ -189,13 +189,13 @@ class _PromptCosts:
     """Bounds on whole prompts from tables, without a reference to them, so that the tables can be freed."""
 
     def __init__(self, tables: StepTables) -> None:
-        self._whole, self._cached, self._chunk = np.array(tables.prefill), np.array(tables.cached), tables.chunk
+        self._whole, self._cached = np.array(tables.prefill), np.array(tables.cached)
 
     def least_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """See `CostBounds.prefill_cost_s`."""
         most = len(self._whole) - 1
         full_ticks, cached = self._whole[np.minimum(prompt_tokens, most)], self._cached[np.minimum(cached_tokens, most)]
-        seconds: Array = (np.maximum(full_ticks - cached, 0) + self._chunk) / TICKS_PER_SECOND
+        seconds: Array = np.maximum(full_ticks - cached, 0) / TICKS_PER_SECOND
         return seconds
 
 

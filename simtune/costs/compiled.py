@@ -206,8 +206,8 @@ class StepTables:
     cached: list[int]
     """Ticks that a chunk is not charged, by the cached tokens before it: their prefill, less the work repeated for
     them."""
-    chunk: int
-    """Ticks of every prefill chunk."""
+    prefill_call: int
+    """Ticks of a step with prefill chunks besides those of the chunks."""
     imbalance: tuple[list[int], list[int]]
     """(without, with chunks) by decodes: ticks per token by which the longest context exceeds the mean."""
     groups: int
@@ -275,7 +275,7 @@ def compile_tables(
     if differs or attention.mixes:
         chunks = _chunks(pool.batching.max_num_batched_tokens) if attention.mixes else [0]
         beside = tuple(DecodeTable(models, contexts, seqs, chunk, scales[True]) for chunk in chunks)
-    overhead_s = attention.chunk_overhead_s
+    overhead_s = attention.prefill_call_s
     lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
     prefill = models.dense(lambda model, x: model.attention.prefill(x) + overhead_s, lengths) - overhead_s
     prefill = scales[True] * rising(np.maximum(prefill, 0))
@@ -292,7 +292,7 @@ def compile_tables(
         beside=beside,
         prefill=[0, *whole_ticks(prefill)],
         cached=[0, *whole_ticks(prefill - past)],
-        chunk=to_ticks(scales[True] * overhead_s),
+        prefill_call=to_ticks(scales[True] * overhead_s),
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
         shared=SharedExperts.of(step_model, scales[False], width),
@@ -393,7 +393,7 @@ class CompiledCosts:
         self._steps: list[DecodeRow | None] = [None] * (tables.max_num_seqs + 1)  # pure decode steps, by decodes
         self._mixed, self._beside = tables.mixed, tables.beside
         self._mixed_lists = tables.mixed[:4]
-        self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
+        self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
         self._largest, self._large = tables.largest_graph, tables.large[True]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -439,7 +439,7 @@ class CompiledCosts:
         linear, head, floors, after = self._mixed_lists
         prefill, cached = self._prefill, self._cached
         tokens, longest = num_decodes, 0
-        ticks = self._chunk * len(chunks) + head[num_samples]
+        ticks = self._call + head[num_samples]
         for past, new in chunks:
             tokens += new
             if new > longest:

@@ -1,11 +1,11 @@
 """Time of one engine step of a model on a hardware profile, from its operators.
 
 A step with B decodes and some prefill chunks runs every matrix product once over all its m tokens, decode
-attention once over all decodes, prefill attention once per chunk, and the head over the rows that get a
+attention once over all decodes, prefill attention once over all chunks, and the head over the rows that get a
 token:
 
-    T_gpu = linear(m) + decode(B, C / B) + sum of [prefill(past + tokens) - prefill(past) + past(past) +
-    overhead] + head(samples)
+    T_gpu = linear(m) + decode(B, C / B) + overhead + sum of [prefill(past + tokens) - prefill(past) +
+    past(past)] + head(samples)
 
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch cost is added,
 and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
@@ -21,11 +21,12 @@ time that experts save because padding tokens activate none is in `simtune.costs
 
 Known biases. To the slow side: a sliding window over sequences of unequal length is taken at their mean length. To
 the fast side: unless `quantising` of the pool is `apart`, activations are quantised inside norms and activation
-functions, and by a separate kernel only behind attention; reading the past of a chunk of few tokens is not counted;
-logits are computed for sampled rows only; a pipeline stage that is longer than the others does not hold them up. Under
-the base form the mean context of a batch is enough (see `StepModel.decode`); a residual on top of it may make one long
-sequence alone slower than the batch at its mean, and that floor is not applied. The cost of unequal contexts that
-kernels do not split is counted only if tables show it and the longest context is given.
+functions, and by a separate kernel only behind attention; reading the past of a chunk of few tokens is not counted,
+nor what a kernel takes for each short prompt of many; logits are computed for sampled rows only; a pipeline stage
+that is longer than the others does not hold them up. Under the base form the mean context of a batch is enough (see
+`StepModel.decode`); a residual on top of it may make one long sequence alone slower than the batch at its mean, and
+that floor is not applied. The cost of unequal contexts that kernels do not split is counted only if tables show it
+and the longest context is given.
 """
 
 from __future__ import annotations
@@ -345,7 +346,7 @@ class StepModel:
                 parts["decode_attention"] += self.attention.shared_s(batch.shared_tokens, batch.num_decodes)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
-            parts["prefill_attention"] = float(self.attention.chunks_s(past, new).sum())
+            parts["prefill_attention"] = float(self.attention.chunks_s(past, new).sum()) + self.attention.prefill_call_s
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def correction(self, with_chunks: bool) -> Correction | None:

@@ -43,19 +43,17 @@ from simtune.specs.model import (
 )
 from simtune.specs.research import KvPolicy
 
-PRODUCTS = "products"
-"""Name of a layer's matrix products among what its attention includes."""
-
 
 class AttentionCosts(NamedTuple):
-    """Seconds of the attention of one layer, without its products and small operations unless it includes them."""
+    """Seconds of the attention of one layer, without its products, and without small operations unless it includes
+    them."""
 
     decode: Callable[[int | Array, Array, int], Array]
     """Seconds by numbers of sequences, their mean context and the query tokens of each: 1, or a draft's width."""
     prefill: Callable[[Array], Array]
     """Seconds by lengths of whole prompts, less the overhead of a call."""
     overhead_s: float
-    """Seconds of a call for one prefill chunk, however short."""
+    """Seconds of a call for the prefill chunks of a step, however short and many."""
     past: Callable[[Array], Array]
     """Seconds by cached tokens, of the work that a chunk has to repeat for them before it attends to them."""
     mixed: Callable[[int | Array, Array, int], Array] | None = None
@@ -67,8 +65,10 @@ class AttentionCosts(NamedTuple):
     launch_s: float = 0.0
     """Host seconds of launching the kernels of a prefill chunk, which no step with prompts beats; 0 if not measured."""
     includes: frozenset[str] = frozenset()
-    """Parts that these times include: `PRODUCTS`, and variants of small operations. A whole block that was measured has
-    all its parts; in a step with chunks and decodes its weights are then read for each."""
+    """Variants of small operations that these times include, if the layer was measured as a whole block."""
+    products: Callable[[Array], Array] | None = None
+    """Seconds by all tokens of a step of the products that are left out here, if the layer was measured as a whole
+    block; None if they are those of the layer."""
 
 
 def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) -> AttentionCosts:
@@ -265,7 +265,9 @@ def _costs_of_selection(
         context, decode = (
             profile.predictor(kind, block.dtype, kv_dtype=kv_dtype, variant=block.variant) for kind in _SPARSE_BLOCK
         )
-        return _costs_of_blocks(context, decode, block_shape(selection, block.products), _BLOCK | {"compress"})
+        products = _products_of_blocks(profile.predictor("gemm", block.dtype), block.products)
+        shape_of_block = block_shape(selection, block.products)
+        return _costs_of_blocks(context, decode, shape_of_block, _BLOCK | {"compress"}, products)
     prefill = profile.predictor("sparse_prefill", dtype, kv_dtype=kv_dtype)
     decode = profile.predictor("sparse_decode", dtype, kv_dtype=kv_dtype)
     shape: dict[str, Any] = selection._asdict()
@@ -294,29 +296,59 @@ def _costs_of_blocks(
     decode_block: Predictor,
     shape: Mapping[str, Any],
     includes: frozenset[str],
+    gemm_s: Callable[[Array], Array],
     past: Callable[[Array], Array] = np.zeros_like,
 ) -> AttentionCosts:
-    """Return the costs of whole blocks of one shape, besides their batch, tokens and context."""
+    """Return the costs of whole blocks of one shape, besides their batch, tokens and context.
+
+    All tokens of a step pass through the products at once, whichever sequences they are of: `gemm_s` by their number,
+    at most nine tenths of a block's time, are taken out of the blocks.
+    """
+
+    def prompt_s(tokens: Array) -> Array:
+        return context_block.seconds(batch=1, tokens=tokens, context=tokens, **shape)
+
+    def products_s(rows: Array) -> Array:
+        rows = np.maximum(np.asarray(rows, dtype=np.float64), 1)
+        shortest = np.minimum(prompt_s(rows), decode_block.seconds(batch=rows, context=1, **shape))
+        seconds: Array = np.minimum(gemm_s(rows), _MOST_PRODUCTS * shortest)
+        return seconds
 
     def decode_s(batch: int | Array, context: Array, width: int) -> Array:
-        alone = decode_block.seconds(batch=batch, context=context, **shape)
-        if width == 1:
-            return alone
-        # Only the growth with the width is taken from blocks of several tokens.
-        several = {"batch": batch, "context": np.maximum(context, width), **shape}
-        wider = context_block.seconds(tokens=width, **several) / context_block.seconds(tokens=1, **several)
-        return alone * np.maximum(wider, 1.0)
+        seconds = decode_block.seconds(batch=batch, context=context, **shape)
+        if width > 1:
+            # Only the growth with the width is taken from blocks of several tokens.
+            several = {"batch": batch, "context": np.maximum(context, width), **shape}
+            wider = context_block.seconds(tokens=width, **several) / context_block.seconds(tokens=1, **several)
+            seconds = seconds * np.maximum(wider, 1.0)
+        return np.maximum(seconds - products_s(np.asarray(batch) * width), 0.0)
 
-    # A chunk reads the weights however short it is: that is the overhead of a call.
-    shortest_s = float(context_block.seconds(batch=1, tokens=1, context=1, **shape))
+    # What the shortest prompt takes besides the products is the overhead of a call.
+    one = np.ones(1)
+    call_s = float((prompt_s(one) - products_s(one))[0])
 
     def prefill_s(tokens: Array) -> Array:
         at_least_one = np.maximum(tokens, 1)
-        seconds = context_block.seconds(batch=1, tokens=at_least_one, context=at_least_one, **shape)
-        return np.where(tokens > 0, np.maximum(seconds - shortest_s, 0.0), 0.0)
+        seconds = prompt_s(at_least_one) - products_s(at_least_one) - call_s
+        return np.where(tokens > 0, np.maximum(seconds, 0.0), 0.0)
 
     launch_s = context_block.operator.launch_s or 0.0
-    return AttentionCosts(decode_s, prefill_s, shortest_s, past, launch_s=launch_s, includes=includes)
+    return AttentionCosts(decode_s, prefill_s, call_s, past, launch_s=launch_s, includes=includes, products=products_s)
+
+
+_MOST_PRODUCTS = 0.9
+"""Share of the time of a measured block that its products are taken to have at most: those of the profile were measured
+apart, and may be slower than those inside the block."""
+
+
+def _products_of_blocks(gemm: Predictor, products: Sequence[tuple[int, int]]) -> Callable[[Array], Array]:
+    """Return a function: seconds of all products by the number of rows."""
+
+    def seconds(rows: Array) -> Array:
+        total: Array = np.sum([gemm.seconds(m=rows, n=n, k=k) for n, k in products], axis=0)
+        return total
+
+    return seconds
 
 
 class _BlockSparse(_Softmax):
@@ -394,8 +426,8 @@ _COMPRESSED = {(False, False): "csa", (False, True): "hca"}
 
 _ENTRY_SCALE_BYTES = 8
 """Bytes of the scales of one vector in 8 bits (vLLM 0.33, models/deepseek_v4/attention.py: 448 + 128 + 8 bytes)."""
-_BLOCK = frozenset({PRODUCTS, "norm", "rope"})
-"""Parts that measured whole blocks of latent attention include."""
+_BLOCK = frozenset({"norm", "rope"})
+"""Small operations that measured whole blocks of latent attention include."""
 
 
 class _Mla(AttentionLayer):
@@ -449,7 +481,8 @@ class _Mla(AttentionLayer):
             context, decode = (profile.predictor(kind, self._weight_dtype, kv_dtype=kv_dtype) for kind in kinds)
             # Sparse attention works on the latents, and expands none of the past.
             past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
-            return _costs_of_blocks(context, decode, self._block_shape, _BLOCK, past)
+            products = _products_of_blocks(profile.predictor("gemm", self._weight_dtype), self.products)
+            return _costs_of_blocks(context, decode, self._block_shape, _BLOCK, products, past)
         return self._costs_of_kernels(profile, dtype, kv_dtype)
 
     def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:

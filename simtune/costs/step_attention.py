@@ -64,8 +64,9 @@ class StepAttention:
         return any(costs.mixed is not None for _, costs in self.layers)
 
     @cached_property
-    def chunk_overhead_s(self) -> float:
-        """Seconds of each prefill chunk besides its share of `prefill` and its `past`."""
+    def prefill_call_s(self) -> float:
+        """Seconds of attention to the prefill chunks of a step, however many there are, besides their shares of
+        `prefill` and their `past`: one call of the kernels takes all of them."""
         return self.prefill_factor * sum(layers * costs.overhead_s for layers, costs in self.layers)
 
     @property
@@ -92,9 +93,9 @@ class StepAttention:
         return self.decode_factor * total
 
     def prefill(self, num_tokens: Array) -> Array:
-        """Return the seconds of causal attention over prompts of these lengths, without `chunk_overhead_s`.
+        """Return the seconds of causal attention over prompts of these lengths, without `prefill_call_s`.
 
-        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p) + chunk_overhead_s.
+        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p).
         """
         tokens = np.asarray(num_tokens, dtype=np.float64)
         total = np.zeros_like(tokens)
@@ -114,11 +115,11 @@ class StepAttention:
         return self.prefill_factor * total
 
     def chunks_s(self, past: Array, new: Array) -> Array:
-        """Return the seconds of prefill chunks of `new` tokens after `past` cached ones."""
-        return self.prefill(past + new) - self.prefill(past) + self.past(past) + self.chunk_overhead_s
+        """Return the seconds of prefill chunks of `new` tokens after `past` cached ones, without `prefill_call_s`."""
+        return self.prefill(past + new) - self.prefill(past) + self.past(past)
 
     def shared_s(self, tokens: int, num_decodes: int) -> float:
         """Return the seconds in which one token of each decode attends to `tokens` tokens that all share, as a chunk
         would."""
         through = self.prefill(np.array([tokens + num_decodes, tokens], dtype=np.float64))
-        return float(through[0] - through[1]) + self.chunk_overhead_s
+        return float(through[0] - through[1]) + self.prefill_call_s

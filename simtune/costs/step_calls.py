@@ -10,7 +10,7 @@ import numpy as np
 
 from simtune.arrays import Array, Mask
 from simtune.costs.experts import Experts, SharingLayers
-from simtune.costs.layers import PRODUCTS, AttentionCosts, AttentionLayer, attention_layer
+from simtune.costs.layers import AttentionCosts, AttentionLayer, attention_layer
 from simtune.costs.operators import operator_key
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Predictor, Profile
@@ -165,7 +165,7 @@ class StepCalls:
         parts: list[StepCall] = []
         for layers, (_, costs) in zip(self._layers, self._attention, strict=True):
             attention, feed_forward, count, dtype = layers
-            parts += self._attention_parts(attention, count, costs.includes, dtype)
+            parts += self._attention_parts(attention, count, costs, dtype)
             parts += self._feed_forward_parts(feed_forward, count)
             if shared:
                 parts += self._shared_parts(feed_forward, count)
@@ -194,14 +194,18 @@ class StepCalls:
             parts.append(StepCall("elementwise", 1, lambda m: np.full_like(m, floor_s)))
         return parts
 
-    def _attention_parts(self, layer: AttentionLayer, layers: int, included: Set[str], dtype: Dtype) -> list[StepCall]:
+    def _attention_parts(
+        self, layer: AttentionLayer, layers: int, costs: AttentionCosts, dtype: Dtype
+    ) -> list[StepCall]:
         """Return the calls besides the attention of a layer, less those that its times include."""
-        elsewhere = included | (set(self._pool.fused) & {"rope"})
+        elsewhere = costs.includes | (set(self._pool.fused) & {"rope"})
         small = [(variant, width) for variant, width in layer.small if variant not in elsewhere]
         parts = [self._elementwise(variant, layers, width) for variant, width in small]
         if layer.written_width and self._is_measured("kv_write"):
             parts.append(self._elementwise("kv_write", layers, layer.written_width))
-        if PRODUCTS in included or not layer.products:
+        if costs.products is not None:
+            return [*parts, StepCall("gemm", layers, costs.products)]
+        if not layer.products:
             return parts
         *into, out = layer.products
         parts = [*(self._gemm(layers, n, k, dtype) for n, k in into), *parts]

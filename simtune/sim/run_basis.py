@@ -140,7 +140,8 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
         columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
         seconds = model.attention.chunks_s(past, new)
-        columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64)
+        calls_s = np.where(np.bincount(at, new, len(steps)) > 0, model.attention.prefill_call_s, 0.0)
+        columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64) + calls_s
     return columns
 
 

@@ -212,6 +212,7 @@ def test_steps_that_are_timed_together_take_what_each_takes_by_itself() -> None:
         if step.chunks:
             past, new = np.array(step.chunks, dtype=np.float64).T
             parts["prefill_attention"] = float(step_model.attention.chunks_s(past, new).sum())
+            parts["prefill_attention"] += step_model.attention.prefill_call_s
         found = {kind: float(seconds[at]) for kind, seconds in columns.items() if seconds[at]}
         assert found == pytest.approx({kind: seconds for kind, seconds in parts.items() if seconds}), step
 
@@ -253,11 +254,13 @@ def test_prompts_add_their_tokens_to_the_first_pass_of_a_drafter(
 ) -> None:
     linear, join = [3 * n * n for n in range(101)], [5 * n for n in range(101)]
     prefill, cached = [7 * n * n for n in range(101)], [2 * n for n in range(101)]
-    tables: Any = SimpleNamespace(mixed=SimpleNamespace(linear=linear), prefill=prefill, cached=cached, chunk=1000)
+    tables: Any = SimpleNamespace(
+        mixed=SimpleNamespace(linear=linear), prefill=prefill, cached=cached, prefill_call=1000
+    )
     shape: Any = SimpleNamespace(overlapped=False)
     passes = DraftPasses(Ngram(lookup_max=3), shape, tables, None, join if joins else ())
     passes.tables = tables
     new = sum(tokens for _, tokens in chunks)
-    expected = 1000 * len(chunks) + 3 * (together**2 - without**2) + 5 * (together - without) * joins
+    expected = 1000 + 3 * (together**2 - without**2) + 5 * (together - without) * joins
     expected += sum(7 * (past + tokens) ** 2 - 2 * past for past, tokens in chunks)
     assert passes.chunks(sequences, 2, chunks, new) == expected

@@ -53,8 +53,8 @@ def capacity(its: Pool, model: Model = DENSE) -> int:
 class TestContextParallelism:
     def test_ranks_share_the_pairs_of_a_prompt(self) -> None:
         alone, shared = step_model(pool()), step_model(pool(parallelism={"cp": 4}))
-        attention = alone.breakdown(PROMPT)["prefill_attention"] - alone.attention.chunk_overhead_s
-        of_rank = shared.breakdown(PROMPT)["prefill_attention"] - shared.attention.chunk_overhead_s
+        attention = alone.breakdown(PROMPT)["prefill_attention"] - alone.attention.prefill_call_s
+        of_rank = shared.breakdown(PROMPT)["prefill_attention"] - shared.attention.prefill_call_s
         assert of_rank == pytest.approx(attention / 4, rel=1e-9)
         assert shared.breakdown(PROMPT)["gemm"] == pytest.approx(
             alone.breakdown(StepWork(0, 0, ((0, 8192),), 1))["gemm"], rel=1e-9

@@ -75,7 +75,7 @@ class TestKvPolicy:
     def test_prompts_leave_out_a_share_of_their_attention_and_of_nothing_else(self) -> None:
         step = StepWork(0, 0, ((0, 8000),), 1)
         plain, sparse = (step_model(its).breakdown(step) for its in (pool(), kept(prefill_sparsity=0.75)))
-        overhead = step_model(pool()).attention.chunk_overhead_s
+        overhead = step_model(pool()).attention.prefill_call_s
         left = sparse["prefill_attention"] - overhead
         assert left == pytest.approx((plain["prefill_attention"] - overhead) / 4)
         assert {kind: s for kind, s in plain.items() if kind != "prefill_attention"} == {
@@ -112,7 +112,7 @@ class TestOverlap:
 
     def test_experts_hide_their_traffic_behind_all_products(self) -> None:
         wide = {"parallelism": {"expert_parallel": True, "attention_dp": 32}}
-        step = StepWork(64, 64 * 4096, (), 64)
+        step = StepWork(128, 128 * 4096, (), 128)
         small = StepWork(31, 31 * 4096, (), 31), StepWork(0, 0, ((0, 511),), 1)
         plain, overlapped = (
             step_model(pool(**wide, **more), "deepseek-v3") for more in ({}, {"overlap": "two_batches"})

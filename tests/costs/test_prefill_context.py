@@ -71,7 +71,7 @@ def test_a_prompt_takes_its_share_where_links_are_free(groups: int) -> None:
     assert {k: divided[k] for k in ("gemm", "elementwise", "head", "sampling")} == {
         k: part[k] for k in ("gemm", "elementwise", "head", "sampling")
     }
-    overhead_s = StepModel(DENSE, HARDWARE, pool(None)).attention.chunk_overhead_s
+    overhead_s = StepModel(DENSE, HARDWARE, pool(None)).attention.prefill_call_s
     attention_s = (alone["prefill_attention"] - overhead_s) / groups
     assert divided["prefill_attention"] == pytest.approx(attention_s + overhead_s, rel=1e-9)
     whole_s, share_s = (

@@ -91,7 +91,7 @@ def test_nothing_shared_is_the_plain_step_and_a_call_for_nothing(costs: Compiled
     nothing = SharedPrefixCosts(costs, 0)
     for decodes, context in ((8, 900), (64, 100_000)):
         ticks, *growth = costs.decode(decodes, context)
-        call = to_ticks(costs.tables.model.attention.chunk_overhead_s + 0.0)
+        call = to_ticks(costs.tables.model.attention.prefill_call_s + 0.0)
         assert nothing.decode(decodes, context)[0] >= ticks + call
         assert nothing.decode(decodes, context)[0] - nothing.shared_ticks(decodes, mixed=False) == ticks
         assert [*nothing.decode(decodes, context)[1:]] == growth

@@ -52,7 +52,7 @@ class InTurn(RoundOrder):
         # Looked up in every round: taken out of the tables for speed.
         tables = target.tables
         self._linear, self._head, self._launch = tables.mixed.linear, tables.mixed.head, target.launch[True]
-        self._prefill, self._cached, self._chunk = tables.prefill, tables.cached, tables.chunk
+        self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
         self._largest = tables.largest_graph
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
@@ -77,7 +77,9 @@ class InTurn(RoundOrder):
             new += tokens
             length += past + tokens
             ticks += prefill[past + tokens] - cached[past]
-        ticks += self._chunk * number + self._linear[verify_tokens + new] + self._head[verify_tokens + completing]
+        ticks += self._linear[verify_tokens + new] + self._head[verify_tokens + completing]
+        if number:
+            ticks += self._call
         if num_decodes:
             ticks += self.target.attention(num_decodes, verify_tokens, True).at(context_tokens)
         least = self._launch if verify_tokens + new <= self._largest else self.target.least(verify_tokens + new, True)

@@ -94,7 +94,7 @@ class TargetPasses:
         """Ticks that prefill chunks, `completing` of which end their prompt, add to a pass over `verify_tokens`
         tokens."""
         tables, linear, head = self.tables, self.tables.mixed.linear, self.tables.mixed.head
-        new, ticks = 0, tables.chunk * len(chunks)
+        new, ticks = 0, tables.prefill_call if chunks else 0
         for past, tokens in chunks:
             new += tokens
             ticks += tables.prefill[past + tokens] - tables.cached[past]
@@ -172,7 +172,7 @@ class DraftPasses:
         most, tokens = len(linear) - 1, sequences * self.first_width(depth)
         without = tokens if tokens < most else most
         together = tokens + new if tokens + new < most else most
-        ticks = tables.chunk * len(chunks) + linear[together] - linear[without]
+        ticks = (tables.prefill_call if chunks else 0) + linear[together] - linear[without]
         if join:
             ticks += join[together] - join[without]
         for past, more in chunks:
