@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simtune.costs.encoder import EncoderCosts, balanced
+from simtune.costs.encoder import EncoderCosts, Work, balanced
 from simtune.costs.encoder_memory import encoder_memory
 from simtune.costs.memory import kv_capacity
 from simtune.costs.predict import Profile
@@ -16,13 +16,14 @@ from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.pool import Pool
 
 MODEL, H100 = load_model("qwen2.5-vl-7b"), load_hardware("h100-sxm")
-IMAGE = (1, 4784, 1196)  # 1280 x 720
+IMAGE = Work(1, 4784, 1196)  # 1280 x 720
 
 
 def pool(tp: int = 1, tp_mode: str | None = "weights", **more: Any) -> Pool:
     encoder = None if tp_mode is None else {"tp_mode": tp_mode, **more}
     batching = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
     settings = {"hardware": "h100-sxm", "instances": 1, "parallelism": {"tp": tp}, "batching": batching}
+    settings["max_model_len"] = 16384
     return Pool.model_validate({**settings, "encoder": encoder})
 
 
@@ -63,8 +64,8 @@ def test_ranks_that_share_images_take_the_time_of_the_busiest_one() -> None:
 
 
 def test_the_next_largest_image_goes_to_the_rank_with_the_fewest_patches() -> None:
-    sizes = [(1, 8, 2), (1, 12, 3), (1, 4, 1), (1, 16, 4), (1, 8, 2)]
-    assert [[patches for _, patches, _ in share] for share in balanced(sizes, 2)] == [[16, 8], [12, 8, 4]]
+    sizes = [Work(1, 8, 2), Work(1, 12, 3), Work(1, 4, 1), Work(1, 16, 4), Work(1, 8, 2)]
+    assert [[item.patches for item in share] for share in balanced(sizes, 2)] == [[16, 8], [12, 8, 4]]
 
 
 def test_launching_takes_its_time() -> None:
@@ -73,7 +74,7 @@ def test_launching_takes_its_time() -> None:
     launched = Pool.model_validate(
         {**slow.model_dump(exclude_unset=True), "graph_sizes": {"most": 512, "launch_s": 0.001}}
     )
-    assert EncoderCosts(MODEL, H100, launched).seconds([(1, 16, 4)]) == pytest.approx(0.032)
+    assert EncoderCosts(MODEL, H100, launched).seconds([Work(1, 16, 4)]) == pytest.approx(0.032)
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
@@ -92,6 +93,13 @@ def test_memory_of_an_encoder() -> None:
     assert encoder_memory(MODEL, pool(1, "weights", cache_size=20000)).kept == 20000 * 3584 * 2
     # 65,536 patches: twice the width, and three times the inner one
     assert one.inside == 2 * 65536 * (2 * 1280 + 3 * 3420)
+    # a prompt of 128,000 tokens may have a video of 14 frames, unless none is taken
+    longer = pool(1, "weights").model_copy(update={"max_model_len": None})
+    assert encoder_memory(MODEL, longer).kept == 7 * 16384 * 3584 * 2
+    pictures = pool(1, "weights", limit_per_prompt={"video": 0}).model_copy(update={"max_model_len": None})
+    assert encoder_memory(MODEL, pictures) == one
+    nothing = pool(1, "weights", limit_per_prompt={"video": 0, "image": 0})
+    assert encoder_memory(MODEL, nothing) == (0, 0, 0)
     assert encoder_memory(MODEL, pool(1, None)) == (0, 0, 0)
     assert encoder_memory(load_model("qwen2.5-7b"), pool()) == (0, 0, 0)
 

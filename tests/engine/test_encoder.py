@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simtune.engine import Request
 from simtune.engine.encoder import EncoderCache, EncoderLimits
 from simtune.engine.encoding import EncodingFcfs, EncodingPriority
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
 from tests.engine.plain import PlainEngine, PlainRequest
 from tests.engine.plain_images import PlainEncodingEngine, PlainImage
 
@@ -84,9 +84,9 @@ class ImageWorld:
 
     def request(self, number: int) -> Request:
         shown = self.load[number]
-        images = tuple(Image(i.start, i.tokens, i.vectors, i.name, (1, i.vectors)) for i in shown.images)
+        media = tuple(MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors)) for i in shown.images)
         names = self.names(shown)
-        return Request(number, shown.prompt, shown.output, shown.priority, blocks=names, images=images)
+        return Request(number, shown.prompt, shown.output, shown.priority, blocks=names, media=media)
 
     def names(self, shown: Shown) -> tuple[Any, ...]:
         """Names of its blocks up to the end of its last image: what stands before, and the images so far."""
@@ -221,12 +221,12 @@ def test_a_chunk_ends_before_an_image_without_budget() -> None:
     """Two images of 4 vectors, a budget of 6: the second one waits for the next step, and the text before it does not.
 
     Tokens: 2 of text, image a (2 to 6), 1 of text, image b (7 to 11), 3 of text."""
-    images = Image(2, 4, 4, 0, (1, 16)), Image(7, 4, 4, 1, (1, 16))
+    media = MediaItem(2, 4, 4, 0, (1, 16)), MediaItem(7, 4, 4, 1, (1, 16))
     engine = EncodingFcfs(
         num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=50, max_model_len=80,
         encoder=EncoderLimits(8, 6),
     )  # fmt: skip
-    engine.add(Request(0, 14, 2, images=images))
+    engine.add(Request(0, 14, 2, media=media))
     engine.add(Request(1, 5, 1))
     first = engine.schedule()
     assert first is not None
@@ -242,7 +242,7 @@ def test_a_chunk_ends_before_an_image_without_budget() -> None:
 
 def test_the_oldest_unused_image_makes_room() -> None:
     cache = EncoderCache(EncoderLimits(10, 10))
-    a, b, c, again = (Request(n, 5, 1, images=(Image(0, 4, 4, n % 3 if n < 3 else 1, (1, 4)),)) for n in range(4))
+    a, b, c, again = (Request(n, 5, 1, media=(MediaItem(0, 4, 4, n % 3 if n < 3 else 1, (1, 4)),)) for n in range(4))
     for request in (a, b):
         assert cache.grant(request, 0, 5) == 5
         cache.commit(request)

@@ -290,6 +290,11 @@ WRAPPERS = (
     "NemotronH_Nano_VL_V2",
     "KimiK3ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
 )
 """Multimodal models around any of these language models."""
 

@@ -76,6 +76,8 @@ def _native(block: Block, width: int, out: int, least: int, most: int) -> Block:
         "frames": _of(block, "temporal_patch_size", 2),
         "projector": [width * merge**2, out],
         "sizing": {"kind": "native", "min_pixels": least, "max_pixels": most},
+        # the same limits for each frame: preprocessor_config.json is that of the video processor too
+        "video": {"limits": "frame", "min_pixels": least, "max_pixels": most},
     }
 
 
@@ -95,6 +97,14 @@ def _qwen3(block: Block, data: Block, hidden: int, deepstack: int = 3) -> Block:
         "positions": _of(block, "num_position_embeddings", 2304),
         "projectors": 1 + (deepstack if indexes is None else len(indexes)),
         **_native(block, sizes["hidden_size"], out, 65_536, 16_777_216),
+        # of video_preprocessor_config.json, for all frames together
+        "video": {
+            "limits": "clip",
+            "min_pixels": 4096,
+            "max_pixels": 25_165_824,
+            "timestamps": True,
+            "group_markers": 2,
+        },
     }
 
 
