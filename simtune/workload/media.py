@@ -141,7 +141,7 @@ def draw_media(loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span
     """Return the items of a range of requests; sized if the facts of a model are given, except for `start`, which
     counts from the first item of each request.
 
-    Raises UsageError for a video or recording that is too short for a token of the prompt.
+    Raises ValueError for a video or recording that is too short for a token of the prompt.
     """
     media = _together([_draw(load, towers, seed, span) for load in loads])
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
@@ -194,7 +194,7 @@ def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedi
 
 @lru_cache(maxsize=1 << 14)
 def _shape(load: LoadMedia, towers: Towers, width: float, height: float, seconds: float) -> MediaShape:
-    """Raise UsageError for an item that makes no token."""
+    """Raise ValueError for an item that makes no token."""
     try:
         match load:
             case LoadVideos():
@@ -208,7 +208,7 @@ def _shape(load: LoadMedia, towers: Towers, width: float, height: float, seconds
                 return towers.vision.shape(int(width), int(height))
     except ValueError as error:
         key = _REMEDIES[load.kind][0]
-        raise UsageError(f"workload: {key}.seconds: {error}") from None
+        raise ValueError(f"{key}.seconds: {error}") from None
 
 
 def _names(load: LoadMedia, seed: int, slots: Span) -> Ints:

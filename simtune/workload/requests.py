@@ -318,11 +318,14 @@ def _with_media(
     drawn_by: tuple[int, Span],
 ) -> RequestStream:
     """Return requests with their media, whose tokens stand behind the prefix that prompts share. Raise UsageError if a
-    trace names what prompts share."""
+    trace names what prompts share, or an item is too short for a token."""
     loads, prefix = workload.media, workload.shared_prefix
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove {workload.media_keys}")
-    media = draw_media(loads, towers, *drawn_by)
+    try:
+        media = draw_media(loads, towers, *drawn_by)
+    except ValueError as error:
+        raise UsageError(f"workload {workload.name}: {error}") from None
     if not media.sized:
         return replace(stream, media=media)
     size = loads[0].block_tokens if prefix is None else prefix.block_tokens

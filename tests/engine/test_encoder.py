@@ -14,6 +14,7 @@ from simtune.engine import Request
 from simtune.engine.encoder import EncoderCache, EncoderLimits
 from simtune.engine.encoding import EncodingFcfs, EncodingPriority
 from simtune.engine.media import MediaItem
+from simtune.specs.tower import MEDIA_KINDS
 from tests.engine.plain import PlainEngine, PlainRequest
 from tests.engine.plain_images import PlainEncodingEngine, PlainImage
 
@@ -84,7 +85,10 @@ class ImageWorld:
 
     def request(self, number: int) -> Request:
         shown = self.load[number]
-        media = tuple(MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors)) for i in shown.images)
+        media = tuple(
+            MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors), MEDIA_KINDS[i.name % 3])
+            for i in shown.images
+        )
         names = self.names(shown)
         return Request(number, shown.prompt, shown.output, shown.priority, blocks=names, media=media)
 
@@ -107,7 +111,9 @@ def image_world(features: str, seed: int) -> ImageWorld:
     rng = random.Random(seed)
     block_size, blocks = rng.choice([1, 2, 4]), rng.choice([20, 30, 60])
     seqs, longest = rng.randint(1, 8), blocks * block_size
-    vectors = {name: rng.randint(1, 6) for name in range(rng.randint(1, 8))}
+    most = rng.choice([(6,), (6,), (3, 8)])
+    # images, videos and recordings: some are much larger than others
+    vectors = {name: rng.randint(1, rng.choice(most)) for name in range(rng.randint(1, 8))}
     limit = max(max(vectors.values()), rng.choice([1, 6, 12]))
     load, step = [], 0
     for _ in range(rng.randint(1, 18)):
@@ -115,7 +121,8 @@ def image_world(features: str, seed: int) -> ImageWorld:
         images, at = [], rng.choice([0, 0, 1, 5])
         for _ in range(rng.choice([0, 1, 1, 2, 3])):
             name = rng.choice([*vectors])
-            tokens = vectors[name] + name % 2
+            # markers around an item, and timestamps of a video
+            tokens = vectors[name] + name % 2 + 2 * (name % 3 == 1)
             if at + tokens > longest // 2:
                 break
             images.append(PlainImage(at, tokens, vectors[name], name))
@@ -124,7 +131,7 @@ def image_world(features: str, seed: int) -> ImageWorld:
         load.append(Shown(step, prompt, rng.randint(1, max(1, longest // 3)), rng.randint(0, 2), tuple(images)))
     largest = max(vectors.values())
     # without chunks that end within an image, a step has room for the largest one
-    budget = max(seqs, rng.choice([1, 6, 20]), largest + 2 if features == "whole images" else 1)
+    budget = max(seqs, rng.choice([1, 6, 20]), largest + 4 if features == "whole images" else 1)
     room = max(largest, limit if rng.random() < 0.5 else rng.choice([6, 20]))
     return ImageWorld(blocks, block_size, seqs, budget, room, limit, tuple(load), FEATURES[features])
 
