@@ -49,7 +49,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
-from simtune.workload.images import check_sees
+from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
 
 if TYPE_CHECKING:
@@ -257,9 +257,9 @@ def set_up(
     seed: int = 0,
 ) -> Experiment:
     """Draw the requests and deploy the plan, which names what it is deployed on. See `simulate`."""
-    workload, trace, vision = specs.workload, specs.trace, specs.model.vision
-    check_sees(vision, workload, specs.model.name)
-    stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed, vision=vision)
+    workload, trace, towers = specs.workload, specs.trace, specs.model.towers
+    check_sees(towers, workload, specs.model.name)
+    stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed, towers=towers)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
     return Experiment(_deployed(specs, stream, costs), workload, trace, stream, seed)

@@ -316,7 +316,7 @@ def _net(kind: str, calls: Sequence[tuple[float, _OperatorCall]]) -> list[_TimeS
 def encoder_calls(
     model: Model, hardware: Hardware, pool: Pool, batches: Iterable[Sequence[Work]], *, errors: bool = True
 ) -> list[AskedCall]:
-    """Return the shapes that a vision encoder asks operators for, given the images of some steps; each stands for the
+    """Return the shapes that encoders of media ask operators for, given the items of some steps; each stands for the
     seconds of one call, as nearly all are made once in each layer."""
     notes = _Notes()
     costs = EncoderCosts(model, hardware, pool, profile=_NotingProfile(hardware, notes))

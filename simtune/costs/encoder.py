@@ -1,40 +1,61 @@
-"""Time of a vision encoder: its products, its attention and its collectives, over the images of a step.
+"""Time of the encoders of media: their products, attention and collectives, over the items of a step.
 
-The images of a step are encoded together. Products have a row for each patch of all images, as vLLM flattens them; each
-image, tile or window attends to itself, so attention is a sum over the sizes of these, in one kernel. With `tp_mode:
-weights` every rank has its share of heads and of the feed-forward block, and ranks add up twice a layer; with `data`
-every rank encodes some of the images whole (the next largest goes to the rank with the fewest patches:
-`get_load_balance_assignment` in vllm/model_executor/models/vision.py), and all gather the result. The encoder has no
-CUDA graph: its kernels take at least what launching them takes, where a pool states that (`graph_sizes.launch_s`).
+Items of one kind are encoded together, one kind after another (`group_and_batch_mm_kwargs` in
+vllm/multimodal/utils.py). Products have a row for each patch of all items, as vLLM flattens them; each image, tile,
+frame, stretch of sound or window attends to itself, so attention is a sum over the sizes of these, in one kernel. With
+`tp_mode: weights` every rank has its share of heads and of the feed-forward block, and ranks add up twice a layer; with
+`data` every rank encodes some of the images or videos whole (the next largest goes to the rank with the fewest patches:
+`get_load_balance_assignment` in vllm/model_executor/models/vision.py), and all gather the result. Audio encoders are
+not divided by items: every rank repeats what it cannot share. The encoder has no CUDA graph: its kernels take at least
+what launching them takes, where a pool states that (`graph_sizes.launch_s`).
 
-Left out: preprocessing of pixels on the host, and rotary positions.
+Left out: preprocessing of pixels and sound on the host, and rotary positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Profile
 from simtune.errors import Infeasible
-from simtune.specs.base import DTYPE_BYTES
+from simtune.specs.base import DTYPE_BYTES, FloatDtype
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
+from simtune.specs.tower import MEDIA_KINDS, MediaKind, MediaShape, Tower
 
 ENCODER = "encoder"
-"""Kind of the times of a vision encoder, beside the kinds of operators."""
-Work = tuple[int, int, int]
-"""Sequences that are encoded apart, patches of each, and embeddings of one image."""
+"""Kind of the times of encoders of media, beside the kinds of operators."""
+
+
+class Work(NamedTuple):
+    """Work of one item."""
+
+    sequences: int
+    """Parts that are encoded apart."""
+    patches: int
+    """Patches of each part."""
+    vectors: int
+    """Embeddings of the item."""
+    kind: MediaKind = "image"
+
+    @classmethod
+    def of(cls, shape: MediaShape, kind: MediaKind) -> Work:
+        """Return the work of an item of these sizes."""
+        return cls(shape.sequences, shape.patches, shape.vectors, kind)
 
 
 class EncoderCosts:
-    """Seconds of a model's vision encoder on the tp ranks of one instance.
+    """Seconds of a model's encoders on the tp ranks of one instance.
 
-    Raises Infeasible if its heads cannot be divided over the ranks, or the device has no rate for its number format.
+    Raises Infeasible if the heads of one cannot be divided over the ranks, or the device has no rate for its number
+    format.
     """
 
     def __init__(
@@ -42,103 +63,130 @@ class EncoderCosts:
     ) -> None:
         """`factor` multiplies all times, for a world in which they are off. `profile` replaces that of the hardware, to
         record which operators are used."""
-        assert model.vision is not None
-        self._vision, self._dtype, self._factor = model.vision, model.dtype, factor
-        self._profile = profile or Profile(hardware)
-        self._tp = pool.parallelism.tp
-        self._by_weights = pool.encoder is None or pool.encoder.tp_mode == "weights"
-        launch_s = 0.0 if pool.graph_sizes is None else pool.graph_sizes.launch_s
-        self._least_s = launch_s * self._vision.layers
-        if self._shards > 1 and self._vision.heads % self._shards:
-            raise Infeasible(
-                f"pool {pool.name}: the {self._vision.heads} heads of the vision encoder of {model.name} cannot be "
-                f"divided over tp ({self._tp}); set encoder.tp_mode to data, or change tp"
-            )
+        profile = profile or Profile(hardware)
+        kinds = model.towers.kinds if pool.encoder is None else pool.encoder.kinds(model.towers)
+        self._of_kind = {kind: self._tower_costs(model, profile, pool, kind) for kind in kinds}
+        self._factor = factor
         self._seconds: dict[tuple[Work, ...], float] = {}
+
+    @staticmethod
+    def _tower_costs(model: Model, profile: Profile, pool: Pool, kind: MediaKind) -> TowerCosts:
+        tower = model.towers.of(kind)
+        assert tower is not None
+        name = "audio" if kind == "audio" else "vision"
+        if sharing_ranks(tower, pool) is None:
+            remedy = "change tp" if kind == "audio" else "set encoder.tp_mode to data, or change tp"
+            raise Infeasible(
+                f"pool {pool.name}: the {tower.heads} heads of the {name} encoder of {model.name} cannot be divided "
+                f"over tp ({pool.parallelism.tp}); {remedy}"
+            )
+        return TowerCosts(tower, model.dtype, profile, pool, by_item=kind != "audio" and _by_item(pool))
 
     @property
     def batches(self) -> list[tuple[Work, ...]]:
-        """Images of each step so far, each combination once."""
+        """Items of each step so far, each combination once."""
         return list(self._seconds)
 
-    @property
-    def _shards(self) -> int:
-        """Ranks that share each layer."""
-        return self._tp if self._by_weights else 1
-
-    def seconds(self, images: Sequence[Work]) -> float:
-        """Return the seconds of encoding these images in one step; 0 without images."""
-        if not images:
+    def seconds(self, items: Sequence[Work]) -> float:
+        """Return the seconds of encoding these items in one step; 0 without items. Their kinds are those that the pool
+        takes."""
+        if not items:
             return 0.0
-        key = tuple(sorted(images))
+        key = tuple(sorted(items))
         if key not in self._seconds:
-            self._seconds[key] = self._factor * self._encoded_s(key)
+            of_kinds = [(kind, [item for item in key if item.kind == kind]) for kind in MEDIA_KINDS]
+            encoded_s = sum(self._of_kind[kind].seconds(of_kind) for kind, of_kind in of_kinds if of_kind)
+            self._seconds[key] = self._factor * encoded_s
         return self._seconds[key]
 
-    def _encoded_s(self, images: Sequence[Work]) -> float:
-        if self._by_weights or self._tp == 1:
-            return max(self._on_rank_s(images), self._least_s)
-        shares = balanced(images, self._tp)
+
+def _by_item(pool: Pool) -> bool:
+    return pool.encoder is not None and pool.encoder.tp_mode == "data"
+
+
+def sharing_ranks(tower: Tower, pool: Pool) -> int | None:
+    """Return how many ranks of a pool share each layer of an encoder; None if its heads cannot be divided over them."""
+    return 1 if _by_item(pool) else tower.sharing(pool.parallelism.tp)
+
+
+class TowerCosts:
+    """Seconds of one encoder over items of one kind."""
+
+    def __init__(self, tower: Tower, dtype: FloatDtype, profile: Profile, pool: Pool, *, by_item: bool) -> None:
+        """If `by_item`, every rank encodes some of the items."""
+        shards = sharing_ranks(tower, pool)
+        assert shards is not None
+        self._tower, self._dtype, self._profile, self._shards = tower, dtype, profile, shards
+        self._tp, self._by_item = pool.parallelism.tp, by_item
+        launch_s = 0.0 if pool.graph_sizes is None else pool.graph_sizes.launch_s
+        self._least_s = launch_s * tower.layers
+
+    def seconds(self, items: Sequence[Work]) -> float:
+        """Return the seconds of encoding these items together."""
+        if not self._by_item or self._tp == 1:
+            return max(self._on_rank_s(items), self._least_s)
+        shares = balanced(items, self._tp)
         slowest_s = max(max(self._on_rank_s(share), self._least_s) for share in shares if share)
-        vectors = sum(vectors for _, _, vectors in images)
+        vectors = sum(item.vectors for item in items)
         gather = RankCollective(self._profile, "all_gather", self._dtype, self._tp)
         return slowest_s + _one(gather.seconds(np.array([vectors * self._row_bytes])))
 
     @property
     def _row_bytes(self) -> float:
-        return self._vision.width * DTYPE_BYTES[self._dtype]
+        return self._tower.width * DTYPE_BYTES[self._dtype]
 
-    def _on_rank_s(self, images: Sequence[Work]) -> float:
+    def _on_rank_s(self, items: Sequence[Work]) -> float:
         """Seconds of one rank, or of ranks that share each layer."""
-        vision, shards = self._vision, self._shards
-        patches = sum(sequences * per_sequence for sequences, per_sequence, _ in images)
-        vectors = sum(vectors for _, _, vectors in images)
-        qkv, out, up, down = vision.layer_products
+        tower, shards = self._tower, self._shards
+        patches = sum(item.sequences * item.patches for item in items)
+        vectors = sum(item.vectors for item in items)
+        qkv, out, up, down = tower.layer_products
         products = sum(
             self._gemm_s(patches, -(-n // wide), -(-k // deep))
             for (n, k), wide, deep in ((qkv, shards, 1), (out, 1, shards), (up, shards, 1), (down, 1, shards))
         )
-        inner = vision.intermediate_size // shards
-        small = 2 * self._elementwise_s("norm", patches, 4 * vision.hidden_size)
-        small += self._elementwise_s("activation", patches, (2 + vision.gated) * inner)
-        layers = vision.layers * (products + small) + self._attention_s(images)
+        inner = tower.intermediate_size // shards
+        small = 2 * self._elementwise_s("norm", patches, 4 * tower.hidden_size)
+        small += self._elementwise_s("activation", patches, (2 + tower.gated) * inner)
+        layers = tower.layers * (products + small) + self._attention_s(items)
         if shards > 1:
-            layers += 2 * vision.layers * self._all_reduce_s(patches * vision.hidden_size)
-        embedding = self._gemm_s(patches, vision.hidden_size, vision.patch_values)
-        return layers + embedding + vision.projectors * self._projector_s(vectors)
+            layers += 2 * tower.layers * self._all_reduce_s(patches * tower.hidden_size)
+        stem = sum(self._gemm_s(math.ceil(patches * rows), n, k) for rows, n, k in tower.stem)
+        return layers + stem + tower.num_projectors * self._projector_s(vectors)
 
     def _projector_s(self, vectors: int) -> float:
         """Seconds of one projector: over ranks, products are divided by columns and by rows in turn."""
         shards, seconds = self._shards, 0.0
-        for number, (n, k) in enumerate(self._vision.projector_products):
+        for number, (n, k) in enumerate(self._tower.projector_products):
             wide, deep = (shards, 1) if number % 2 == 0 else (1, shards)
             seconds += self._gemm_s(vectors, -(-n // wide), -(-k // deep))
         if shards > 1:
-            seconds += self._all_reduce_s(vectors * self._vision.projector[-1])
+            seconds += self._all_reduce_s(vectors * self._tower.projector[-1])
         return seconds
 
-    def _attention_s(self, images: Sequence[Work]) -> float:
-        """Seconds of attention in all layers: every part of an image attends to itself, in windows if a layer has
+    def _attention_s(self, items: Sequence[Work]) -> float:
+        """Seconds of attention in all layers: every part of an item attends to itself, in windows if a layer has
         them."""
-        vision = self._vision
+        tower = self._tower
         sequences_of = Counter[int]()
-        for sequences, patches, _ in images:
-            sequences_of[patches] += sequences
-        if vision.window is None:
-            return vision.layers * self._attend_s(sequences_of)
+        for item in items:
+            sequences_of[item.patches] += item.sequences
+        if tower.window is None:
+            return tower.layers * self._attend_s(sequences_of)
         windows = Counter[int]()
         for patches, sequences in sequences_of.items():
-            full, tail = divmod(patches, vision.window)
-            windows[vision.window] += full * sequences
+            full, tail = divmod(patches, tower.window)
+            windows[tower.window] += full * sequences
             if tail:
                 windows[tail] += sequences
-        full_layers = vision.full_layers
-        return full_layers * self._attend_s(sequences_of) + (vision.layers - full_layers) * self._attend_s(+windows)
+        full_layers = tower.full_layers
+        full_s = full_layers * self._attend_s(sequences_of) if full_layers else 0.0
+        return full_s + (tower.layers - full_layers) * self._attend_s(+windows)
 
     def _attend_s(self, sequences: Counter[int]) -> float:
         """Seconds of one kernel over sequences, their numbers by their patches."""
         attention = self._profile.predictor("encoder_attention", self._dtype)
-        shape = {"heads": self._vision.heads // self._shards, "head_dim": self._vision.head_dim}
+        shape = {"heads": self._tower.heads // self._shards, "head_dim": self._tower.head_dim}
         each_s = [
             _one(attention.seconds(batch=number, tokens=patches, **shape)) for patches, number in sequences.items()
         ]
@@ -161,12 +209,12 @@ def _one(seconds: object) -> float:
     return float(np.asarray(seconds).reshape(-1)[0])
 
 
-def balanced(images: Sequence[Work], ranks: int) -> list[list[Work]]:
-    """Return the images of each rank: the next largest goes to the rank with the fewest patches."""
+def balanced(items: Sequence[Work], ranks: int) -> list[list[Work]]:
+    """Return the items of each rank: the next largest goes to the rank with the fewest patches."""
     shares: list[list[Work]] = [[] for _ in range(ranks)]
     patches = [0] * ranks
-    for image in sorted(images, key=lambda image: -image[0] * image[1]):
+    for item in sorted(items, key=lambda item: -item.sequences * item.patches):
         least = patches.index(min(patches))
-        shares[least].append(image)
-        patches[least] += image[0] * image[1]
+        shares[least].append(item)
+        patches[least] += item.sequences * item.patches
     return shares

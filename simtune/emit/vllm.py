@@ -76,6 +76,7 @@ OPTIONS: dict[str, Option] = {
     "disable-cascade-attn": Option(bool, "cascade_attention", {True: False, False: True}),
     "mm-encoder-tp-mode": Option(str, "encoder.tp_mode", unless="weights"),
     "disable-chunked-mm-input": Option(bool, "encoder.disable_chunked_mm_input", unless=False),
+    "limit-mm-per-prompt": Option(str),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
     "enable-lora": Option(bool),
@@ -306,6 +307,8 @@ class Vllm(Emitter):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
         if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in self.knows:
             yield f"encoder.tp_mode: data was not checked in vLLM {self.version}; take release 0.28, or use weights"
+        if _media_limits(pool) is not None and "limit_mm_per_prompt" not in self.knows:
+            yield f"encoder.limit_per_prompt: was not checked in vLLM {self.version}; take release 0.28, or remove it"
         yield from placement_refusals(pool, model, self.title)
         if pool.parallelism.elastic_experts and "enable_elastic_ep" not in self.knows:
             yield f"parallelism.elastic_experts: vLLM {self.version} has none; take release 0.17, or remove it"
@@ -387,11 +390,17 @@ class Vllm(Emitter):
             async_scheduling=pool.schedules_async,
             kv_transfer_config=None if pool.role == "mixed" else _NIXL,
             speculative_config=self._speculative_config(pool, drafts),
-            **later,
+            **{"limit_mm_per_prompt": _media_limits(pool), **later},
         )
         assert all(isinstance(value, OPTIONS[option].type) for option, value in settings.items())
         # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
         return {f"no-{o}" if v is False else o: True if v is False else v for o, v in settings.items()}
+
+
+def _media_limits(pool: Pool) -> str | None:
+    """Return the most items of each kind in one prompt, as vLLM reads them; None if any number is taken."""
+    limits = {} if pool.encoder is None else pool.encoder.limit_per_prompt.model_dump(exclude_none=True)
+    return json.dumps(limits) if limits else None
 
 
 # --- what vLLM refuses ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     "watermark": (0, 24),
     # First release whose option was checked; earlier ones may have it. So of those that follow.
     "mm_encoder_tp_mode": (0, 28),
+    "limit_mm_per_prompt": (0, 28),
     "enable_eplb": (0, 12),
     "eplb_config": (0, 12),
     "data_parallel_backend": (0, 12),

@@ -1,15 +1,15 @@
-"""Images in prompts, and the cache of what a vision encoder makes of them, as vLLM V1 schedules both.
+"""Media in prompts, and the cache of embeddings that an encoder makes of them, as vLLM V1 schedules both.
 
-An image is encoded in the step in which a chunk first reaches its tokens, all of it at once: the encoder attends in
+An item is encoded in the step in which a chunk first reaches its tokens, all of it at once: the encoder attends in
 both directions. If the step's budget of vectors is used up, or no room is free for its vectors, the chunk ends before
-the image, and other requests may go on. Vectors are kept under the name of the image. A request refers to them until
-all tokens of the image are computed; afterwards they stay until others need the room, the oldest first, and another
-request with the same image finds them. What a prefix cache has of an image is not encoded again.
+the item, and other requests may go on. Vectors are kept under the name of the item. A request refers to them until
+all tokens of the item are computed; afterwards they stay until others need the room, the oldest first, and another
+request with the same item finds them. What a prefix cache has of an item is not encoded again.
 
 The rule is `_try_schedule_encoder_inputs` of vllm/v1/core/sched/scheduler.py and vllm/v1/core/encoder_cache_manager.py
-(release 0.33), without encoder-cache connectors. Two differences: an image of a request that is preempted in the very
+(release 0.33), without encoder-cache connectors. Two differences: an item of a request that is preempted in the very
 step that would encode it is not encoded, and is not in the cache; and a request that gets no tokens, for want of KV
-blocks, changes nothing. In vLLM it refers to images that it finds, and others are evicted for it, so that a waiting
+blocks, changes nothing. In vLLM it refers to items that it finds, and others are evicted for it, so that a waiting
 request can keep room for ever from a resident that needs it.
 """
 
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
 from simtune.engine.request import Request
 from simtune.engine.step import Chunk
 
@@ -32,31 +32,31 @@ class EncoderLimits(NamedTuple):
     budget: int
     """Vectors that one step may make."""
     chunked: bool = True
-    """False if no chunk ends within an image before which it began."""
+    """False if no chunk ends within an item before which it began."""
 
 
 class EncoderCache:
-    """Vectors of images that are kept, and the budget of the step that is being scheduled."""
+    """Vectors of items that are kept, and the budget of the step that is being scheduled."""
 
     def __init__(self, limits: EncoderLimits, *, late: bool = False) -> None:
-        """Make an empty cache. If `late`, the engine knows one step later that the tokens of an image are computed."""
+        """Make an empty cache. If `late`, the engine knows one step later that the tokens of an item are computed."""
         self.limits, self._late = limits, late
         self.encoded = self.hits = 0
-        """Images encoded so far, and images whose vectors a request found when it reached them."""
+        """Items encoded so far, and items whose vectors a request found when it reached them."""
         self.clear()
 
     def clear(self) -> None:
         """Lose all vectors."""
         self.free = self.freeable = self.limits.room
-        self.holders: dict[int, set[int]] = {}  # requests that refer to an image
-        self.idle: OrderedDict[int, int] = OrderedDict()  # vectors of images without a holder, the oldest first
+        self.holders: dict[int, set[int]] = {}  # requests that refer to an item
+        self.idle: OrderedDict[int, int] = OrderedDict()  # vectors of items without a holder, the oldest first
         self._computed: list[tuple[Request, int]] = []
         self.begin_step()
 
     def begin_step(self) -> None:
         """Start the budget of a new step."""
         self.budget = self.limits.budget
-        self._coming: dict[int, Image] = {}
+        self._coming: dict[int, MediaItem] = {}
         self._granted: tuple[Request, int, int] | None = None
         self.refused = False
         """True if a request got fewer tokens in this step for want of budget or room."""
@@ -71,120 +71,120 @@ class EncoderCache:
 
     def _reach(self, request: Request, past: int, tokens: int) -> int:
         end, trial = past + tokens, _Trial(self)
-        for image in request.images:
-            if image.start >= end:
+        for item in request.media:
+            if item.start >= end:
                 break
-            if image.end <= past or trial.has(image):
+            if item.end <= past or trial.has(item):
                 continue
-            cut = not self.limits.chunked and past < image.start and end < image.end
-            if cut or not trial.takes_in(image):
-                return max(0, image.start - past)
+            cut = not self.limits.chunked and past < item.start and end < item.end
+            if cut or not trial.takes_in(item):
+                return max(0, item.start - past)
         return tokens
 
     def commit(self, request: Request) -> None:
-        """Encode, or refer to, the images that the last `grant` reached, if it was for this request."""
+        """Encode, or refer to, the items that the last `grant` reached, if it was for this request."""
         if self._granted is None or self._granted[0] is not request:
             return
         _, past, end = self._granted
         self._granted = None
-        for image in request.images:
-            if image.end <= past or image.start >= end:
+        for item in request.media:
+            if item.end <= past or item.start >= end:
                 continue
-            holders = self.holders.get(image.name)
+            holders = self.holders.get(item.name)
             if holders is None:
-                self._encode(request, image)
+                self._encode(request, item)
                 continue
             if not holders:
-                self.freeable -= self.idle.pop(image.name)
+                self.freeable -= self.idle.pop(item.name)
             if request.id not in holders:
                 holders.add(request.id)
-                self.hits += image.start >= past
+                self.hits += item.start >= past
 
-    def _encode(self, request: Request, image: Image) -> None:
-        """Make room for an image that is encoded in the coming step; the oldest images without a holder go first."""
-        while image.vectors > self.free:
+    def _encode(self, request: Request, item: MediaItem) -> None:
+        """Make room for an item that is encoded in the coming step; the oldest items without a holder go first."""
+        while item.vectors > self.free:
             name, freed_vectors = self.idle.popitem(last=False)
             del self.holders[name]
             self.free += freed_vectors
-        self.holders[image.name] = {request.id}
-        self.free -= image.vectors
-        self.freeable -= image.vectors
-        self.budget -= image.vectors
-        self._coming[image.name] = image
+        self.holders[item.name] = {request.id}
+        self.free -= item.vectors
+        self.freeable -= item.vectors
+        self.budget -= item.vectors
+        self._coming[item.name] = item
 
-    def take(self) -> list[Image]:
-        """Return the images of the step that has been scheduled, which are encoded now."""
-        images = [*self._coming.values()]
-        self.encoded += len(images)
+    def take(self) -> list[MediaItem]:
+        """Return the items of the step that has been scheduled, which are encoded now."""
+        items = [*self._coming.values()]
+        self.encoded += len(items)
         self._coming = {}
-        return images
+        return items
 
     def end_step(self, chunks: Sequence[Chunk]) -> None:
-        """Let go of images whose tokens are computed with these chunks."""
-        ended = [(chunk.request, chunk.past + chunk.tokens) for chunk in chunks if chunk.request.images]
+        """Let go of items whose tokens are computed with these chunks."""
+        ended = [(chunk.request, chunk.past + chunk.tokens) for chunk in chunks if chunk.request.media]
         if self._late:
             ended, self._computed = self._computed, ended
         self._let_go_of(ended)
 
     def settle(self) -> bool:
-        """Let go at once of images that the engine would know of one step later; False if there are none."""
+        """Let go at once of items that the engine would know of one step later; False if there are none."""
         late, self._computed = self._computed, []
         self._let_go_of(late)
         return bool(late)
 
     def release(self, request: Request) -> None:
-        """Let go of all images of a request that leaves: finished, aborted or preempted."""
-        for image in request.images:
-            coming = self._coming.get(image.name)
-            if coming is not None and self.holders[image.name] == {request.id}:
+        """Let go of all items of a request that leaves: finished, aborted or preempted."""
+        for item in request.media:
+            coming = self._coming.get(item.name)
+            if coming is not None and self.holders[item.name] == {request.id}:
                 # no other request waits for it, so it is not encoded
-                del self._coming[image.name], self.holders[image.name]
+                del self._coming[item.name], self.holders[item.name]
                 self.free += coming.vectors
                 self.freeable += coming.vectors
                 self.budget += coming.vectors
             else:
-                self._let_go(request, image)
+                self._let_go(request, item)
 
     def _let_go_of(self, ended: Sequence[tuple[Request, int]]) -> None:
-        """Let go of the images whose tokens are among the first ones of a request, which are computed."""
+        """Let go of the items whose tokens are among the first ones of a request, which are computed."""
         for request, computed in ended:
-            for image in request.images:
-                if image.end <= computed:
-                    self._let_go(request, image)
+            for item in request.media:
+                if item.end <= computed:
+                    self._let_go(request, item)
 
-    def _let_go(self, request: Request, image: Image) -> None:
-        holders = self.holders.get(image.name)
+    def _let_go(self, request: Request, item: MediaItem) -> None:
+        holders = self.holders.get(item.name)
         if holders and request.id in holders:
             holders.discard(request.id)
             if not holders:
-                self.idle[image.name] = image.vectors
-                self.freeable += image.vectors
+                self.idle[item.name] = item.vectors
+                self.freeable += item.vectors
 
 
 class _Trial:
-    """A cache as it would be with the images that a chunk reaches; the cache itself does not change."""
+    """A cache as it would be with the items that a chunk reaches; the cache itself does not change."""
 
     def __init__(self, cache: EncoderCache) -> None:
         self._cache = cache
         self._free, self._freeable, self._budget = cache.free, cache.freeable, cache.budget
-        self._vectors = 0  # of images to encode
+        self._vectors = 0  # of items to encode
         self._reached: set[int] = set()
         self._evicted: set[int] = set()
 
-    def has(self, image: Image) -> bool:
-        """True if the vectors of an image are here, or will be with this step."""
-        holders = self._cache.holders.get(image.name)
-        if image.name in self._reached:
+    def has(self, item: MediaItem) -> bool:
+        """True if the vectors of an item are here, or will be with this step."""
+        holders = self._cache.holders.get(item.name)
+        if item.name in self._reached:
             return True
-        if holders is None or image.name in self._evicted:
+        if holders is None or item.name in self._evicted:
             return False
-        self._reached.add(image.name)
-        self._freeable -= 0 if holders else image.vectors
+        self._reached.add(item.name)
+        self._freeable -= 0 if holders else item.vectors
         return True
 
-    def takes_in(self, image: Image) -> bool:
-        """Encode an image; False if budget or room do not suffice."""
-        needed_vectors = self._vectors + image.vectors
+    def takes_in(self, item: MediaItem) -> bool:
+        """Encode an item; False if budget or room do not suffice."""
+        needed_vectors = self._vectors + item.vectors
         if needed_vectors > self._budget or needed_vectors > self._freeable:
             return False
         idle = (pair for pair in self._cache.idle.items() if pair[0] not in self._reached | self._evicted)
@@ -193,5 +193,5 @@ class _Trial:
             self._evicted.add(name)
             self._free += vectors
         self._vectors = needed_vectors
-        self._reached.add(image.name)
+        self._reached.add(item.name)
         return True

@@ -1,6 +1,6 @@
-"""vLLM's schedulers for prompts with images: see `simtune.engine.encoder` for the rule.
+"""vLLM's schedulers for prompts with images, videos or recordings: see `simtune.engine.encoder` for the rule.
 
-A chunk that ends before an image leaves budget of the step, so that several prompts may be in prefill; residents are
+A chunk that ends before an item leaves budget of the step, so that several prompts may be in prefill; residents are
 scheduled one by one while any is.
 """
 
@@ -24,17 +24,17 @@ class EncodingFcfs(VllmFcfs):
         self._overtakes, self._newest_goes = True, False
 
     def schedule(self) -> Step | None:
-        """Return the next step, with the images that it encodes. See `Scheduler.schedule`."""
+        """Return the next step, with the items that it encodes. See `Scheduler.schedule`."""
         self.encoder.begin_step()
         step = super().schedule()
         if step is None and self.encoder.settle():
-            # Nothing runs: the engine schedules again at once, and knows by then which images are computed.
+            # Nothing runs: the engine schedules again at once, and knows by then which items are computed.
             self.encoder.begin_step()
             step = super().schedule()
         if step is None:
             return None
-        if images := self.encoder.take():
-            step.encoded = images
+        if items := self.encoder.take():
+            step.encoded = items
         # the step that follows has a new budget, and perhaps room, for what waits
         if self.encoder.refused:
             step.repeat = 1
@@ -71,7 +71,7 @@ class EncodingFcfs(VllmFcfs):
         self.encoder.settle()
 
     def _grant(self, request: Request, past: int, tokens: int) -> int:
-        return self.encoder.grant(request, past, tokens) if tokens and request.images else tokens
+        return self.encoder.grant(request, past, tokens) if tokens and request.media else tokens
 
     def _schedule_many_prompts(self) -> tuple[list[Chunk], int]:
         return self._schedule_one_by_one()

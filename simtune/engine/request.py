@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
 
 NO_LIMIT = 1 << 62
 """`max_tokens` of a client that sets no limit."""
@@ -74,8 +74,8 @@ class Request:
     """Runs of the prefix cache that it holds, in order of its prompt."""
     shared: int = 0
     """KV blocks of the request that are part of `runs`."""
-    images: tuple[Image, ...] = ()
-    """Images of its prompt, in order."""
+    media: tuple[MediaItem, ...] = ()
+    """Images, videos and recordings of its prompt, in order."""
     adapter: int = NO_ADAPTER
     """Number of the LoRA adapter that it asks for."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
 from simtune.engine.request import Request
 
 Contexts = Sequence[int] | NDArray[np.int64]
@@ -71,8 +71,8 @@ class Step:
     part: tuple[int, int] = field(default=(0, 1), init=False)
     """(i, n): this is only the i-th, from 0, of n equal parts of the step's layers, and costs a share of it. Results
     appear only after the last part."""
-    encoded: Sequence[Image] = field(default=(), init=False)
-    """Images that are encoded in this step, before its chunks that reach them."""
+    encoded: Sequence[MediaItem] = field(default=(), init=False)
+    """Media that are encoded in this step, before its chunks that reach them."""
     decodes_whole: bool = False
     """True if, in such a part, the decodes run through all layers: only prompts are cut."""
 

@@ -14,6 +14,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.plan_words import of_plan
 from simtune.specs.pool import Pool
 from simtune.specs.preset import NO_ENGINE
+from simtune.specs.tower import media_words
 
 POLICIES = {
     "vllm-fcfs": "vLLM's order: running requests first, then newcomers as they came",
@@ -78,13 +79,13 @@ def _sentences(deployed: DeployedPool) -> Iterator[str]:
 
 
 def _encoder(deployed: DeployedPool) -> Iterator[str]:
-    """Yield the limits of a vision encoder, if the pool has one."""
+    """Yield the limits of the encoders of media, if the pool has one."""
     if deployed.encoder is not None and deployed.spec.encoder is not None:
         limits, mode = deployed.encoder.limits, deployed.spec.encoder.tp_mode
-        shared = f", {'its weights' if mode == 'weights' else 'images'} divided over tp ranks"
+        shared = f", {'weights' if mode == 'weights' else 'images and videos'} divided over tp ranks"
         yield (
-            f"encoder: images are encoded in the steps, up to {limits.budget:,} embeddings in one, and {limits.room:,} "
-            f"are kept{shared * (deployed.spec.parallelism.tp > 1)}"
+            f"encoder: {media_words(deployed.encoder.kinds)} are encoded in the steps, up to {limits.budget:,} "
+            f"embeddings in one, and {limits.room:,} are kept{shared * (deployed.spec.parallelism.tp > 1)}"
         )
 
 

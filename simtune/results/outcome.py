@@ -31,12 +31,12 @@ class SampledStep(NamedTuple):
 
 
 class EncoderUse(NamedTuple):
-    """Work of a vision encoder in a run."""
+    """Work of encoders of media in a run."""
 
     encoded: int
-    """Images encoded."""
+    """Items encoded."""
     hits: int
-    """Images whose embeddings a request found in the encoder's cache."""
+    """Items whose embeddings a request found in the encoder's cache."""
     ticks: int
     """Ticks spent in encoding."""
 
@@ -66,7 +66,7 @@ class EngineCoreUse(NamedTuple):
     most_tokens: int = 0
     """Most tokens of a step with prefill chunks."""
     encoder: EncoderUse | None = None
-    """Work of the vision encoder in its steps; None without one."""
+    """Work of encoders of media in its steps; None without one."""
 
 
 class PoolInstances(NamedTuple):

@@ -164,19 +164,19 @@ class CacheTierUse(Record):
 
 
 class EncoderWork(Record):
-    """Work of the vision encoder in the steps of a pool."""
+    """Work of the encoders of media in the steps of a pool."""
 
     pool: str
-    encoded_images: Uncertain[Whole]
+    encoded_images: Uncertain[Whole] = Field(description="images, videos and recordings encoded")
     cache_hits: Uncertain[Whole] = Field(description="whose embeddings a request found, made for an earlier one")
     encoder_s: Uncertain[NonNegative] = Field(description="seconds of steps spent in encoding, over all engine cores")
     busy_share: Uncertain[Share] = Field(description="of the time that engine cores are busy")
 
     @property
     def sentence(self) -> str:
-        """Images and time in words."""
+        """Items and time in words."""
         return (
-            f"{self.encoded_images:,} images encoded, {self.cache_hits:,} in its cache; {self.encoder_s:.3g} s, "
+            f"{self.encoded_images:,} media items encoded, {self.cache_hits:,} in its cache; {self.encoder_s:.3g} s, "
             f"{self.busy_share:.1%} of busy time"
         )
 
@@ -330,7 +330,7 @@ class SimulationSummary(Record):
     rank_changes: Seq[ChangedRanks] = Field((), description="changes of the ranks of instances, by events of the plan")
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
-    encoders: Seq[EncoderWork] = Field((), description="pools that encode images in their steps")
+    encoders: Seq[EncoderWork] = Field((), description="pools that encode media in their steps")
     adapters: Seq[AdapterUse] = Field((), description="pools with slots for LoRA adapters")
     speculation: Verifications | None = Field(None, description="left out if no pool drafts")
     slo: Seq[SloLimit]

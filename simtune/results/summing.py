@@ -224,7 +224,7 @@ def changed_ranks(turn: RankTurn) -> ChangedRanks:
 
 
 def encoders(cores: Sequence[EngineCoreUse]) -> tuple[EncoderWork, ...]:
-    """Return the work of the vision encoders of each pool that encoded or found any image."""
+    """Return the work of the encoders of each pool that encoded or found any item."""
     by_pool: dict[str, list[tuple[EncoderUse, int]]] = {}
     for core in cores:
         if core.encoder is not None:

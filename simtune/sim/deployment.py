@@ -22,7 +22,7 @@ from simtune.sim.audit import audit, wanted
 from simtune.sim.cascade import CascadeRule
 from simtune.sim.drafting import Drafting, useful_replicas
 from simtune.sim.encode_stages import EncodeWork, encode_works
-from simtune.sim.encoding import PoolEncoder, check_images
+from simtune.sim.encoding import PoolEncoder, check_media
 from simtune.sim.feasibility import check
 from simtune.sim.pool_power import power_of
 from simtune.sim.pools import DeployedPool, kv_block_bytes
@@ -163,8 +163,8 @@ class Deployment:
 
     def _through_stages(self, stream: RequestStream) -> tuple[Passed, Mapping[str, EncodeWork]]:
         """Return the requests behind the stages of the plan, and the work of stages that encode images. Raise
-        UsageError if nothing encodes the images of a load."""
-        check_images(self.plan, self.model, stream)
+        UsageError if nothing encodes the media of a load."""
+        check_media(self.plan, self.model, stream)
         works = encode_works(self.plan, self.model, self.pools, stream)
         return passed(self.plan, stream, works), works
 
@@ -399,7 +399,7 @@ def default_plan(model: Model, hardware: Hardware, stream: RequestStream, engine
     Infeasible if a node is too small."""
     batching = vllm_batching(hardware).model_dump()
     settings: dict[str, Any] = {"batching": batching}
-    encoder: dict[str, Any] = {} if stream.images is None else {"encoder": {}}
+    encoder: dict[str, Any] = {} if stream.media is None else {"encoder": {}}
     if engine is not None:
         left_open = {"batching": {key: batching[key] for key in ("max_num_seqs", "max_num_batched_tokens")}}
         settings = {"engine": engine.name, **merged(engine.settings(hardware.device, model), left_open)}

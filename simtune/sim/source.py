@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Request
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.workload.requests import RequestStream
@@ -46,9 +46,9 @@ class RequestSource:
         self._output = _compact(stream.output_tokens)
         self._priority = _compact(stream.priority)
         self._blocks, self._predicted, self._deadlines = stream.hash_ids, predicted_tokens, deadlines
-        self._images = stream.images
+        self._media = stream.media
         self._adapter: Sequence[int] | None = None if stream.adapter is None else _compact(stream.adapter)
-        hints = stream.hash_ids, predicted_tokens, deadlines, stream.adapter, stream.images
+        hints = stream.hash_ids, predicted_tokens, deadlines, stream.adapter, stream.media
         self._plain = all(values is None for values in hints)
         self._max_tokens = stream.max_tokens or 0
         self._think = round(stream.think_s * TICKS_PER_SECOND)
@@ -103,7 +103,7 @@ class RequestSource:
             request.predicted_tokens = self._predicted[number]
         if self._deadlines is not None:
             request.deadline = self._deadlines[number]
-        request.images = self._images_of(number)
+        request.media = self._media_of(number)
         if self._adapter is not None:
             request.adapter = self._adapter[number]
         return request
@@ -129,13 +129,13 @@ class RequestSource:
         """Return prompt and output tokens of a request."""
         return self._prompt[number] + self._output[number]
 
-    def _images_of(self, number: int) -> tuple[Image, ...]:
-        """Return the images of a request as engines see them."""
-        if self._images is None:
+    def _media_of(self, number: int) -> tuple[MediaItem, ...]:
+        """Return the media of a request as engines see them."""
+        if self._media is None:
             return ()
         return tuple(
-            Image(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches))
-            for start, name, shape in self._images.of(number)
+            MediaItem(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches), kind)
+            for start, name, shape, kind in self._media.of(number)
         )
 
     def _allowed(self, number: int) -> int:
@@ -146,7 +146,7 @@ class RequestSource:
         """Return the request for a prefill instance: all known tokens, and one token to generate."""
         prompt = Request(request.id, request.known_tokens, 1, priority=request.priority, hold=True, max_tokens=1)
         prompt.blocks, prompt.deadline = request.blocks, request.deadline
-        prompt.images, prompt.adapter = request.images, request.adapter
+        prompt.media, prompt.adapter = request.media, request.adapter
         return prompt
 
     def rest_of(self, prompt: Request, resampled: bool = False) -> Request | None:
@@ -168,7 +168,7 @@ class RequestSource:
             predicted_tokens=prompt.predicted_tokens,
             max_tokens=self._allowed(number),
             deadline=prompt.deadline,
-            images=prompt.images,
+            media=prompt.media,
             adapter=prompt.adapter,
         )
 
@@ -178,7 +178,7 @@ class RequestSource:
         emitted = request.known_tokens - self._prompt[number] if delivered else 0
         fresh = Request(number, self._prompt[number], self._output[number], emitted=emitted, priority=request.priority)
         fresh.blocks, fresh.deadline = request.blocks, request.deadline
-        fresh.images, fresh.adapter = request.images, request.adapter
+        fresh.media, fresh.adapter = request.media, request.adapter
         fresh.predicted_tokens, fresh.max_tokens = request.predicted_tokens, self._allowed(number)
         return fresh
 

@@ -127,7 +127,7 @@ def _reordered(stream: RequestStream, order: Ints, arrival_s: Array) -> RequestS
         priority=stream.priority[order],
         hash_ids=blocks,
         session=None if stream.session is None else stream.session[order],
-        images=None if stream.images is None else stream.images.rows(order),
+        media=None if stream.media is None else stream.media.rows(order),
         adapter=None if stream.adapter is None else stream.adapter[order],
     )
 

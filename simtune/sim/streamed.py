@@ -60,8 +60,9 @@ class StreamedLoad:
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
             )
-        if workload.images is not None:
-            raise UsageError(f"workload {workload.name}: images need kept requests; leave --stream out")
+        if workload.media:
+            keys, verb = workload.media_keys, "needs" if workload.media_keys == "audio" else "need"
+            raise UsageError(f"workload {workload.name}: {keys} {verb} kept requests; leave --stream out")
         if workload.warm_up:
             raise UsageError(f"workload {workload.name}: warm_up needs kept requests; leave --stream out")
         if workload.max_in_flight is not None:

@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from simtune.specs.audio import Audio
 from simtune.specs.base import Context, Dtype, FloatDtype, NonNegative, Part, Seats, Seq, Spec, Width
+from simtune.specs.towers import Towers
 from simtune.specs.vision import Vision
 
 
@@ -598,6 +600,9 @@ class Model(Spec):
     vision: Vision | None = Field(
         None, description="vision encoder, for loads with images and pools that encode them; none unless given"
     )
+    audio: Audio | None = Field(
+        None, description="audio encoder, for loads with recordings and pools that encode them; none unless given"
+    )
     layers: Annotated[Seq[LayerGroup], Field(min_length=1, strict=False)]
 
     def to_data(self) -> dict[str, Any]:
@@ -609,6 +614,11 @@ class Model(Spec):
             settings["vision"]["sizing"] = {"kind": self.vision.sizing.kind, **settings["vision"]["sizing"]}
         head = {"schema": self.schema_id(), **settings, "dtype": self.dtype, "weight_dtype": self.weight_dtype}
         return {**head, "layers": [group.to_data() for group in self.layers]}
+
+    @property
+    def towers(self) -> Towers:
+        """Encoders of media."""
+        return Towers(self.vision, self.audio)
 
     def dtype_of(self, module: Module) -> Dtype:
         """Return the format of the weights of a module: dense feed-forward blocks are in `weight_dtype`."""

@@ -466,8 +466,8 @@ class Pool(Part):
     )
     encoder: Encoder | None = Field(
         None,
-        description="the vision encoder of the model runs in the steps of the pool, and takes memory; needed for loads "
-        "with images, unless a stage encodes them; none unless given",
+        description="the encoders of the model for images, videos and sound run in the steps of the pool, and take "
+        "memory; needed for loads with media, unless a stage encodes them; none unless given",
     )
     cascade_attention: bool | None = Field(
         None,

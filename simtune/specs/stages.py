@@ -13,7 +13,7 @@ from simtune.specs.encoder import EncoderTpMode
 
 
 class Stage(Part):
-    """A service with servers of its own: it encodes images, compresses prompts, retrieves documents, ranks answers."""
+    """A service with servers of its own: it encodes media, compresses prompts, retrieves documents, ranks answers."""
 
     name: Name
     pool: Name = Field(description="the pool whose requests it serves")
@@ -29,8 +29,9 @@ class Stage(Part):
     seconds_per_token: NonNegative = Field(0.0, description="additional seconds for each token of its prompt")
     encoder: EncoderTpMode | None = Field(
         None,
-        description="encodes the images of requests by the model's vision encoder, on GPUs of the pool's kind, "
-        "`devices` for each server: these share its weights, or the images of a request (data); none unless given",
+        description="encodes the media of requests by the model's encoders, on GPUs of the pool's kind, "
+        "`devices` for each server: these share its weights, or the images and videos of a request (data); none unless "
+        "given",
     )
     bytes_per_s: Positive | None = Field(
         None,

@@ -8,30 +8,18 @@ config; a reader of configs takes the published ones.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from simtune.specs.base import Count, Part, Seq, Width
+from simtune.specs.base import Part
+from simtune.specs.tower import Markers, MediaShape, StemProduct, Tower
+from simtune.specs.video import Clip, VideoSizing
 
 MOST_PIXELS = 100_000
 Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 """Side of an image."""
 Area = Annotated[int, Field(ge=1, le=10**9)]
-Markers = Annotated[int, Field(ge=0, le=1000)]
-
-
-class ImageShape(NamedTuple):
-    """Sizes of one image inside a model."""
-
-    sequences: int
-    """Parts that are encoded apart: tiles, or 1 for a whole image."""
-    patches: int
-    """Patches of each part: tokens of the encoder, before they are merged."""
-    vectors: int
-    """Embeddings that the encoder delivers for the image."""
-    tokens: int
-    """Tokens in the prompt: one for each vector, and those that mark the image, its rows or its tiles."""
 
 
 class NativeSizing(Part):
@@ -63,11 +51,11 @@ class NativeSizing(Part):
             columns, rows = (math.ceil(side * beta / unit) for side in (width, height))
         return columns, rows
 
-    def shape(self, width: int, height: int, patch: int, merge: int) -> ImageShape:
+    def shape(self, width: int, height: int, patch: int, merge: int) -> MediaShape:
         """Return the sizes of an image."""
         columns, rows = self.grid(width, height, patch * merge)
         vectors = columns * rows
-        return ImageShape(1, vectors * merge**2, vectors, vectors + self.markers)
+        return MediaShape(1, vectors * merge**2, vectors, vectors + self.markers)
 
 
 class RowSizing(Part):
@@ -80,13 +68,13 @@ class RowSizing(Part):
     kind: Literal["rows"] = "rows"
     longest_side: Pixels
 
-    def shape(self, width: int, height: int, patch: int, merge: int) -> ImageShape:
+    def shape(self, width: int, height: int, patch: int, merge: int) -> MediaShape:
         """Return the sizes of an image."""
         unit, ratio = patch * merge, max(width, height) / self.longest_side
         if ratio > 1:
             width, height = (max(1, math.floor(side / ratio)) for side in (width, height))
         columns, rows = (-(-side // unit) for side in (width, height))
-        return ImageShape(1, columns * rows * merge**2, columns * rows, (columns + 1) * rows)
+        return MediaShape(1, columns * rows * merge**2, columns * rows, (columns + 1) * rows)
 
 
 class FixedSizing(Part):
@@ -100,11 +88,11 @@ class FixedSizing(Part):
     side: Pixels
     markers: Markers = Field(0, description="tokens around an image")
 
-    def shape(self, width: int, height: int, patch: int, merge: int) -> ImageShape:
+    def shape(self, width: int, height: int, patch: int, merge: int) -> MediaShape:
         """Return the sizes of an image."""
         patches = (self.side // patch) ** 2
         vectors = (self.side // (patch * merge)) ** 2
-        return ImageShape(1, patches, vectors, vectors + self.markers)
+        return MediaShape(1, patches, vectors, vectors + self.markers)
 
 
 class TileSizing(Part):
@@ -150,14 +138,14 @@ class TileSizing(Part):
         chosen = min(enlarging) if enlarging else max(scales.values())
         return min((grid for grid in scales if scales[grid] == chosen), key=lambda grid: grid[0] * grid[1])
 
-    def shape(self, width: int, height: int, patch: int, merge: int) -> ImageShape:
+    def shape(self, width: int, height: int, patch: int, merge: int) -> MediaShape:
         """Return the sizes of an image."""
         columns, rows = self.grid(width, height)
         tiles = columns * rows
         parts = tiles + (self.thumbnail and tiles > 1)
         patches, vectors = (self.side // patch) ** 2, (self.side // (patch * merge)) ** 2
         after = self.tile_markers * tiles * (tiles > 1)
-        return ImageShape(parts, patches, parts * vectors, parts * vectors + after + self.markers)
+        return MediaShape(parts, patches, parts * vectors, parts * vectors + after + self.markers)
 
 
 class PaddedSizing(Part):
@@ -170,60 +158,40 @@ class PaddedSizing(Part):
     max_patches: Area
     markers: Markers = Field(0, description="tokens around an image")
 
-    def shape(self, width: int, height: int, patch: int, merge: int) -> ImageShape:
+    def shape(self, width: int, height: int, patch: int, merge: int) -> MediaShape:
         """Return the sizes of an image."""
         patches = (width // patch) * (height // patch)
         if patches > self.max_patches:
             scale = math.sqrt(self.max_patches / patches)
             width, height = (max(1, int(side * scale)) for side in (width, height))
         vectors = -(-width // (patch * merge)) * -(-height // (patch * merge))
-        return ImageShape(1, vectors * merge**2, vectors, vectors + self.markers)
+        return MediaShape(1, vectors * merge**2, vectors, vectors + self.markers)
 
 
 Sizing = Annotated[NativeSizing | RowSizing | PaddedSizing | FixedSizing | TileSizing, Field(discriminator="kind")]
 
 
-class Vision(Part):
+class Vision(Tower):
     """Vision transformer in front of a language model, and what joins the two."""
 
-    hidden_size: Width
-    layers: Annotated[int, Field(ge=1, le=10_000)]
-    heads: Width
-    intermediate_size: Width
-    gated: bool = Field(False, description="its feed-forward blocks have three matrices, not two")
     patch: Annotated[int, Field(ge=1, le=1024)] = Field(description="side of a patch in pixels")
     merge: Annotated[int, Field(ge=1, le=64)] = Field(1, description="patches a side that make one token of the prompt")
     frames: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="copies of an image that a patch is made of, in models that read videos"
     )
     positions: Annotated[int, Field(ge=0, le=2**24)] = Field(0, description="rows of its table of positions")
-    window: Count | None = Field(None, description="patches that attend to one another, in layers with windows")
-    full_layers: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        0, description="layers with attention to all patches, if the others have windows"
-    )
-    projector: Annotated[Seq[Width], Field(min_length=1, strict=False)] = Field(
-        description="columns of the products between encoder and language model, in order"
-    )
     pooled: bool = Field(False, description="merged patches are averaged, not put beside one another")
     projectors: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="projectors, each behind a layer of its own; their vectors are as wide together"
     )
     sizing: Sizing
+    video: VideoSizing | None = Field(None, description="rules for videos; none of them are read unless given")
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
-        if self.full_layers and self.window is None:
-            raise ValueError("full_layers requires a window for the other layers; set window, or remove it")
-        if self.full_layers > self.layers:
-            raise ValueError(f"full_layers ({self.full_layers}) exceeds layers ({self.layers}); lower it")
+    def _whole_groups(self) -> Self:
+        if self.video is not None and self.video.max_frames < self.frames:
+            raise ValueError(f"video.max_frames ({self.video.max_frames}) is below frames ({self.frames}); raise it")
         return self
-
-    @property
-    def head_dim(self) -> int:
-        """Values of one head."""
-        return self.hidden_size // self.heads
 
     @property
     def patch_values(self) -> int:
@@ -231,35 +199,44 @@ class Vision(Part):
         return 3 * self.frames * self.patch**2
 
     @property
-    def layer_products(self) -> list[tuple[int, int]]:
-        """(n, k) of the products of one layer: queries, keys and values, output, feed-forward block."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return [(3 * hidden, hidden), (hidden, hidden), ((1 + self.gated) * inner, hidden), (hidden, inner)]
+    def joined(self) -> int:
+        """Values that the projector reads for each vector: those of merged patches, unless these are averaged."""
+        return self.hidden_size * (1 if self.pooled else self.merge**2)
 
     @property
-    def projector_products(self) -> list[tuple[int, int]]:
-        """(n, k) of the products of one projector."""
-        first = self.hidden_size * (1 if self.pooled else self.merge**2)
-        return [*zip(self.projector, (first, *self.projector[:-1]), strict=True)]
+    def stem(self) -> list[StemProduct]:
+        """Products that make patches: one of the pixels."""
+        return [StemProduct(1, self.hidden_size, self.patch_values)]
 
     @property
-    def parameters(self) -> int:
-        """Parameters of its matrices and its table of positions."""
-        of_layers = self.layers * sum(n * k for n, k in self.layer_products)
-        of_projectors = self.projectors * sum(n * k for n, k in self.projector_products)
-        return of_layers + of_projectors + self.hidden_size * (self.patch_values + self.positions)
+    def num_projectors(self) -> int:
+        """Projectors, each behind a layer of its own."""
+        return self.projectors
 
     @property
-    def width(self) -> int:
-        """Values of one vector that the encoder delivers."""
-        return self.projectors * self.projector[-1]
+    def table_rows(self) -> int:
+        """Rows of its table of positions."""
+        return self.positions
 
-    def shape(self, width: int, height: int) -> ImageShape:
+    def shape(self, width: int, height: int) -> MediaShape:
         """Return the sizes of an image of `width` x `height` pixels."""
         return self.sizing.shape(width, height, self.patch, self.merge)
 
+    def clip_shape(self, clip: Clip) -> MediaShape:
+        """Return the sizes of a video, for a model that reads videos. Raises ValueError if it makes no frame."""
+        assert self.video is not None
+        return self.video.shape(clip, self.patch, self.merge, self.frames)
+
+    def largest_video(self, max_model_len: int) -> MediaShape:
+        """Return the sizes of the video for which engines keep room, for a model that reads videos."""
+        assert self.video is not None
+        of_image = self.largest.vectors
+        vectors = self.video.most_vectors(of_image, self.patch * self.merge, self.frames, max_model_len)
+        groups = max(1, vectors // of_image)
+        return MediaShape(groups, vectors // groups * self.merge**2, vectors, vectors + self.video.markers)
+
     @property
-    def largest(self) -> ImageShape:
+    def largest(self) -> MediaShape:
         """Sizes of the image with the most vectors that the processor makes: a square at its limits."""
         sizing = self.sizing
         match sizing:

@@ -27,7 +27,7 @@ from simtune.specs.base import (
     Tokens,
 )
 from simtune.specs.graph import Branches, check_graph
-from simtune.specs.images import LoadImages
+from simtune.specs.media import LoadAudio, LoadImages, LoadMedia, LoadVideos
 
 # --- arrivals ---------------------------------------------------------------------------------------------
 
@@ -398,6 +398,13 @@ class Workload(Spec):
     images: LoadImages | None = Field(
         None, description="images in prompts, whose tokens come on top of those of `prompt`; none unless given"
     )
+    videos: LoadVideos | None = Field(
+        None, description="videos in prompts, behind the images, whose tokens come on top as well; none unless given"
+    )
+    audio: LoadAudio | None = Field(
+        None,
+        description="recordings in prompts, behind the videos, whose tokens come on top as well; none unless given",
+    )
     sessions: Sessions | None = Field(
         None,
         description="conversations, only without a trace that contains them; `prompt` is then what a turn adds to the "
@@ -465,11 +472,31 @@ class Workload(Spec):
                 raise ErrorAt("a request graph has its own lengths, classes and texts; leave this out", name)
         return self
 
+    @property
+    def media(self) -> list[LoadMedia]:
+        """Media of its requests, in the order in which a prompt has them."""
+        kinds: list[LoadMedia | None] = [self.images, self.videos, self.audio]
+        return [media for media in kinds if media is not None]
+
+    @property
+    def media_keys(self) -> str:
+        """Keys of the media of its requests, in words."""
+        return " and ".join(key for key in ("images", "videos", "audio") if getattr(self, key) is not None)
+
     @model_validator(mode="after")
-    def _shows_images_once(self) -> Self:
-        for name in ("graph", "sessions"):
-            if self.images is not None and getattr(self, name):
-                raise ErrorAt(f"images are those of single requests; remove images, or {name}", "images")
+    def _shows_media_once(self) -> Self:
+        for key in ("images", "videos", "audio"):
+            media = getattr(self, key)
+            if media is None:
+                continue
+            for name in ("graph", "sessions"):
+                if getattr(self, name):
+                    are = "is that" if key == "audio" else "are those"
+                    raise ErrorAt(f"{key} {are} of single requests; remove {key}, or {name}", key)
+            if media.block_tokens != self.media[0].block_tokens:
+                raise ErrorAt(
+                    "blocks are of one size in all media; give each the same block_tokens", key, "block_tokens"
+                )
         return self
 
     @field_validator("classes")

@@ -199,7 +199,7 @@ class Question:
     @property
     def draws(self) -> LoadDraws:
         """Draws of the requests, of any number of requests."""
-        return LoadDraws(self.workload, self.trace, self.study.seed, self.model.vision)
+        return LoadDraws(self.workload, self.trace, self.study.seed, self.model.towers)
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
@@ -226,7 +226,7 @@ class Question:
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        settings |= {"encoder": {}} if self.workload.images is not None and shape.role != "decode" else {}
+        settings |= {"encoder": {}} if self.workload.media and shape.role != "decode" else {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

@@ -13,7 +13,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
-from simtune.workload.images import check_sees
+from simtune.workload.media import check_sees
 
 
 class LoadedEngine(Protocol):
@@ -76,7 +76,7 @@ def check(question: LoadedStudy) -> None:
     """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
     have."""
     study, name = question.study, question.study.name
-    check_sees(question.model.vision, question.workload, study.model)
+    check_sees(question.model.towers, question.workload, study.model)
     for setting, objective in (
         ("objective", question.objective),
         *(("limit", limit.objective) for limit in question.limits),

@@ -22,8 +22,8 @@ from simtune.errors import UsageError
 from simtune.specs import room
 from simtune.specs.base import LARGEST_RATE_RPS, LONGEST_S
 from simtune.specs.text_blocks import TextBlocks
+from simtune.specs.towers import NO_TOWERS, Towers
 from simtune.specs.traces import MOONCAKE_BLOCK_TOKENS, Trace
-from simtune.specs.vision import Vision
 from simtune.specs.workload import (
     Arrivals,
     ClosedLoop,
@@ -42,7 +42,7 @@ from simtune.specs.workload import (
 )
 from simtune.workload.adapters import AdapterBlocks, Asking, adapters_of
 from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
-from simtune.workload.images import RequestImages, draw_images, named_blocks, placed
+from simtune.workload.media import RequestMedia, draw_media, named_blocks, placed
 from simtune.workload.sampling import (
     ARRIVALS,
     CLASS,
@@ -114,8 +114,9 @@ class RequestStream:
     """LoRA adapter of each request, -1 for the base model; None if no request asks for one."""
     of_load: Ints | None = None
     """Numbers of these requests within a load, from 0; None if they are the whole load."""
-    images: RequestImages | None = None
-    """Images in the prompts, whose tokens `prompt_tokens` counts if they are sized; None in a load without images."""
+    media: RequestMedia | None = None
+    """Images, videos and recordings in the prompts, whose tokens `prompt_tokens` counts if they are sized; None in a
+    load without any."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -211,7 +212,7 @@ class RequestStream:
             adapter=None if self.adapter is None else self.adapter[seen],
             warm_up=int(seen[: self.warm_up].sum()),
             of_load=self.numbers[seen],
-            images=None if self.images is None else self.images.kept(seen),
+            media=None if self.media is None else self.media.kept(seen),
         )
 
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
@@ -229,7 +230,7 @@ class RequestStream:
 
 
 def build_stream(
-    workload: Workload, trace: Trace | None, *, requests: int, seed: int, vision: Vision | None = None
+    workload: Workload, trace: Trace | None, *, requests: int, seed: int, towers: Towers = NO_TOWERS
 ) -> RequestStream:
     """Return the first `requests` requests of a workload, at its own rate; `RequestStream.at_rate` gives them another.
 
@@ -237,7 +238,7 @@ def build_stream(
     answers that of sessions.
 
     A trace is repeated end to end if `requests` exceeds its length; a repeat shares no prefix
-    with the round before. `vision` is the encoder of the model that reads images: without it prompts count text only.
+    with the round before. `towers` are the encoders of the model that reads media; without them prompts count text.
     Raises UsageError if the workload needs a trace that is not given or has no arrival times.
     """
     if requests < 1:
@@ -251,7 +252,7 @@ def build_stream(
     elif workload.sends_families or (trace is not None and trace.turns is not None):
         stream = _sessions(workload, trace, requests, seed)
     else:
-        stream = draw(workload, trace, Span(0, requests), seed, vision)
+        stream = draw(workload, trace, Span(0, requests), seed, towers)
     return stream if workload.warm_up is None else _warmed_up(stream, workload.warm_up, workload.name)
 
 
@@ -265,7 +266,7 @@ def _warmed_up(stream: RequestStream, arrivals: int, load: str) -> RequestStream
     return replace(stream, warm_up=arrivals if stream.families is None else int(stream.families.begin[arrivals]))
 
 
-def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, vision: Vision | None = None) -> RequestStream:
+def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, towers: Towers = NO_TOWERS) -> RequestStream:
     """Draw a range of the requests of a workload, the same whatever is drawn before them; `first` is a multiple of
     four.
 
@@ -304,35 +305,37 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, vision:
         batch=workload.batch,
         max_tokens=workload.max_tokens,
     )
-    if workload.images is not None:
-        stream = _with_images(stream, workload, in_trace, vision, (seed, span))
+    if workload.media:
+        stream = _with_media(stream, workload, in_trace, towers, (seed, span))
     return _with_adapters(stream, workload, trace, span, seed)
 
 
-def _with_images(
+def _with_media(
     stream: RequestStream,
     workload: Workload,
     in_trace: RepeatedBlocks | None,
-    vision: Vision | None,
+    towers: Towers,
     drawn_by: tuple[int, Span],
 ) -> RequestStream:
-    """Return requests with their images, whose tokens stand behind the prefix that prompts share. Raise UsageError if a
-    trace names what prompts share."""
-    spec, prefix = workload.images, workload.shared_prefix
-    assert spec is not None
+    """Return requests with their media, whose tokens stand behind the prefix that prompts share. Raise UsageError if a
+    trace names what prompts share, or an item is too short for a token."""
+    loads, prefix = workload.media, workload.shared_prefix
     if in_trace is not None:
-        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove images")
-    images = draw_images(spec, vision, *drawn_by)
-    if not images.sized:
-        return replace(stream, images=images)
-    size = spec.block_tokens if prefix is None else prefix.block_tokens
-    images = placed(images, stream.hash_ids, size)
-    prompt_tokens = stream.prompt_tokens + images.added_tokens()
-    stream = replace(stream, images=images, prompt_tokens=prompt_tokens)
-    if spec.repeats is None:
+        raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove {workload.media_keys}")
+    try:
+        media = draw_media(loads, towers, *drawn_by)
+    except ValueError as error:
+        raise UsageError(f"workload {workload.name}: {error}") from None
+    if not media.sized:
+        return replace(stream, media=media)
+    size = loads[0].block_tokens if prefix is None else prefix.block_tokens
+    media = placed(media, stream.hash_ids, size)
+    prompt_tokens = stream.prompt_tokens + media.added_tokens()
+    stream = replace(stream, media=media, prompt_tokens=prompt_tokens)
+    if all(load.repeats is None for load in loads):
         return stream
     _room_for_names(workload, prompt_tokens // size)
-    return replace(stream, hash_ids=named_blocks(images, stream.hash_ids, size), block_tokens=size)
+    return replace(stream, hash_ids=named_blocks(media, stream.hash_ids, size), block_tokens=size)
 
 
 def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
+from simtune.specs.tower import MediaKind
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     FixedLength,
@@ -24,8 +25,35 @@ from simtune.specs.workload import (
 
 # Keys of the random streams: changing one changes every result.
 ARRIVALS, PROMPT, OUTPUT, CLASS, GROUP, PREDICTION, TURNS, PAUSE, FORK, SUB_TURNS = range(10)
-IMAGE_SHARE, IMAGE_COUNT, IMAGE_REPEATS, IMAGE_IN_SET, IMAGE_SIZE, IMAGE_WIDTH, IMAGE_HEIGHT = range(10, 17)
-SET_SIZE, SET_WIDTH, SET_HEIGHT, ADAPTER = range(17, 21)
+ADAPTER = 20
+
+
+class ItemStreams(NamedTuple):
+    """Keys of the random streams of one item: its size among those of the load, its sides, its seconds."""
+
+    size: int
+    width: int
+    height: int
+    seconds: int
+
+
+class MediaStreams(NamedTuple):
+    """Keys of the random streams of one kind of media."""
+
+    share: int
+    number: int
+    repeats: int
+    in_set: int
+    new: ItemStreams
+    of_set: ItemStreams
+
+
+MEDIA: Mapping[MediaKind, MediaStreams] = {
+    # images have no seconds: keys of streams that are never drawn
+    "image": MediaStreams(10, 11, 12, 13, ItemStreams(14, 15, 16, -1), ItemStreams(17, 18, 19, -1)),
+    "video": MediaStreams(21, 22, 23, 24, ItemStreams(25, 26, 27, 28), ItemStreams(29, 30, 31, 32)),
+    "audio": MediaStreams(33, 34, 35, 36, ItemStreams(-1, -1, -1, 37), ItemStreams(-1, -1, -1, 38)),
+}
 
 
 class Span(NamedTuple):

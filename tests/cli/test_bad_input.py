@@ -858,3 +858,54 @@ def test_images_for_a_model_that_reads_none(desk: Any) -> None:
 def test_images_that_cannot_be(desk: Any, old: str, new: str, message: str) -> None:
     desk.write("pictures.yaml", PICTURES.replace(old, new))
     assert desk.refused(desk.simulate, "--out", "run", workload="./pictures.yaml") == message
+
+
+MEDIA = PICTURES + "videos: {sizes: [{width: 640, height: 360}], seconds: 5}\naudio: {seconds: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seconds: 5", "seconds: 5, fps: 0", "pictures.yaml:7:58: videos.fps: must be greater than 0 (found 0)"),
+        (
+            "seconds: 5", "seconds: 5, fps: 1, frames: 4",
+            "pictures.yaml:7:1: videos: frames that clients send are not sampled again; remove fps, or frames",
+        ),
+        (
+            "seconds: 5", "seconds: 0",
+            "pictures.yaml:7:46: videos.seconds: must be above 0 and at most 100,000 seconds (found 0)",
+        ),
+        (
+            "seconds: 3", "seconds: short",
+            "pictures.yaml:8:9: audio.seconds: must be a number of seconds, or quantiles of it (found 'short')",
+        ),
+        (
+            "{seconds: 3", "{block_tokens: 8, seconds: 3",
+            "pictures.yaml:8:9: audio.block_tokens: blocks are of one size in all media; give each the same "
+            "block_tokens",
+        ),
+        (
+            "images:", "sessions: {turns: 3}\nimages:",
+            "pictures.yaml:7:1: images: images are those of single requests; remove images, or sessions",
+        ),
+    ],
+)  # fmt: skip
+def test_videos_and_recordings_that_cannot_be(desk: Any, old: str, new: str, message: str) -> None:
+    desk.write("pictures.yaml", MEDIA.replace(old, new))
+    assert desk.refused(desk.simulate, "--out", "run", workload="./pictures.yaml") == message
+
+
+def test_recordings_and_short_videos_for_a_model_that_sees(desk: Any) -> None:
+    """The model has no encoder for sound; a video of one frame has no patch."""
+    model = ("--model", "qwen2.5-vl-7b")
+    desk.write("pictures.yaml", MEDIA)
+    message = desk.refused(desk.simulate, "--out", "run", *model, workload="./pictures.yaml")
+    assert message.startswith(
+        "workload pictures has audio, and model qwen2.5-vl-7b states no audio encoder; add audio to the model spec"
+    )
+    desk.write("pictures.yaml", MEDIA.replace("seconds: 5", "seconds: 0.03").replace("audio: {seconds: 3}\n", ""))
+    message = desk.refused(desk.simulate, "--out", "run", *model, workload="./pictures.yaml")
+    assert message == (
+        "workload pictures: videos.seconds: a video of 0.03 s at 30 frames per second has 1 of the 2 frames that one "
+        "patch needs; raise seconds or frame_rate"
+    )

@@ -10,9 +10,9 @@ import pytest
 from simtune.emit.importing import Imported, ImportRequest, import_plan
 from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED, REFUSED
-from simtune.errors import SimtuneError
+from simtune.errors import SimtuneError, SpecError
 from simtune.specs.adapters import Lora
-from simtune.specs.encoder import Encoder
+from simtune.specs.encoder import Encoder, MediaLimits
 from simtune.specs.pool import Pool
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -319,6 +319,13 @@ def test_the_encoder_of_a_model_that_states_one() -> None:
     shown = line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct --mm-encoder-tp-mode data --disable-chunked-mm-input")
     assert shown.plan.pools[0].encoder == Encoder(tp_mode="data", disable_chunked_mm_input=True)
     assert line("vllm serve Qwen/Qwen2.5-VL-7B-Instruct").plan.pools[0].encoder is None
+    served = "vllm serve Qwen/Qwen2.5-VL-7B-Instruct"
+    limited = line(f'{served} --limit-mm-per-prompt {{"image":{{"count":4}},"video":0}}')
+    assert limited.plan.pools[0].encoder == Encoder(limit_per_prompt=MediaLimits(image=4, video=0))
+    sized = line(f'{served} --mm-processor-kwargs {{"max_pixels":1003520}}')
+    assert any("set model.vision.sizing.max_pixels=1003520" in note for note in sized.notes)
+    with pytest.raises(SpecError, match="expected counts of image, video, audio, not smell: 3"):
+        line(f'{served} --limit-mm-per-prompt {{"smell":3}}')
     text = line("vllm serve meta-llama/Llama-3.1-8B --mm-encoder-tp-mode data")
     assert text.plan.pools[0].encoder is None
     assert any("states no vision encoder" in note for note in text.notes)

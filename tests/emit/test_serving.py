@@ -329,6 +329,11 @@ def test_vllm_divides_images_over_ranks(tmp_path: Path) -> None:
     assert "encoder.cache_size: as many embeddings as max_num_batched_tokens here" in text
     plain = written(plan_of(tmp_path, "vllm-0.33", encoder={}), "vllm")
     assert not {"mm-encoder-tp-mode", "disable-chunked-mm-input"} & {*plain}
+    limited = written(plan_of(tmp_path, "vllm-0.33", encoder={"limit_per_prompt": {"image": 4, "video": 0}}), "vllm")
+    assert limited["limit-mm-per-prompt"] == '{"image": 4, "video": 0}'
+    assert "limit-mm-per-prompt" not in plain
+    with pytest.raises(UsageError, match=r"encoder\.limit_per_prompt: was not checked in vLLM 0\.10"):
+        written(plan_of(tmp_path, "vllm-0.10", encoder={"limit_per_prompt": {"video": 0}}), "vllm")
     with pytest.raises(UsageError, match=r"encoder\.tp_mode: data was not checked in vLLM 0\.10"):
         written(plan_of(tmp_path, "vllm-0.10", encoder={"tp_mode": "data"}), "vllm")
     with pytest.raises(UsageError, match="encoder: SGLang is given no encoder settings here; remove it"):

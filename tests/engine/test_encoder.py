@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from simtune.engine import Request
 from simtune.engine.encoder import EncoderCache, EncoderLimits
 from simtune.engine.encoding import EncodingFcfs, EncodingPriority
-from simtune.engine.images import Image
+from simtune.engine.media import MediaItem
+from simtune.specs.tower import MEDIA_KINDS
 from tests.engine.plain import PlainEngine, PlainRequest
 from tests.engine.plain_images import PlainEncodingEngine, PlainImage
 
@@ -84,9 +85,12 @@ class ImageWorld:
 
     def request(self, number: int) -> Request:
         shown = self.load[number]
-        images = tuple(Image(i.start, i.tokens, i.vectors, i.name, (1, i.vectors)) for i in shown.images)
+        media = tuple(
+            MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors), MEDIA_KINDS[i.name % 3])
+            for i in shown.images
+        )
         names = self.names(shown)
-        return Request(number, shown.prompt, shown.output, shown.priority, blocks=names, images=images)
+        return Request(number, shown.prompt, shown.output, shown.priority, blocks=names, media=media)
 
     def names(self, shown: Shown) -> tuple[Any, ...]:
         """Names of its blocks up to the end of its last image: what stands before, and the images so far."""
@@ -107,7 +111,9 @@ def image_world(features: str, seed: int) -> ImageWorld:
     rng = random.Random(seed)
     block_size, blocks = rng.choice([1, 2, 4]), rng.choice([20, 30, 60])
     seqs, longest = rng.randint(1, 8), blocks * block_size
-    vectors = {name: rng.randint(1, 6) for name in range(rng.randint(1, 8))}
+    most = rng.choice([(6,), (6,), (3, 8)])
+    # images, videos and recordings: some are much larger than others
+    vectors = {name: rng.randint(1, rng.choice(most)) for name in range(rng.randint(1, 8))}
     limit = max(max(vectors.values()), rng.choice([1, 6, 12]))
     load, step = [], 0
     for _ in range(rng.randint(1, 18)):
@@ -115,7 +121,8 @@ def image_world(features: str, seed: int) -> ImageWorld:
         images, at = [], rng.choice([0, 0, 1, 5])
         for _ in range(rng.choice([0, 1, 1, 2, 3])):
             name = rng.choice([*vectors])
-            tokens = vectors[name] + name % 2
+            # markers around an item, and timestamps of a video
+            tokens = vectors[name] + name % 2 + 2 * (name % 3 == 1)
             if at + tokens > longest // 2:
                 break
             images.append(PlainImage(at, tokens, vectors[name], name))
@@ -124,7 +131,7 @@ def image_world(features: str, seed: int) -> ImageWorld:
         load.append(Shown(step, prompt, rng.randint(1, max(1, longest // 3)), rng.randint(0, 2), tuple(images)))
     largest = max(vectors.values())
     # without chunks that end within an image, a step has room for the largest one
-    budget = max(seqs, rng.choice([1, 6, 20]), largest + 2 if features == "whole images" else 1)
+    budget = max(seqs, rng.choice([1, 6, 20]), largest + 4 if features == "whole images" else 1)
     room = max(largest, limit if rng.random() < 0.5 else rng.choice([6, 20]))
     return ImageWorld(blocks, block_size, seqs, budget, room, limit, tuple(load), FEATURES[features])
 
@@ -221,12 +228,12 @@ def test_a_chunk_ends_before_an_image_without_budget() -> None:
     """Two images of 4 vectors, a budget of 6: the second one waits for the next step, and the text before it does not.
 
     Tokens: 2 of text, image a (2 to 6), 1 of text, image b (7 to 11), 3 of text."""
-    images = Image(2, 4, 4, 0, (1, 16)), Image(7, 4, 4, 1, (1, 16))
+    media = MediaItem(2, 4, 4, 0, (1, 16)), MediaItem(7, 4, 4, 1, (1, 16))
     engine = EncodingFcfs(
         num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=50, max_model_len=80,
         encoder=EncoderLimits(8, 6),
     )  # fmt: skip
-    engine.add(Request(0, 14, 2, images=images))
+    engine.add(Request(0, 14, 2, media=media))
     engine.add(Request(1, 5, 1))
     first = engine.schedule()
     assert first is not None
@@ -242,7 +249,7 @@ def test_a_chunk_ends_before_an_image_without_budget() -> None:
 
 def test_the_oldest_unused_image_makes_room() -> None:
     cache = EncoderCache(EncoderLimits(10, 10))
-    a, b, c, again = (Request(n, 5, 1, images=(Image(0, 4, 4, n % 3 if n < 3 else 1, (1, 4)),)) for n in range(4))
+    a, b, c, again = (Request(n, 5, 1, media=(MediaItem(0, 4, 4, n % 3 if n < 3 else 1, (1, 4)),)) for n in range(4))
     for request in (a, b):
         assert cache.grant(request, 0, 5) == 5
         cache.commit(request)

@@ -9,7 +9,7 @@ import pytest
 import simpy
 from pydantic import ValidationError
 
-from simtune.costs.encoder import ENCODER, EncoderCosts
+from simtune.costs.encoder import ENCODER, EncoderCosts, Work
 from simtune.costs.ticks import to_ticks
 from simtune.errors import Infeasible, UsageError
 from simtune.results.result import Result
@@ -36,7 +36,7 @@ def load(images: dict[str, Any] | None = None, **more: Any) -> Workload:
 
 
 def requests(workload: Workload, number: int) -> RequestStream:
-    return build_stream(workload, None, requests=number, seed=0, vision=MODEL.vision)
+    return build_stream(workload, None, requests=number, seed=0, towers=MODEL.towers)
 
 
 def deployed(encoder: dict[str, Any] | None, **more: Any) -> Deployment:
@@ -59,7 +59,7 @@ def test_a_request_alone_is_encoded_and_then_computed() -> None:
     stream = requests(load(PICTURES), 1)
     assert stream.prompt_tokens.tolist() == [100 + 46 * 26 + 2]
     outcome = deployment.simulate(stream).outcome
-    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([(1, 4 * 46 * 26, 46 * 26)])
+    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([Work(1, 4 * 46 * 26, 46 * 26)])
     prefill = deployment.costs.mixed(0, 0, [(0, 1298)], 1)
     assert outcome.first_token[0] - outcome.arrival[0] == to_ticks(encoding) + prefill
 
@@ -67,7 +67,7 @@ def test_a_request_alone_is_encoded_and_then_computed() -> None:
 def test_an_image_in_two_chunks_is_encoded_in_the_first() -> None:
     deployment = deployed({}, batching={"max_num_batched_tokens": 1000}, async_scheduling=False)
     outcome = deployment.simulate(requests(load(PICTURES), 1)).outcome
-    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([(1, 4784, 1196)])
+    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([Work(1, 4784, 1196)])
     chunks = deployment.costs.mixed(0, 0, [(0, 1000)], 0) + deployment.costs.mixed(0, 0, [(1000, 298)], 1)
     assert outcome.first_token[0] - outcome.arrival[0] == to_ticks(encoding) + chunks
 
@@ -117,8 +117,8 @@ def test_a_prompt_finds_the_blocks_of_the_same_image_behind_the_same_prefix() ->
     assert stream.hash_ids is not None
     assert {len(names) for names in stream.hash_ids} == {(32 + 102) // 16}
     assert len(set(stream.hash_ids)) == 1
-    assert stream.images is not None
-    assert stream.images.start.tolist() == [32] * 3
+    assert stream.media is not None
+    assert stream.media.start.tolist() == [32] * 3
     (use,) = deployed({}, kv_cache={"prefix_caching": True}).simulate(stream).summary().prefix_cache
     assert use.hit_tokens == 2 * 8 * 16
 
@@ -129,14 +129,14 @@ def test_a_request_has_the_same_images_however_many_are_drawn() -> None:
     repeats = {"share": 0.5, "images": 20, "skew": 1.0}
     images = {"share": 0.5, "per_request": [1, 2, 5], "sizes": sizes, "repeats": repeats}
     few, many = (requests(load(images), number) for number in (40, 400))
-    assert few.images is not None
-    assert many.images is not None
-    assert [few.images.of(i) for i in range(40)] == [many.images.of(i) for i in range(40)]
+    assert few.media is not None
+    assert many.media is not None
+    assert [few.media.of(i) for i in range(40)] == [many.media.of(i) for i in range(40)]
     assert (few.prompt_tokens == many.prompt_tokens[:40]).all()
     kept = many.kept(np.arange(400) % 3 == 1)
-    assert kept.images is not None
-    assert [kept.images.of(i) for i in range(10)] == [many.images.of(3 * i + 1) for i in range(10)]
-    counts = many.images.per_request
+    assert kept.media is not None
+    assert [kept.media.of(i) for i in range(10)] == [many.media.of(3 * i + 1) for i in range(10)]
+    counts = many.media.per_request
     assert 0.4 < (counts > 0).mean() < 0.6
     assert set(counts.tolist()) == {0, 1, 2, 5}
 
@@ -148,7 +148,7 @@ def test_a_request_has_the_same_images_however_many_are_drawn() -> None:
         ({"batching": {"policy": "sglang"}}, "policy sglang has no encoder"),
         (
             {"encoder": {"disable_chunked_mm_input": True}},
-            "disable_chunked_mm_input needs a step for the largest image",
+            "disable_chunked_mm_input needs a step for the largest item",
         ),
     ],
 )
@@ -166,7 +166,9 @@ def test_a_load_with_images_needs_a_model_and_a_pool_for_them() -> None:
         deployed({}).simulate(unsized)
     text = load_model("qwen2.5-7b")
     plan = deployed({}).plan
-    with pytest.raises(Infeasible, match=r"model qwen2\.5-7b states no vision encoder; add vision to the model"):
+    with pytest.raises(
+        Infeasible, match=r"model qwen2\.5-7b states no vision encoder and no audio encoder; add vision"
+    ):
         deploy(plan, text, H100)
 
 
@@ -186,7 +188,7 @@ def apart(**stage: Any) -> Deployment:
 def test_a_request_alone_is_encoded_sent_and_computed() -> None:
     deployment = apart(bytes_per_s=1e9)
     outcome = deployment.simulate(requests(load(PICTURES), 1)).outcome
-    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([(1, 4784, 1196)])
+    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([Work(1, 4784, 1196)])
     sent = 1196 * 3584 * 2 / 1e9
     prefill = deployment.costs.mixed(0, 0, [(0, 1298)], 1)
     assert outcome.first_token[0] - outcome.arrival[0] == pytest.approx(to_ticks(encoding + sent) + prefill, abs=2)
@@ -200,18 +202,18 @@ def test_a_pool_of_encoders_is_the_queue_of_simpy(servers: int) -> None:
     images = {"share": 0.7, "per_request": [1, 4], "sizes": sizes}
     stream = requests(load(images, arrivals={"kind": "poisson", "rate_rps": 20.0 * servers}), 400)
     assert stream.arrival_s is not None
-    assert stream.images is not None
+    assert stream.media is not None
     costs = EncoderCosts(MODEL, H100, deployment.plan.pools[0])
     environment = simpy.Environment()
     resource = simpy.Resource(environment, servers)
     arrived: dict[int, float] = {}
 
     def request(number: int) -> Any:
-        shapes = [image.shape for image in stream.images.of(number)]  # type: ignore[union-attr]
+        shapes = [image.shape for image in stream.media.of(number)]  # type: ignore[union-attr]
         yield environment.timeout(stream.arrival_s[number])  # type: ignore[index]
         with resource.request() as server:
             yield server
-            yield environment.timeout(0.001 + costs.seconds([(s.sequences, s.patches, s.vectors) for s in shapes]))
+            yield environment.timeout(0.001 + costs.seconds([Work.of(s, "image") for s in shapes]))
         yield environment.timeout(sum(s.vectors for s in shapes) * 3584 * 2 / 2e9)
         arrived[number] = environment.now
 
@@ -271,5 +273,5 @@ def test_intervals_and_what_the_step_time_rests_on_name_the_encoder() -> None:
     slow = deploy(deployment.plan, deployment.model, deployment.profiles, factors={ENCODER: 2.0}).pools[0].encoder
     assert slow is not None
     assert deployment.pools[0].encoder is not None
-    works = [(1, 1024, 256)]
+    works = [Work(1, 1024, 256)]
     assert slow.costs.seconds(works) == pytest.approx(2 * deployment.pools[0].encoder.costs.seconds(works))

@@ -72,6 +72,7 @@ PUBLISHED_PARAMETERS = {
     "deepseek-v3.2": 671,  # without the layer that predicts a token further
     "deepseek-v4-flash": 284,
     "deepseek-v4-pro": 1600,
+    "voxtral-mini-3b": 4.0,  # embeddings and decoder, arXiv 2507.13264, table 1
 }
 
 
@@ -83,7 +84,9 @@ ROUNDED = {"deepseek-v4-pro": 50}
 def test_a_shipped_model_has_the_published_number_of_parameters(path: Path) -> None:
     model = Model.from_file(path)
     assert model.name == path.stem
-    parts = ("", ", language part only") if model.vision is None else (", language and vision parts",)
+    kinds = {"vision": model.vision, "audio": model.audio}
+    encoders = [name for name, encoder in kinds.items() if encoder is not None]
+    parts = [f", language and {name} parts" for name in encoders] or ["", ", language part only"]
     assert model.source in {f"published config.json of {model.hf}{part}" for part in parts}
     published = PUBLISHED_PARAMETERS[path.stem]
     rounding = ROUNDED.get(path.stem, 0.005 * published)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simtune.specs.catalog import load_model
-from simtune.specs.vision import ImageShape, NativeSizing, Vision
+from simtune.specs.tower import MediaShape
+from simtune.specs.vision import NativeSizing, Vision
 from tests.specs.published.configs import PUBLISHED
 from tests.specs.test_hf_config import read
 
@@ -47,36 +48,36 @@ GEMMA3 = ("Gemma3ForConditionalGeneration", {"hidden_size": 1152}, "gemma3_text"
     ("of", "sides", "shape"),
     [
         # 1024 / 28 = 36.6 -> 37 tokens a side, four patches each; two tokens around them
-        (QWEN25, (1024, 1024), ImageShape(1, 4 * 37 * 37, 37 * 37, 37 * 37 + 2)),
+        (QWEN25, (1024, 1024), MediaShape(1, 4 * 37 * 37, 37 * 37, 37 * 37 + 2)),
         # 1280 / 28 = 45.7 -> 46, 720 / 28 = 25.7 -> 26
-        (QWEN25, (1280, 720), ImageShape(1, 4 * 46 * 26, 46 * 26, 46 * 26 + 2)),
+        (QWEN25, (1280, 720), MediaShape(1, 4 * 46 * 26, 46 * 26, 46 * 26 + 2)),
         # too large: sides over sqrt(48e6 / 12,845,056) = 1.933: 8000 / 1.933 / 28 = 147.8 -> 147, 6000: 110.8 -> 110
-        (QWEN25, (8000, 6000), ImageShape(1, 4 * 147 * 110, 147 * 110, 147 * 110 + 2)),
+        (QWEN25, (8000, 6000), MediaShape(1, 4 * 147 * 110, 147 * 110, 147 * 110 + 2)),
         # too small: sides times sqrt(3136 / 300) = 3.233: 30 x 3.233 / 28 = 3.46 -> 4, 10 x 3.233 / 28 = 1.15 -> 2
-        (QWEN25, (30, 10), ImageShape(1, 4 * 4 * 2, 8, 10)),
+        (QWEN25, (30, 10), MediaShape(1, 4 * 4 * 2, 8, 10)),
         # patches of 16: 1024 / 32 = 32, 768 / 32 = 24
-        (QWEN3, (1024, 768), ImageShape(1, 4 * 32 * 24, 32 * 24, 32 * 24 + 2)),
+        (QWEN3, (1024, 768), MediaShape(1, 4 * 32 * 24, 32 * 24, 32 * 24 + 2)),
         # every row of 37 ends with a token: 1024 / 28 = 36.6 -> 37, 768 / 28 = 27.4 -> 28
-        (MISTRAL, (1024, 768), ImageShape(1, 4 * 37 * 28, 37 * 28, 38 * 28)),
+        (MISTRAL, (1024, 768), MediaShape(1, 4 * 37 * 28, 37 * 28, 38 * 28)),
         # halved to 1540 x 770: 55 x 28
-        (MISTRAL, (3080, 1540), ImageShape(1, 4 * 55 * 28, 55 * 28, 56 * 28)),
+        (MISTRAL, (3080, 1540), MediaShape(1, 4 * 55 * 28, 55 * 28, 56 * 28)),
         # 4 x 3 tiles of 448 have its ratio, and one more for the whole image; 256 tokens each
-        (INTERN, (1024, 768), ImageShape(13, 1024, 13 * 256, 13 * 256 + 2)),
-        (INTERN, (448, 448), ImageShape(1, 1024, 256, 258)),
+        (INTERN, (1024, 768), MediaShape(13, 1024, 13 * 256, 13 * 256 + 2)),
+        (INTERN, (448, 448), MediaShape(1, 1024, 256, 258)),
         # 2 x 2 of ratio 1, as 800 x 800 fills more than half of it, and not half of 3 x 3
-        (INTERN, (800, 800), ImageShape(5, 1024, 5 * 256, 5 * 256 + 2)),
+        (INTERN, (800, 800), MediaShape(5, 1024, 5 * 256, 5 * 256 + 2)),
         # 73 x 54 = 3,942 patches fit 4,096; padded to 37 x 28 tokens
-        (KIMI, (1024, 768), ImageShape(1, 4 * 37 * 28, 37 * 28, 37 * 28 + 4)),
+        (KIMI, (1024, 768), MediaShape(1, 4 * 37 * 28, 37 * 28, 37 * 28 + 4)),
         # only 4 x 4 tiles of 336 do not shrink it; each is followed by a token, three are around them
-        (LLAMA4, (1024, 1024), ImageShape(17, 576, 17 * 144, 17 * 144 + 16 + 3)),
-        (LLAMA4, (300, 200), ImageShape(1, 576, 144, 144 + 3)),
+        (LLAMA4, (1024, 1024), MediaShape(17, 576, 17 * 144, 17 * 144 + 16 + 3)),
+        (LLAMA4, (300, 200), MediaShape(1, 576, 144, 144 + 3)),
         # always one square of 64 x 64 patches, in 256 tokens, between four others
-        (GEMMA3, (300, 200), ImageShape(1, 4096, 256, 260)),
-        (GEMMA3, (3000, 200), ImageShape(1, 4096, 256, 260)),
+        (GEMMA3, (300, 200), MediaShape(1, 4096, 256, 260)),
+        (GEMMA3, (3000, 200), MediaShape(1, 4096, 256, 260)),
     ],
 )  # fmt: skip
 def test_tokens_of_an_image_are_those_of_its_processor(
-    of: tuple[str, dict[str, Any], str], sides: tuple[int, int], shape: ImageShape
+    of: tuple[str, dict[str, Any], str], sides: tuple[int, int], shape: MediaShape
 ) -> None:
     assert vision(*of).shape(*sides) == shape
 

@@ -17,7 +17,7 @@ from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.encoder import Encoder
-from simtune.specs.images import LoadImages
+from simtune.specs.media import LoadImages
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
@@ -252,7 +252,7 @@ def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
     stages = (Stage(name="encode", pool="mixed", encoder="weights", devices=1),) if apart else None
     plan = Plan(name="plan", model=model.name, pools=(parts,), stages=stages)
     deployment = deploy(plan, model, HARDWARE)
-    stream = build_stream(workload, None, requests=150, seed=1, vision=model.vision)
+    stream = build_stream(workload, None, requests=150, seed=1, towers=model.towers)
     for slo in (Slo(ttft_s={"p90": 0.5}, tpot_s={"p90": 0.03}), Slo(ttft_s={"mean": 0.3}, e2el_s={"p90": 3.0})):
         _never_above(deployment, stream, slo)
 

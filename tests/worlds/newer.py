@@ -72,6 +72,11 @@ def _images(random: Random, plan: Block, load: Block) -> None:
     if random.random() < 0.5:
         images["repeats"] = {"share": 0.6, "images": 2}
     load["images"] = images
+    if random.random() < 0.5:
+        videos: Block = {"share": random.choice((0.3, 0.7)), "sizes": sizes, "seconds": random.choice((0.5, 2.0))}
+        if random.random() < 0.5:
+            videos["repeats"] = {"share": 0.6, "items": 2}
+        load["videos"] = videos
 
 
 def _spares(random: Random, plan: Block, load: Block) -> None:

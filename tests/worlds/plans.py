@@ -564,7 +564,7 @@ def features(world: World) -> set[str]:
         "async": any(pool.schedules_async for pool in pools),
         "swap": any(cache.preemption == "swap" for cache in caches),
         "adapters": stream.adapter is not None,
-        "images": stream.images is not None,
+        "images": stream.media is not None,
         "ranks": any(changes_ranks(event, plan.pool(event.pool)) for event in plan.events),
         "spares": any(pool.spare for pool in pools),
         "ahead": any(tier.fetched == "ahead" for cache in caches for tier in cache.tiers or ()),

@@ -24,6 +24,7 @@ from simtune.emit.transformers import Transformers
 from simtune.emit.vllm import OPTIONS, Vllm
 from simtune.errors import SpecError
 from simtune.specs.model import MlaAttention
+from simtune.specs.tower import MEDIA_KINDS
 
 _FP8 = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
 _BF16 = {"bfloat16": "bf16", "bf16": "bf16"}
@@ -139,17 +140,46 @@ def _later(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given
 
 
 def _encoder_setting(key: str, values: Sequence[Any]) -> Special:
-    """Return a reader of a setting of a vision encoder, which matters only if the model states one."""
+    """Return a reader of a setting of encoders of media, which matters only if the model states one."""
 
     def read(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
-        if draft.model.vision is None:
-            draft.ignore(option, "the model states no vision encoder, so only text is simulated")
+        if not draft.model.towers.kinds:
+            draft.ignore(option, _TEXT_ONLY)
         elif option.value in values:
             draft.set(f"encoder.{key}", option.value)
         else:
             draft.refuse(option, f"a vision encoder by {option.value}")
 
     return read
+
+
+_TEXT_ONLY = "the model states no vision encoder and no audio encoder, so only text is simulated"
+
+
+def _media_limits(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    """Read the most items of each kind in one prompt."""
+    limits = json_value(option)
+    if not draft.model.towers.kinds:
+        draft.ignore(option, _TEXT_ONLY)
+        return
+    for kind, limit in limits.items():
+        # vLLM reads sizes of the dummy item too, with which it only measures memory
+        count = limit.get("count") if isinstance(limit, dict) else limit
+        if kind not in MEDIA_KINDS or type(count) is not int or count < 0:
+            raise SpecError(option.problem(f"expected counts of {', '.join(MEDIA_KINDS)}, not {kind}: {limit!r}"))
+        draft.set(f"encoder.limit_per_prompt.{kind}", count)
+
+
+def _processor_settings(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    """Leave out a setting of the processor, and name the keys of the model that have its effect."""
+    if not draft.model.towers.kinds:
+        draft.ignore(option, _TEXT_ONLY)
+        return
+    draft.ignore(
+        option,
+        "the sizes of images and videos are those of the model; set them there, as in "
+        "--set model.vision.sizing.max_pixels=1003520 or --set model.vision.video.fps=1",
+    )
 
 
 class VllmReader(OptionReader):
@@ -215,6 +245,8 @@ class VllmReader(OptionReader):
         ),
         "mm-encoder-tp-mode": _encoder_setting("tp_mode", ("weights", "data")),
         "disable-chunked-mm-input": _encoder_setting("disable_chunked_mm_input", (True, False)),
+        "limit-mm-per-prompt": _media_limits,
+        "mm-processor-kwargs": _processor_settings,
         "disaggregation-mode": _words("role", {"agg": None, "prefill": "prefill", "decode": "decode"}, "roles"),
     }
     more_flags = frozenset(

@@ -38,7 +38,7 @@ _IGNORED: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
             "data-parallel-start-rank data-parallel-rank uds middleware",
             _LOGS: "kv-events-config show-hidden-metrics-for-version collect-detailed-traces stat-logger",
             _TEXT: "generation-config override-generation-config chat-template-content-format max-logprobs "
-            "limit-mm-per-prompt mm-processor-kwargs mm-processor-cache-gb "
+            "mm-processor-cache-gb "
             "allowed-local-media-path media-io-kwargs logits-processors",
             _LOADING: "config-format code-revision tokenizer-revision hf-config-path hf-token "
             "prefix-caching-hash-algo distributed-executor-backend max-parallel-loading-workers",

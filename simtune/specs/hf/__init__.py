@@ -24,6 +24,7 @@ from simtune.specs.hf.architectures import (
     REFUSED,
     WRAPPERS,
 )
+from simtune.specs.hf.audio_parts import audio_of
 from simtune.specs.hf.config_reader import ALIASES, LANGUAGE_PARTS, Config, language_parts
 from simtune.specs.hf.vision_parts import vision_of
 from simtune.specs.model import Model
@@ -60,6 +61,7 @@ def from_config(
     if not isinstance(document.data, dict):
         message = "a Hugging Face config.json was expected: a JSON object"
         raise SpecError(Problem(document.file, message, "", 1, 1))
+    document = _thinking(document)
     if architecture is not None:
         document, note = _on_word(document, architecture)
         notes = [note, *notes]
@@ -74,6 +76,19 @@ def from_config(
     if all_notes:
         spec["notes"] = all_notes
     return Model.from_document(override(Document(document.file, spec, None), ours))
+
+
+def _thinking(document: Document) -> Document:
+    """Return the config of the part that reads and answers, if it is one of several that a config contains."""
+    thinker = document.data.get("thinker_config")
+    if not isinstance(thinker, dict):
+        return document
+    shared = {key: value for key, value in document.data.items() if not isinstance(value, dict) or key in _OF_ALL}
+    return replace(document, data={**shared, **{key: value for key, value in thinker.items() if key not in shared}})
+
+
+_OF_ALL = ("quantization_config", "compression_config")
+"""Blocks of a config that hold for all of its parts."""
 
 
 def _on_word(document: Document, architecture: str) -> tuple[Document, str]:
@@ -127,11 +142,12 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     feed_forward = architecture.feed_forward(config, architecture)
     dtype, positions = config.dtype(), config.count("max_position_embeddings")
     formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
-    vision = vision_of(config)
+    vision, audio = vision_of(config), audio_of(config)
+    encoders = [part for part, block in (("vision", vision), ("audio", audio)) if block is not None]
     spec: dict[str, Any] = {
         "schema": Model.schema_id(),
         "name": name,
-        "source": f"Hugging Face config.json of a {architecture_name}{_parts(config, vision is not None)}",
+        "source": f"Hugging Face config.json of a {architecture_name}{_parts(config, encoders)}",
         "hidden_size": config.count("hidden_size"),
         "vocab_size": config.count("vocab_size"),
         "max_position": positions,
@@ -149,6 +165,8 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         spec["kv_dtype"] = architecture.kv_dtype
     if vision is not None:
         spec["vision"] = vision
+    if audio is not None:
+        spec["audio"] = audio
     # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
@@ -166,9 +184,11 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     return spec, config.asked
 
 
-def _parts(config: Config, sees: bool) -> str:
+def _parts(config: Config, encoders: Sequence[str]) -> str:
     """Return the parts of a multimodal config that are read, and the file of its number formats, in words."""
-    parts = "" if config.nested is None else ", language and vision parts" if sees else ", language part only"
+    parts = "" if config.nested is None else ", language part only"
+    if parts and encoders:
+        parts = f", {', '.join(['language', *encoders][:-1])} and {encoders[-1]} parts"
     if config.modelopt is not None and not config.get(*ALIASES["quantization"]):
         parts += f", number formats from the {MODELOPT} beside it"
     return parts

@@ -255,6 +255,8 @@ LANGUAGE_MODELS = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -290,6 +292,11 @@ WRAPPERS = (
     "NemotronH_Nano_VL_V2",
     "KimiK3ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
 )
 """Multimodal models around any of these language models."""
 

@@ -24,10 +24,10 @@ def vision_of(config: Config) -> Block | None:
     block, listed = config.data.get("vision_config"), config.data.get("architectures")
     if not isinstance(block, dict) or not isinstance(listed, list) or not listed:
         return None
-    read, sizes = _FAMILIES.get(str(listed[0])), _sizes(block)
+    read, sizes = _FAMILIES.get(str(listed[0])), sizes_in(block)
     if read is None or "hidden_size" not in sizes:
         return None
-    vision = read(sizes, _sizes(config.data), config.count("hidden_size"))
+    vision = read(sizes, sizes_in(config.data), config.count("hidden_size"))
     try:
         Vision.model_validate(vision)
     except ValidationError:
@@ -36,7 +36,7 @@ def vision_of(config: Config) -> Block | None:
     return vision
 
 
-def _sizes(block: Block) -> Block:
+def sizes_in(block: Block) -> Block:
     """Return the switches, the whole numbers above 0 and the lists of such numbers in a block."""
     return {key: value for key, value in block.items() if _is_size(value)}
 
@@ -47,7 +47,8 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, bool) or (type(value) is int and value > 0)
 
 
-def _of(block: Block, key: str, default: int | None = None) -> Any:
+def value_in(block: Block, key: str, default: int | None = None) -> Any:
+    """Return a value of a block, or a default if it is absent or null."""
     value = block.get(key)
     return default if value is None else value
 
@@ -56,45 +57,55 @@ def _shared(block: Block, layers: int | None, heads: int | None, inner: int | No
     """Return the sizes that all families but the oldest name alike."""
     return {
         "hidden_size": block["hidden_size"],
-        "layers": _of(block, "num_hidden_layers", _of(block, "depth", layers)),
-        "heads": _of(block, "num_attention_heads", _of(block, "num_heads", heads)),
-        "intermediate_size": _of(block, "intermediate_size", inner),
-        "patch": _of(block, "patch_size", patch),
+        "layers": value_in(block, "num_hidden_layers", value_in(block, "depth", layers)),
+        "heads": value_in(block, "num_attention_heads", value_in(block, "num_heads", heads)),
+        "intermediate_size": value_in(block, "intermediate_size", inner),
+        "patch": value_in(block, "patch_size", patch),
     }
 
 
 def _qwen2(block: Block, data: Block, hidden: int) -> Block:
-    width = _of(block, "embed_dim", 1280)
+    width = value_in(block, "embed_dim", 1280)
     sizes = _shared({**block, "hidden_size": width, "intermediate_size": 4 * width}, 32, 16, None, 14)
-    return {**sizes, **_native(block, width, _of(block, "hidden_size"), 3136, 12_845_056)}
+    return {**sizes, **_native(block, width, value_in(block, "hidden_size"), 3136, 12_845_056)}
 
 
 def _native(block: Block, width: int, out: int, least: int, most: int) -> Block:
-    merge = _of(block, "spatial_merge_size", 2)
+    merge = value_in(block, "spatial_merge_size", 2)
     return {
         "merge": merge,
-        "frames": _of(block, "temporal_patch_size", 2),
+        "frames": value_in(block, "temporal_patch_size", 2),
         "projector": [width * merge**2, out],
         "sizing": {"kind": "native", "min_pixels": least, "max_pixels": most},
+        # the same limits for each frame: preprocessor_config.json is that of the video processor too
+        "video": {"limits": "frame", "min_pixels": least, "max_pixels": most},
     }
 
 
 def _qwen25(block: Block, data: Block, hidden: int) -> Block:
-    sizes, out = _shared(block, 32, 16, 3420, 14), _of(block, "out_hidden_size", hidden)
-    patches = _of(block, "window_size", 112) // sizes["patch"]
-    full_layers = _of(block, "fullatt_block_indexes") or [7, 15, 23, 31]
+    sizes, out = _shared(block, 32, 16, 3420, 14), value_in(block, "out_hidden_size", hidden)
+    patches = value_in(block, "window_size", 112) // sizes["patch"]
+    full_layers = value_in(block, "fullatt_block_indexes") or [7, 15, 23, 31]
     native = _native(block, sizes["hidden_size"], out, 3136, 12_845_056)
     return {**sizes, "gated": True, "window": patches**2, "full_layers": len(full_layers), **native}
 
 
 def _qwen3(block: Block, data: Block, hidden: int, deepstack: int = 3) -> Block:
-    sizes, out = _shared(block, 27, 16, 4304, 16), _of(block, "out_hidden_size", hidden)
+    sizes, out = _shared(block, 27, 16, 4304, 16), value_in(block, "out_hidden_size", hidden)
     indexes = block.get("deepstack_visual_indexes")
     return {
         **sizes,
-        "positions": _of(block, "num_position_embeddings", 2304),
+        "positions": value_in(block, "num_position_embeddings", 2304),
         "projectors": 1 + (deepstack if indexes is None else len(indexes)),
         **_native(block, sizes["hidden_size"], out, 65_536, 16_777_216),
+        # of video_preprocessor_config.json, for all frames together
+        "video": {
+            "limits": "clip",
+            "min_pixels": 4096,
+            "max_pixels": 25_165_824,
+            "timestamps": True,
+            "group_markers": 2,
+        },
     }
 
 
@@ -103,11 +114,11 @@ def _qwen35(block: Block, data: Block, hidden: int) -> Block:
 
 
 def _gemma3(block: Block, data: Block, hidden: int) -> Block:
-    sizes, side = _shared(block, 27, 16, 4304, 14), _of(block, "image_size", 896)
+    sizes, side = _shared(block, 27, 16, 4304, 14), value_in(block, "image_size", 896)
     patches = side // sizes["patch"]
     return {
         **sizes,
-        "merge": patches // round(_of(data, "mm_tokens_per_image", 256) ** 0.5),
+        "merge": patches // round(value_in(data, "mm_tokens_per_image", 256) ** 0.5),
         "positions": patches**2,
         "projector": [hidden],
         "pooled": True,
@@ -116,28 +127,31 @@ def _gemma3(block: Block, data: Block, hidden: int) -> Block:
 
 
 def _llama4(block: Block, data: Block, hidden: int) -> Block:
-    sizes, side = _shared(block, 34, 16, 5632, 14), _of(block, "image_size", 336)
-    joined, out = _of(block, "projector_input_dim", 4096), _of(block, "projector_output_dim", 4096)
+    sizes, side = _shared(block, 34, 16, 5632, 14), value_in(block, "image_size", 336)
+    joined, out = value_in(block, "projector_input_dim", 4096), value_in(block, "projector_output_dim", 4096)
     tiles = {"kind": "tiles", "side": side, "max_tiles": 16, "choice": "scale", "tile_markers": 1, "markers": 3}
     positions = (side // sizes["patch"]) ** 2 + 1
     return {**sizes, "merge": 2, "positions": positions, "projector": [joined, out, hidden], "sizing": tiles}
 
 
 def _mistral3(block: Block, data: Block, hidden: int) -> Block:
-    sizes, merge = _shared(block, 24, 16, 4096, 14), _of(data, "spatial_merge_size", 2)
-    rows = {"kind": "rows", "longest_side": _of(block, "image_size", 1540)}
+    sizes, merge = _shared(block, 24, 16, 4096, 14), value_in(data, "spatial_merge_size", 2)
+    rows = {"kind": "rows", "longest_side": value_in(block, "image_size", 1540)}
     projector = [sizes["hidden_size"], hidden, hidden]
     return {**sizes, "gated": True, "merge": merge, "projector": projector, "sizing": rows}
 
 
 def _internvl(block: Block, data: Block, hidden: int) -> Block:
-    sizes, side = _shared(block, 24, 16, 4096, 14), _of(data, "force_image_size", _of(block, "image_size", 448))
+    sizes, side = (
+        _shared(block, 24, 16, 4096, 14),
+        value_in(data, "force_image_size", value_in(block, "image_size", 448)),
+    )
     side, patch = (value[0] if isinstance(value, list) else value for value in (side, sizes["patch"]))
     tiles = {
         "kind": "tiles",
         "side": side,
-        "max_tiles": _of(data, "max_dynamic_patch", 12),
-        "thumbnail": _of(data, "use_thumbnail", True),
+        "max_tiles": value_in(data, "max_dynamic_patch", 12),
+        "thumbnail": value_in(data, "use_thumbnail", True),
     }
     positions = (side // patch) ** 2 + 1
     return {
@@ -152,7 +166,7 @@ def _kimi(block: Block, data: Block, hidden: int) -> Block:
     return {
         **sizes,
         "merge": merge,
-        "positions": _of(block, "init_pos_emb_height", 64) * _of(block, "init_pos_emb_width", 64),
+        "positions": value_in(block, "init_pos_emb_height", 64) * value_in(block, "init_pos_emb_width", 64),
         "projector": [sizes["hidden_size"] * merge**2, hidden],
         "sizing": {"kind": "padded", "max_patches": 4096, "markers": 4},
     }

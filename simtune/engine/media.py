@@ -1,12 +1,12 @@
-"""Images of prompts, as engines see them."""
+"""Media of prompts, as engines see them: images, videos and recordings."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Image(NamedTuple):
-    """An image of a prompt."""
+class MediaItem(NamedTuple):
+    """An image, a video or a recording in a prompt."""
 
     start: int
     """Tokens of the prompt before it."""
@@ -15,9 +15,11 @@ class Image(NamedTuple):
     vectors: int
     """Embeddings that the encoder delivers for it, which the budget and the cache count."""
     name: int
-    """Identity: equal names, equal images."""
+    """Identity: equal names, equal items."""
     work: tuple[int, int]
     """Sequences that are encoded apart, and patches of each."""
+    kind: str = "image"
+    """Kind of the item (`simtune.specs.media.MediaKind`): items of one kind are encoded together."""
 
     @property
     def end(self) -> int:

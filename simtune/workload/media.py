@@ -1,0 +1,293 @@
+"""Media of a load: which items a request has, their sizes, their tokens in its prompt, and what prompts share by them.
+
+Item j of one kind of request i takes the uniform number i * most + j of each purpose, so it depends on the seed and on
+both numbers alone. Items of the repeated set have sizes of their own, drawn by their number in the set.
+
+Names of blocks. Items stand behind the prefix that prompts share, and before the rest of the text. A block is named by
+the prefix before it and by all items up to its last token, as engines hash it, so a prompt finds the blocks of an
+earlier one as far as prefix and items are the same. Behind the first new item nothing is shared, and no name is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simtune.arrays import Array, Ints
+from simtune.errors import UsageError
+from simtune.specs.media import ImageSize, LoadAudio, LoadImages, LoadMedia, LoadVideos, SideQuantiles
+from simtune.specs.tower import MEDIA_KINDS, MediaKind, MediaShape
+from simtune.specs.towers import Towers
+from simtune.specs.workload import Workload
+from simtune.workload.sampling import MEDIA, ItemStreams, Span, drawn
+
+_NAMED = 1 << 62
+"""Names of blocks with items are at least this; those of prefixes are smaller."""
+_KIND = 1 << 56
+"""Distance of the names of items of different kinds; those of images begin at 0."""
+
+
+class PromptItem(NamedTuple):
+    """An item of a prompt."""
+
+    start: int
+    """Tokens of the prompt before it."""
+    name: int
+    """Identity: equal names, equal items."""
+    shape: MediaShape
+    kind: MediaKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestMedia:
+    """Media of requests, one array item each, in order of requests and of their prompts.
+
+    Without the facts of a model only sizes and names are known, and `sized` is false.
+    """
+
+    begin: Ints
+    """Number of the first item of each request, and at the end the number of all."""
+    kind: Ints
+    """Kind of each item: its place in `MEDIA_KINDS`."""
+    name: Ints
+    """Identity of each item."""
+    repeated: NDArray[np.bool_]
+    """True for items of a set, which may come again."""
+    size: Array
+    """Width and height in pixels, and seconds, of each item; 0 if its kind has none."""
+    start: Ints
+    """Tokens of the prompt before each item; 0 unless sized."""
+    shape: Ints
+    """Columns of `MediaShape`: sequences, patches, vectors and tokens of each item; zeros unless sized."""
+    sized: bool = False
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def of(self, request: int) -> list[PromptItem]:
+        """Return the items of a request."""
+        rows = slice(int(self.begin[request]), int(self.begin[request + 1]))
+        columns = (column[rows].tolist() for column in (self.start, self.name, self.shape, self.kind))
+        return [
+            PromptItem(start, name, MediaShape(*shape), MEDIA_KINDS[kind])
+            for start, name, shape, kind in zip(*columns, strict=True)
+        ]
+
+    @property
+    def per_request(self) -> Ints:
+        """Number of items of each request."""
+        counts: Ints = np.diff(self.begin)
+        return counts
+
+    @property
+    def kinds(self) -> tuple[MediaKind, ...]:
+        """Kinds of which there is any item."""
+        return tuple(MEDIA_KINDS[kind] for kind in np.unique(self.kind))
+
+    def most(self, kind: MediaKind) -> int:
+        """Return the most items of one kind in one request."""
+        of_kind = np.concatenate([[0], np.cumsum(self.kind == MEDIA_KINDS.index(kind))])
+        return int((of_kind[self.begin[1:]] - of_kind[self.begin[:-1]]).max(initial=0))
+
+    def rows(self, requests: Ints) -> RequestMedia:
+        """Return the items of some requests, in the order of these."""
+        counts = self.per_request[requests]
+        begin = np.concatenate([[0], np.cumsum(counts)])
+        return self._items(begin, np.repeat(self.begin[requests] - begin[:-1], counts) + np.arange(begin[-1]))
+
+    def _items(self, begin: Ints, at: Ints) -> RequestMedia:
+        return replace(
+            self, begin=begin, kind=self.kind[at], name=self.name[at], repeated=self.repeated[at], size=self.size[at],
+            start=self.start[at], shape=self.shape[at],
+        )  # fmt: skip
+
+    def kept(self, seen: NDArray[np.bool_]) -> RequestMedia:
+        """Return the items of the requests for which `seen` is true."""
+        return self.rows(np.flatnonzero(seen))
+
+    def added_tokens(self) -> Ints:
+        """Return the tokens that items add to the prompt of each request."""
+        sums = np.concatenate([[0], np.cumsum(self.shape[:, 3])])
+        added: Ints = sums[self.begin[1:]] - sums[self.begin[:-1]]
+        return added
+
+
+_REMEDIES: dict[MediaKind, tuple[str, str]] = {
+    "image": ("images", "states no vision encoder; add vision to the model spec"),
+    "video": ("videos", "states no vision encoder that reads them; add vision.video to the model spec"),
+    "audio": ("audio", "states no audio encoder; add audio to the model spec"),
+}
+"""Key of a load, and the cause and remedy if a model does not read its items, by kind."""
+
+
+def check_sees(towers: Towers, workload: Workload, model: str) -> None:
+    """Raise UsageError if a load has items for which the model has no encoder."""
+    for media in workload.media:
+        if towers.of(media.kind) is None:
+            key, why = _REMEDIES[media.kind]
+            raise UsageError(
+                f"workload {workload.name} has {key}, and model {model} {why}, use a config.json of a family that is "
+                f"read (docs/inputs.md), or remove {key}"
+            )
+
+
+def draw_media(loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span) -> RequestMedia:
+    """Return the items of a range of requests; sized if the facts of a model are given, except for `start`, which
+    counts from the first item of each request.
+
+    Raises ValueError for a video or recording that is too short for a token of the prompt.
+    """
+    media = _together([_draw(load, towers, seed, span) for load in loads])
+    before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
+    first = np.repeat(media.begin[:-1], media.per_request)
+    return replace(media, start=before - before[first] if len(before) else before)
+
+
+def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
+    """Return the items of several kinds as those of the same requests, the first kind first in each."""
+    if len(of_kinds) == 1:
+        return of_kinds[0]
+    owner = np.concatenate([np.repeat(np.arange(len(m.per_request)), m.per_request) for m in of_kinds])
+    columns = ("kind", "name", "repeated", "size", "start", "shape")
+    joined = {name: np.concatenate([getattr(media, name) for media in of_kinds]) for name in columns}
+    begin = np.sum([media.begin for media in of_kinds], axis=0)
+    together = RequestMedia(begin, **joined, sized=all(media.sized for media in of_kinds))
+    return together._items(begin, np.argsort(owner, kind="stable"))
+
+
+def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedia:
+    """Return the items of one kind."""
+    streams = MEDIA[load.kind]
+    counts = np.array(load.per_request, dtype=np.int64)
+    pick = np.minimum((drawn(seed, streams.number, span) * len(counts)).astype(np.int64), len(counts) - 1)
+    per_request = np.where(drawn(seed, streams.share, span) < load.share, counts[pick], 0)
+    most, slots = load.most, Span(span.first * load.most, span.end * load.most)
+    present = (np.arange(most) < per_request[:, None]).reshape(-1)
+    name, size = _names(load, seed, slots), _sizes(load, seed, slots, streams.new)
+    repeated = np.zeros(len(name), dtype=bool)
+    if load.repeats is not None:
+        of_set = _sizes(load, seed, Span(0, load.repeats.number), streams.of_set)
+        repeated = name < load.repeats.number
+        size[repeated] = of_set[name[repeated]]
+    size, tower = size[present], towers.of(load.kind)
+    shape = np.zeros((len(size), 4), dtype=np.int64)
+    if tower is not None and len(size):
+        shape = np.array([_shape(load, towers, *row) for row in size.tolist()]).astype(np.int64)
+    number = MEDIA_KINDS.index(load.kind)
+    return RequestMedia(
+        begin=np.concatenate([[0], np.cumsum(per_request)]),
+        kind=np.full(len(size), number, dtype=np.int64),
+        name=name[present] + number * _KIND,
+        repeated=repeated[present],
+        size=size,
+        start=np.zeros(len(size), dtype=np.int64),
+        shape=shape,
+        sized=tower is not None,
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _shape(load: LoadMedia, towers: Towers, width: float, height: float, seconds: float) -> MediaShape:
+    """Raise ValueError for an item that makes no token."""
+    try:
+        match load:
+            case LoadVideos():
+                assert towers.vision is not None
+                return towers.vision.clip_shape(load.clip(int(width), int(height), seconds))
+            case LoadAudio():
+                assert towers.audio is not None
+                return towers.audio.shape(seconds)
+            case _:
+                assert towers.vision is not None
+                return towers.vision.shape(int(width), int(height))
+    except ValueError as error:
+        key = _REMEDIES[load.kind][0]
+        raise ValueError(f"{key}.seconds: {error}") from None
+
+
+def _names(load: LoadMedia, seed: int, slots: Span) -> Ints:
+    """Return the identity of the item in each slot of a request: its number in the repeated set, or one of its own."""
+    numbers = slots.numbers.astype(np.int64)
+    repeats, streams = load.repeats, MEDIA[load.kind]
+    if repeats is None:
+        return numbers
+    weights = np.arange(1, repeats.number + 1, dtype=np.float64) ** -repeats.skew
+    upper = np.cumsum(weights)
+    chosen = np.searchsorted(upper, drawn(seed, streams.in_set, slots) * upper[-1], side="right")
+    in_set = drawn(seed, streams.repeats, slots) < repeats.share
+    names: Ints = np.where(in_set, np.minimum(chosen, repeats.number - 1), repeats.number + numbers)
+    return names
+
+
+def _sizes(load: LoadMedia, seed: int, slots: Span, streams: ItemStreams) -> Array:
+    """Return widths, heights and seconds of items."""
+    size = np.zeros((slots.end - slots.first, 3))
+    if isinstance(load, (LoadImages, LoadVideos)):
+        size[:, 0], size[:, 1] = _sides(load.sizes, seed, slots, streams)
+    if isinstance(load, (LoadAudio, LoadVideos)):
+        # to the millisecond, as containers state it
+        seconds = np.interp(drawn(seed, streams.seconds, slots), load.seconds.levels, load.seconds.seconds)
+        size[:, 2] = np.maximum(np.round(seconds, 3), 0.001)
+    return size
+
+
+def _sides(sizes: Sequence[ImageSize], seed: int, slots: Span, streams: ItemStreams) -> tuple[Ints, Ints]:
+    """Return widths and heights in pixels."""
+    upper = np.cumsum([size.share for size in sizes])
+    chosen = np.searchsorted(upper, drawn(seed, streams.size, slots) * upper[-1], side="right")
+    chosen = np.minimum(chosen, len(sizes) - 1)
+    at, rows = drawn(seed, streams.width, slots), np.arange(len(chosen))
+    width = np.stack([_side(size.width, at) for size in sizes])[chosen, rows]
+    at = drawn(seed, streams.height, slots)
+    height = np.stack([_side(size.height, at) for size in sizes])[chosen, rows]
+    return width, height
+
+
+def _side(side: SideQuantiles, levels: Array) -> Ints:
+    return np.rint(np.interp(levels, side.levels, side.pixels)).astype(np.int64)
+
+
+# --- in prompts -------------------------------------------------------------------------------------------
+
+
+def placed(media: RequestMedia, prefixes: Sequence[Sequence[int]] | None, block_tokens: int) -> RequestMedia:
+    """Return the items behind the blocks of the prefix that each request shares."""
+    if prefixes is None:
+        return media
+    before = np.array([len(prefix) for prefix in prefixes], dtype=np.int64) * block_tokens
+    return replace(media, start=media.start + np.repeat(before, media.per_request))
+
+
+def named_blocks(
+    media: RequestMedia, prefixes: Sequence[tuple[int, ...]] | None, block_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the names of the blocks of each prompt: those of its prefix, and those up to its first new item."""
+    rows = []
+    for number in range(len(media.begin) - 1):
+        prefix = () if prefixes is None else prefixes[number]
+        repeated = media.repeated[media.begin[number] : media.begin[number + 1]].tolist()
+        rows.append(prefix + _names_of(media.of(number), repeated, prefix, block_tokens))
+    return tuple(rows)
+
+
+def _names_of(
+    items: Sequence[PromptItem], repeated: Sequence[bool], prefix: Sequence[int], block_tokens: int
+) -> tuple[int, ...]:
+    names: list[int] = []
+    before = f"{prefix[-1] if prefix else -1}"
+    block = len(prefix)
+    for item, of_set in zip(items, repeated, strict=True):
+        if not of_set:
+            break
+        before += f",{item.name}"
+        while (block + 1) * block_tokens <= item.start + item.shape.tokens:
+            digest = blake2b(f"{before}:{block}".encode(), digest_size=7).digest()
+            names.append(_NAMED | int.from_bytes(digest, "big"))
+            block += 1
+    return tuple(names)
