@@ -7,8 +7,7 @@ from typing import Any
 
 from simtune.errors import SpecError, UsageError
 from simtune.specs.setting_paths import covered
-from simtune.specs.systems import SOURCED, PublishedSystem, Systems
-from simtune.validation.published.findings import FoundInput
+from simtune.specs.systems import PublishedSystem, Systems
 
 LENGTH = "pool.max_model_len"
 DRAWS = "workload.requests"
@@ -36,15 +35,12 @@ SAME = 0.01
 Sides = Mapping[str, Mapping[str, Any]]
 
 
-def without_source(family: Systems, system: PublishedSystem, inputs: Sequence[FoundInput]) -> tuple[str, ...]:
-    """Return the paths of the settings that no input covers: none that has a source, and none that is assumed, varied
-    and decides nothing.
+def without_source(family: Systems, system: PublishedSystem) -> tuple[str, ...]:
+    """Return the paths of the settings that no input covers, neither one that has a source nor an assumed one that is
+    varied. An entry with an assumed input that decides is assumed anyway.
     """
-    covers = [path for item in system.inputs if item.source in SOURCED for path in item.covers]
-    varied = set()
-    for item, result in zip(system.inputs, inputs, strict=False):
-        if not result.decides:
-            varied |= family.varied_settings(system, item)
+    covers = [path for item in system.inputs for path in item.covers]
+    varied = {setting for item in system.inputs for setting in family.varied_settings(system, item)}
     settings = family.settings(system) - varied
     return tuple(sorted({setting.path for setting in settings if not covered(setting.path, covers)}))
 

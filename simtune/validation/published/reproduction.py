@@ -76,7 +76,7 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     if status == "reproduced":
         cards = on_cards(entry)
         status = "counts" if unchanged(cards) else "reproduced"
-        uncovered = _uncovered(entry, runner, gain, inputs, same_on_cards=status == "counts")
+        uncovered = _uncovered(entry, runner, gain, same_on_cards=status == "counts")
         status = "assumed" if uncovered else status
     probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
     reasons = [f"{probe_name} {_rounded(gain):g}" for probe_name, gain in probed] if status == "differs" else []
@@ -91,13 +91,11 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     )
 
 
-def _uncovered(
-    entry: Entry, runner: Runner, gain: float, inputs: Sequence[FoundInput], *, same_on_cards: bool
-) -> tuple[str, ...]:
+def _uncovered(entry: Entry, runner: Runner, gain: float, *, same_on_cards: bool) -> tuple[str, ...]:
     """Return the settings of an entry that no input covers and that are not neutral; devices are if the gain is the
     same on all cards.
     """
-    paths = without_source(entry.family, entry.system, inputs)
+    paths = without_source(entry.family, entry.system)
     unequal = differing(entry.family, entry.system)
     if same_on_cards:
         paths = tuple(path for path in paths if path in unequal or path.rpartition(".")[2] != HARDWARE)
