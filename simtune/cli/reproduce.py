@@ -301,7 +301,11 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_evidence(finding: Finding) -> None:
-    """Print the gains on other cards and with more requests at a time, and the setting that the gain restates."""
+    """Print settings without a source, gains on other cards and with more requests at a time, and the setting that the
+    gain restates.
+    """
+    if finding.uncovered:
+        click.echo(f"  settings without a source: {', '.join(finding.uncovered)}")
     if finding.cards:
         click.echo(f"  cards: {', '.join(f'{card.hardware} {number(card.gain)}' for card in finding.cards)}")
     if finding.batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from simtune.specs.acceptance import Acceptance
 from simtune.specs.base import Count, ErrorAt, Name, NonNegative, Part, Positive, Seq, Share, Spec
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.setting_paths import covered, leaves
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 
@@ -34,6 +35,8 @@ LoadMetric = Literal[LatencyMetric, "output_tokens_per_s", "total_tokens_per_s",
 LATENCIES: tuple[str, ...] = get_args(LatencyMetric)
 Formula = Literal["padded_tokens", "pollaczek_khinchine"]
 InputSource = Literal["published", "derived", "substitute", "second-hand", "assumed"]
+SOURCED: tuple[InputSource, ...] = ("published", "derived", "substitute")
+"""Sources of inputs that can cover settings."""
 
 # --- what is measured -------------------------------------------------------------------------------------
 
@@ -225,6 +228,11 @@ class Input(Part):
         "publication seen; assumed: no publication states it"
     )
     where: str | None = Field(None, description="place where it is published, or what it follows from or stands for")
+    covers: Seq[str] = Field(
+        (),
+        description="settings of which this is the source, on both sides, by their keys: pool.speculation.scheme; a "
+        "path covers all settings below it. An assumed input covers the settings that its `otherwise` changes",
+    )
     otherwise: Seq[Otherwise] = Field(
         (),
         description="for an assumed input: the ends of the range that it could have instead; it decides nothing if the "
@@ -240,6 +248,12 @@ class Input(Part):
                 "the ends of what it could be are given of what is assumed, and of nothing else; a guess that is not "
                 "varied stands under the entry's `assumed`",
                 "otherwise",
+            )
+        if self.covers and self.source not in SOURCED:
+            raise ErrorAt(
+                f"{self.source} inputs are no source of a setting; leave out covers"
+                + (", which `otherwise` decides" if self.source == "assumed" else ""),
+                "covers",
             )
         return self
 
@@ -344,6 +358,57 @@ class Systems(Spec):
             del setups["base"]
         return {side: merged(common, _given(setup)) for side, setup in setups.items()}
 
+    def settings(self, system: PublishedSystem) -> set[SideSetting]:
+        """Return all settings of a system that is run, in phases and alternatives too; probes have none."""
+        return _settings(self.sides(system), system.measure)
+
+    def varied_settings(self, system: PublishedSystem, assumed: Input) -> set[SideSetting]:
+        """Return the settings that at least one end of an assumed input has otherwise."""
+        ends = [_settings(self.varied(system, otherwise), system.measure) for otherwise in assumed.otherwise]
+        return {setting for setting in self.settings(system) if any(setting not in end for end in ends)}
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+class SideSetting(NamedTuple):
+    """A number or choice of one side."""
+
+    side: str
+    path: str
+    value: str
+    """The value as JSON."""
+
+
+UNUSED: dict[str, tuple[str, ...]] = {
+    "load": ("step",),
+    "highest_rate": ("step", "workload.arrivals.rate_rps"),
+    "step": ("workload",),
+    "memory": ("workload", "step"),
+}
+"""Settings that a kind of measure does not read; the highest rate is searched for."""
+
+
+def _settings(sides: Mapping[str, Mapping[str, Any]], measure: Measure) -> set[SideSetting]:
+    settings: set[SideSetting] = set()
+    for side, side_settings in sides.items():
+        arranged: dict[str, Any] = {
+            "phases": [{"times": phase["times"]} for phase in side_settings.get("phases", ()) if "times" in phase]
+        }
+        if side_settings.get("phases") and "beside" in side_settings:
+            arranged["beside"] = side_settings["beside"]
+        for part in (arranged, *map(_without_defaults, unfolded(side_settings))):
+            settings |= {SideSetting(side, path, value) for path, value in leaves(part) if value != "[]"}
+    return {setting for setting in settings if not covered(setting.path, UNUSED[measure.kind])}
+
+
+def _without_defaults(side: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a side without the lengths that all classes, or all parts of a graph, have of their own."""
+    load = side.get("workload", {})
+    parts = load.get("classes") or load.get("graph") or ()
+    unread = {key for key in ("prompt", "output") if parts and all(key in part for part in parts)}
+    return {**side, "workload": {key: value for key, value in load.items() if key not in unread}}
+
 
 # --- setups to specs --------------------------------------------------------------------------------------
 
@@ -418,6 +483,7 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
     for name in systems.acceptance:
         yield from _problems(("acceptance", name), partial(systems.own_acceptance, name))
     for i, system in enumerate(systems.systems):
+        yield from _cover_problems(systems, system, i)
         for places, side in _placed(systems, system, i):
             settings = {at: _given(setup) for at, setup in places.items()}
             for alternative in unfolded(side):
@@ -426,6 +492,19 @@ def _all_problems(systems: Systems) -> Iterator[tuple[Sequence[str | int], str]]
                 if "step" not in alternative and system.measure.kind in ("load", "highest_rate"):
                     for keys, message in _problems((), partial(workload_of, alternative, "workload")):
                         yield _place(settings, ("workload", *keys)), message
+
+
+def _cover_problems(systems: Systems, system: PublishedSystem, i: int) -> Iterator[tuple[Sequence[str | int], str]]:
+    """Yield the paths of `covers` that no setting has."""
+    if not any(item.covers for item in system.inputs):
+        return
+    paths = sorted({setting.path for setting in systems.settings(system)})
+    for n, item in enumerate(system.inputs):
+        for k, cover in enumerate(item.covers):
+            if not any(covered(path, [cover]) for path in paths):
+                hint = suggest(cover, paths) or f"; its settings are {', '.join(paths)}."
+                message = f"no setting of {system.name} is called {cover!r}{hint} Correct the path or leave it out"
+                yield ("systems", i, "inputs", n, "covers", k), message
 
 
 def _placed(

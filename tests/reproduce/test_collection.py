@@ -141,6 +141,26 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
             "  inputs: [{what: x, source: derived, where: y, otherwise: [{}]}]\n  base:",
             "systems.0.inputs.0.otherwise: the ends of what it could be",
         ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: derived, where: y, covers: [step.context, step.decode]}]\n  base:",
+            ":11:72: systems.0.inputs.0.covers.1: no setting of one is called 'step.decode', did you mean step.decodes",
+        ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: derived, where: y, covers: [zzzz]}]\n  base:",
+            "its settings are hardware, model, pool.max_model_len, step.context, step.decodes. Correct the path or",
+        ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: assumed, covers: [model], otherwise: [{}]}]\n  base:",
+            "systems.0.inputs.0.covers: assumed inputs are no source of a setting; leave out covers, which `otherwise`",
+        ),
+        (
+            "  base:",
+            "  inputs: [{what: x, source: second-hand, where: y, covers: [model]}]\n  base:",
+            "systems.0.inputs.0.covers: second-hand inputs are no source of a setting; leave out covers",
+        ),
         ("gain: 2,", "gain: 2, formula: padded_tokens,", ":9:41: systems.0.claim.formula: a formula takes the place"),
         ("{kind: step}", "{kind: stepp}", ":10:3: systems.0.measure: unknown kind 'stepp': one of"),
         ("max_model_len: 2048", "max_length: 2048", ":4:57: setup.pool.max_length: unknown key"),

@@ -63,6 +63,7 @@ def test_the_stored_results_are_of_this_collection() -> None:
             assert (finding.status == "differs") == (not inside)
             assert (finding.status == "fitted") == (inside and bool(finding.chosen or finding.restates))
             assert not finding.assumed or finding.status in ("assumed", "fitted", "weak", "differs")
+            assert not finding.uncovered or finding.status == "assumed"
             assert (finding.status == "reproduced") <= (not unchanged(finding.cards))
 
 
@@ -239,7 +240,9 @@ def guessed(*contexts: int) -> dict[str, object]:
     return {"inputs": [{"what": "a context", "source": "assumed", "otherwise": ends}]}
 
 
-PUBLISHED = {"inputs": [{"what": "a length", "source": "published", "where": "the paper"}]}
+SOURCE = {"what": "a length", "source": "published", "where": "the paper"}
+PUBLISHED = {"inputs": [{**SOURCE, "covers": ["model", "hardware", "step", "pool.parallelism"]}]}
+UNCOVERED = {"inputs": [{**SOURCE, "covers": ["model", "hardware", "step.decodes"]}]}
 SECOND_HAND = {"inputs": [*PUBLISHED["inputs"], {"what": "a card", "source": "second-hand", "where": "a summary"}]}
 NEAR = {"inputs": [*PUBLISHED["inputs"], *guessed(32, 128)["inputs"]]}  # type: ignore[misc]
 FAR = {"inputs": [*PUBLISHED["inputs"], *guessed(32, 1_000_000)["inputs"]]}  # type: ignore[misc]
@@ -254,6 +257,7 @@ BAND = {"gain": 2, "band": [1.05, 4]}
         (FAR, BAND, "assumed"),
         (guessed(32, 128), BAND, "assumed"),
         (SECOND_HAND, BAND, "assumed"),
+        (UNCOVERED, BAND, "assumed"),
         ({**NEAR, "chosen": "the context"}, BAND, "fitted"),
         (guessed(1_000_000), {"gain": 5, "band": [4, 6]}, "differs"),
         ({}, BAND, "assumed"),
@@ -276,7 +280,9 @@ def test_reproduced_is_only_what_assumes_nothing(
     assert all(one.decides == (one.what in finding.assumed) for one in finding.inputs)
     assert finding.chosen == fields.get("chosen")
     assert [batch.requests for batch in finding.batches] == [8, 64]
-    assert [card.hardware for card in finding.cards] == (list(CARDS) if status == "reproduced" else [])
+    assert finding.uncovered == (("pool.parallelism.tp", "step.context") if fields == UNCOVERED else ())
+    tried = status == "reproduced" or finding.uncovered
+    assert [card.hardware for card in finding.cards] == (list(CARDS) if tried else [])
 
 
 def test_a_gain_that_is_the_same_on_three_cards_is_counts() -> None:
@@ -284,8 +290,9 @@ def test_a_gain_that_is_the_same_on_three_cards_is_counts() -> None:
     load = {"arrivals": {"kind": "closed_loop", "users": 1}, "requests": 2, "prompt": 64}
     measure = {"kind": "load", "metric": "tokens"}
     sides = {"base": {"workload": {"output": 30}}, "variant": {"workload": {"output": 17}}}
-    (finding,) = reproduce([entry(measure=measure, setup={"workload": load}, **sides, **PUBLISHED)], jobs=1)
-    assert finding.status == "counts"
+    covers = {"inputs": [{**SOURCE, "covers": ["model", "workload"]}]}
+    (finding,) = reproduce([entry(measure=measure, setup={"workload": load}, **sides, **covers)], jobs=1)
+    assert finding.status == "counts", "on every card: the card needs no source"
     assert {card.gain for card in finding.cards} == {1.765}
 
 
@@ -414,6 +421,7 @@ def test_the_command_prints_a_table_json_and_one_page(tmp_path: Path) -> None:
     assert "in a band that no effect would meet as well, 1 differ, 1 need" in done.output
     assert "chosen knowing the claim: the published share of the cache goes in" in done.output
     assert "ParallelSpec: +" in done.output
+    assert "settings without a source" not in done.output
     text = page.read_text(encoding="utf-8")
     assert "system-parallelspec" in text
     assert "<script src" not in text

@@ -21,7 +21,7 @@ FindingStatus = Literal[
 WORDS: dict[FindingStatus, str] = {
     "reproduced": "within the band, by costs that differ between cards, and nothing that decides it is assumed",
     "counts": "within the band, and the same on every card: counts of tokens or requests, not costs",
-    "assumed": "within the band, decided by what is not published",
+    "assumed": "within the band, decided by what is not published, or with settings that no source covers",
     "fitted": "within the band, on inputs chosen knowing the claim, or on one that is the result itself",
     "weak": "within a band that no effect would meet as well",
     "differs": "outside the band",
@@ -90,6 +90,8 @@ class Finding(Record):
     """Gains on three cards, which decide between reproduced and counts."""
     batches: Seq[BatchGain] = ()
     """Gains with 8 and 64 requests at a time, if the entry has one at a time."""
+    uncovered: Seq[str] = ()
+    """Settings without a source that can change the gain, if the entry would be reproduced or counts otherwise."""
     restates: str | None = None
     """Setting of the variant that is the simulated gain itself."""
     chosen: str | None

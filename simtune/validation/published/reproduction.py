@@ -10,8 +10,9 @@ from typing import Any
 
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.sim.parallel import executor, ordered_map
-from simtune.specs.systems import PRIMITIVES, Claim, Measure, Otherwise, PublishedSystem
+from simtune.specs.systems import PRIMITIVES, SOURCED, Claim, Measure, Otherwise, PublishedSystem
 from simtune.validation.published.collection import Entry
+from simtune.validation.published.coverage import HARDWARE, decisive, differing, without_source
 from simtune.validation.published.evidence import batched, restated, unchanged
 from simtune.validation.published.findings import BatchGain, CardGain, Finding, FindingStatus, FoundInput
 from simtune.validation.published.sides import Runner, SideResult, in_words, is_cost
@@ -19,8 +20,6 @@ from simtune.validation.published.sides import Runner, SideResult, in_words, is_
 DIGITS = 4
 """Significant digits of what is written: further ones depend on the platform's arithmetic."""
 
-SOURCED = ("published", "derived", "substitute")
-"""Sources of inputs that cover settings of the sides."""
 CARDS = ("a100-sxm-80g", "h100-sxm", "b200")
 """Cards on which a gain that costs decide differs."""
 BATCHES = (8, 64)
@@ -72,15 +71,38 @@ def _run(entry: Entry, runner: Runner, hardware: str | None) -> Finding:
     gain, sides_given = _over(system, variant, base)[0], entry.family.sides(system)
     setting = restated(gain, sides_given)
     status = judged(gain, system, inputs, setting)
-    cards = on_cards(entry) if status == "reproduced" else ()
-    if cards and unchanged(cards):
-        status = "counts"
+    cards: tuple[CardGain, ...] = ()
+    uncovered: tuple[str, ...] = ()
+    if status == "reproduced":
+        cards = on_cards(entry)
+        status = "counts" if unchanged(cards) else "reproduced"
+        uncovered = _uncovered(entry, runner, gain, same_on_cards=status == "counts")
+        status = "assumed" if uncovered else status
     probed = [(probe.what, _gain(entry, runner, probe, probe.measure)) for probe in system.probes]
     reasons = [f"{probe_name} {_rounded(gain):g}" for probe_name, gain in probed] if status == "differs" else []
     comparison = _compared(entry, variant, base, status, inputs, reasons)
     return comparison.model_copy(
-        update={"cards": cards, "batches": in_batches(entry, sides_given, runner), "restates": setting}
+        update={
+            "cards": cards,
+            "batches": in_batches(entry, sides_given, runner),
+            "restates": setting,
+            "uncovered": uncovered,
+        }
     )
+
+
+def _uncovered(entry: Entry, runner: Runner, gain: float, *, same_on_cards: bool) -> tuple[str, ...]:
+    """Return the settings of an entry that no input covers and that are not neutral; devices are if the gain is the
+    same on all cards.
+    """
+    paths = without_source(entry.family, entry.system)
+    unequal = differing(entry.family, entry.system)
+    if same_on_cards:
+        paths = tuple(path for path in paths if path in unequal or path.rpartition(".")[2] != HARDWARE)
+    gain_of, inside = partial(_gain_of, entry, runner=runner), partial(_inside, system=entry.system)
+    equal = [path for path in paths if path not in unequal]
+    neutral = {*equal} - {*decisive(equal, entry.family.sides(entry.system), gain, gain_of, inside)}
+    return tuple(path for path in paths if path not in neutral)
 
 
 def on_cards(entry: Entry) -> tuple[CardGain, ...]:
