@@ -127,8 +127,8 @@ class Batch(Protocol):
         """Add a request whose known tokens but the newest are computed; `rejected` of its drafts in the step before
         were rejected, which a scheduler that is one step ahead does not know."""
 
-    def rejoin(self, request: Request) -> None:
-        """Add a request that left before a step and had no part in it."""
+    def rejoin(self, request: Request, past: int = -1) -> None:
+        """Add a request that left before a step and had no part in it; `past` is what `past_of` then returns."""
 
     def leave(self, member: Request) -> None:
         """Remove a member and update its fields."""
@@ -140,8 +140,8 @@ class Batch(Protocol):
         """KV blocks a member holds."""
 
     def past_of(self, request: Request) -> int:
-        """Tokens that a request which has left since the latest step had computed before it; -1 if it had no part in
-        the step."""
+        """Tokens that a request which has left since the latest step had computed before it; if it had no part in the
+        step, those with which it has rejoined, else -1."""
 
     # --- the step is over -----------------------------------------------------------------------------------------
 
@@ -268,9 +268,10 @@ class DecodeBatch(BatchMembers[int]):
         end = steps + request.output_tokens - request.emitted
         heapq.heappush(self._completions, (end, request.admission, request))
 
-    def rejoin(self, request: Request) -> None:
+    def rejoin(self, request: Request, past: int = -1) -> None:
         """Add a request that left before a step, as the last of the members."""
         self.join(request)
+        self._past[request] = past
 
     def leave(self, member: Request) -> None:
         """Remove a member and update its fields."""

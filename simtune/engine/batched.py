@@ -18,13 +18,15 @@ from typing import Literal, Unpack
 
 from simtune.engine.batch import Batch, DecodeBatch, Tally
 from simtune.engine.drafting import AsyncDraftingBatch, DraftingBatch, DraftingTerms, DraftNeeds
+from simtune.engine.kv import KvBlocks
 from simtune.engine.left_out import LeftOut
+from simtune.engine.next_token import NextTokenCache
 from simtune.engine.policy_traits import Settings
 from simtune.engine.preemption import Preemption, Recompute, Swap
 from simtune.engine.prefix import PrefixCache
 from simtune.engine.request import Request
 from simtune.engine.scheduler import Scheduler
-from simtune.engine.settling import OneStepLate, Settling, Synchronous
+from simtune.engine.settling import FreeRequest, NamedWhenVerified, OneStepLate, Settling, Synchronous
 from simtune.engine.step import NO_PROGRESS, Chunk, Progress, Step
 
 NO_REQUESTS: Sequence[Request] = ()
@@ -65,16 +67,14 @@ class BatchScheduler(Scheduler):
         super().__init__(**settings)
         _check_together(prefix_caching, async_scheduling, preemption, speculation)
         if prefix_caching:
-            total, block_size = self.kv.total, self.kv.block_size
-            drops_last_hit = speculation is not None and speculation.drops_last_hit
-            self.kv = PrefixCache(total, block_size, hash_block_tokens or block_size, drops_last_hit)
+            self.kv = _prefix_cache(self.kv, hash_block_tokens or self.kv.block_size, speculation)
         self.async_scheduling = async_scheduling
         self.decoding = self._new_batch(speculation)
         self.drafting = self.decoding.drafting
         self.prefilling: list[Request] = []
         """Residents whose prompt (or recomputation) is in prefill, in order of admission."""
         self._needs = DraftNeeds.of(speculation, self.max_num_batched_tokens, self.max_model_len)
-        self._settling: Settling = (OneStepLate if async_scheduling else Synchronous)(self.decoding, self._free_request)
+        self._settling = _settling(self.decoding, self._free_request, async_scheduling, speculation)
         self._preemption: Preemption = Swap() if preemption == "swap" else Recompute()
         self._preempted: list[Request] = []  # since the latest step
         self._swapped_out_blocks = 0  # of the preempted requests
@@ -241,7 +241,7 @@ class BatchScheduler(Scheduler):
                 finished = sorted(finished, key=attrgetter("seat"))
             settling.finish(finished)
         if self._left_out:
-            self._left_out.rejoin(self.decoding)
+            self._left_out.rejoin(self.decoding, self._settling)
         if self._late:
             self._late.move(self._queue, repetitions)
         if self.drafting:
@@ -284,7 +284,7 @@ class BatchScheduler(Scheduler):
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:
-        self._left_out.rejoin(self.decoding)
+        self._left_out.rejoin(self.decoding, self._settling)
         self._held.update((request, None) for request in self._settling.abandon() if request.hold)
         self._preempted, self._swapped_out_blocks = [], 0
         lost = list(self.decoding)
@@ -292,6 +292,25 @@ class BatchScheduler(Scheduler):
             self.decoding.leave(request)
         lost, self.prefilling = [*lost, *self.prefilling], []
         return lost
+
+
+def _prefix_cache(kv: KvBlocks, hash_block_tokens: int, speculation: DraftingTerms | None) -> PrefixCache:
+    """Return a prefix cache of as many blocks."""
+    if speculation is None:
+        return PrefixCache(kv.total, kv.block_size, hash_block_tokens)
+    if speculation.hashes_next:
+        return NextTokenCache(kv.total, kv.block_size, hash_block_tokens)
+    return PrefixCache(kv.total, kv.block_size, hash_block_tokens, speculation.drops_last_hit)
+
+
+def _settling(
+    batch: Batch, free_request: FreeRequest, async_scheduling: bool, speculation: DraftingTerms | None
+) -> Settling:
+    """Return the moment when an engine learns the result of a step."""
+    if async_scheduling:
+        return OneStepLate(batch, free_request, hashes_next=speculation is not None and speculation.hashes_next)
+    names_verified = speculation is not None and speculation.names_verified
+    return (NamedWhenVerified if names_verified else Synchronous)(batch, free_request)
 
 
 def _check_together(

@@ -9,6 +9,8 @@ again, so that there is something to sample from.
 Blocks without a name (answers, the private part of a prompt) are one run per request. No other request can find it, but
 its owner can when it comes back from preemption; until then it is in the queue like any other.
 
+`simtune.engine.next_token` has the cache of an engine whose hash of a block covers the token after it.
+
 With one KV block per hash block this is the engine's rule exactly: tests/engine/test_steplogs.py. With more (traces
 name larger blocks), a run of which another request uses a part is not extended by a second one that computes the
 rest; and the rest of an idle run, of which a request may use only the beginning, is forgotten. A KV block of several
@@ -62,7 +64,7 @@ class PrefixCache(KvBlocks):
         cached, run_blocks = self._cached, self._hash_blocks
         runs: list[CachedRun] = []
         blocks = idle = 0
-        for name in request.blocks if self._each == 1 else self._names(request):
+        for name in self._names(request):
             run = cached.get(name)
             if run is None or blocks == limit:
                 break
@@ -87,7 +89,7 @@ class PrefixCache(KvBlocks):
             hits = self.tiers.find(self._names(request), unit, size, blocks * size, limit * size)
             hit = hit._replace(copied_tokens=sum(hits), fetched=hits)
         drops = self._drops and blocks + hit.copied_tokens
-        return _less_one(hit, request.shared, self.block_size, run_blocks) if drops else hit
+        return less_one(hit, request.shared, self.block_size, run_blocks) if drops else hit
 
     def _names(self, request: Request) -> tuple[Hashable, ...]:
         """Return the names of a request's blocks, or runs of blocks."""
@@ -287,7 +289,7 @@ def block_names(cache: KvBlocks, request: Request, start: int, stop: int) -> lis
     return shared + [(request, number) for number in range(max(start, last), stop)]
 
 
-def _less_one(hit: Hit, shared: int, block_size: int, run_blocks: int) -> Hit:
+def less_one(hit: Hit, shared: int, block_size: int, run_blocks: int) -> Hit:
     """Return a hit without its last block; in one with a private run, `shared` blocks are shared."""
     if hit.copied_tokens:
         last = max(number for number, tokens in enumerate(hit.fetched) if tokens)

@@ -50,6 +50,10 @@ class Settling(Protocol):
     def named_tokens(self, victim: Request, scheduled: bool) -> int:
         """Return the tokens of a request that has just left which the engine had named: others find their blocks."""
 
+    def rested(self, requests: Sequence[Request], past: Sequence[int]) -> Sequence[int]:
+        """Return the tokens with which requests that had no part in the latest step rejoin the batch, for
+        `Batch.past_of`; `past` are those computed before the last step that each was in."""
+
     def abandon(self) -> list[Request]:
         """Forget all requests that have ended, and return them."""
 
@@ -89,20 +93,40 @@ class Synchronous:
             return victim.computed + scheduled
         return (max(past, victim.computed) if scheduled else past) + 1
 
+    def rested(self, requests: Sequence[Request], past: Sequence[int]) -> Sequence[int]:
+        """Return `past`: tokens are named when a request is scheduled."""
+        return past
+
     def abandon(self) -> list[Request]:
         """Return none: no request has ended unknown to the engine."""
         return []
 
 
+class NamedWhenVerified(Synchronous):
+    """Synchronous scheduling of an engine that names accepted tokens as soon as it knows them."""
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Free the blocks at once: all tokens but the last one of the answer are named."""
+        for request in requests:
+            answered = request.prompt_tokens + request.emitted - 1
+            self._free_request(request, min(answered, request.computed))
+
+    def named_tokens(self, victim: Request, scheduled: bool) -> int:
+        """Return the tokens that are computed, and the certain one if it is scheduled."""
+        return victim.computed + scheduled
+
+
 class OneStepLate:
     """Asynchronous scheduling: the engine schedules a step before it knows the result of the one before."""
 
-    def __init__(self, batch: Batch, free_request: FreeRequest) -> None:
+    def __init__(self, batch: Batch, free_request: FreeRequest, hashes_next: bool = False) -> None:
         self.ended: list[Request] = []
         self.num_preempted = 0
         self.pending = False
         self._batch = batch
         self._free_request = free_request
+        self._unhashed = int(hashes_next)  # known tokens at the end of a text that no hash can cover
+        self._rested: dict[Request, int] = {}  # steps of the batch after that in which each had no part
 
     @property
     def num_ended(self) -> int:
@@ -142,7 +166,16 @@ class OneStepLate:
     def named_tokens(self, victim: Request, scheduled: bool) -> int:
         """Return the named tokens: the latest step's result is unknown, but scheduling it named the token before."""
         past = self._batch.past_of(victim)
-        return victim.computed if past < 0 else past + scheduled
+        if past < 0:
+            return victim.computed - self._unhashed
+        # Scheduling the latest step named one more if the engine knew all of the request by then.
+        names_newest = scheduled or self._rested.get(victim) == self._batch.steps - 1
+        return past + (names_newest and not self._unhashed)
+
+    def rested(self, requests: Sequence[Request], past: Sequence[int]) -> Sequence[int]:
+        """Return all computed tokens: the engine knows them by now."""
+        self._rested = dict.fromkeys(requests, self._batch.steps)
+        return [request.computed for request in requests]
 
     def abandon(self) -> list[Request]:
         """Forget requests in no batch and those discarded in the next step, which they leave; return them all."""

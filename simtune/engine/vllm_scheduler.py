@@ -14,7 +14,8 @@ prefill between steps, and it is the newest resident.
 With drafts each request in a step also takes the drafter's extra slots of the budget, and its blocks must have room for
 the drafter's lookahead. Blocks taken for rejected drafts stay taken. A newcomer with one token to compute, because the
 rest is cached or has come from a prefill instance, is padded with placeholder drafts, unless draft lengths depend on
-the batch or a prompt is in prefill; if the budget has no room for them, no further request is admitted.
+the batch or a prompt is in prefill; if the budget has no room for them, no further request is admitted. Which blocks
+others find, and which drafters take slots, differs between the releases: `simtune.specs.draft_rules`.
 
 With asynchronous scheduling a step is scheduled before the engine knows the result of the one before. Every answer ends
 by its length here, so without drafts no token is discarded (after a stop token one would be). With drafts all those
@@ -25,9 +26,8 @@ With `prefill_schedule_interval` only some steps have prompts (`simtune.engine.c
 Over a pipeline a prompt counts as computed as soon as a chunk of it is scheduled, and as many batches are under way
 as there are stages, so that its chunks follow one another, beside decodes too (`simtune.engine.following`).
 
-Checked step by step against logs of the real engine: tests/engine/test_steplogs.py. One case is not exact: with
-asynchronous scheduling, a request that gets no tokens in one step and is preempted right after the next may find one
-block fewer of its answer in the prefix cache than in the engine.
+Checked step by step against logs of the real engine, tests/engine/test_steplogs.py, and against the schedulers of both
+releases in random worlds, tests/engine/test_vllm_worlds.py and, with drafts, test_vllm_draft_worlds.py.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class VllmFcfs(FollowingScheduler):
 
     def _catch_up(self) -> None:
         # Nothing runs: the engine schedules again at once, and knows by then which requests have ended.
-        self._left_out.rejoin(self.decoding)
+        self._left_out.rejoin(self.decoding, self._settling)
         self._late.move_all(self._queue)
         self._settling.settle()
 

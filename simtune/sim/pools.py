@@ -20,7 +20,7 @@ from simtune.sim.adapters import give_slots
 from simtune.sim.admission import AdmissionLimits
 from simtune.sim.cascade import CascadeRule, attend_once
 from simtune.sim.core import EngineCore, Stepping
-from simtune.sim.drafting import AcceptanceSampler, Drafting, drafting_terms
+from simtune.sim.drafting import AcceptanceSampler, Drafting, drafter_share, drafting_terms
 from simtune.sim.encoding import PoolEncoder, encode_in_steps
 from simtune.sim.message_gaps import MessageGaps
 from simtune.sim.plan_parts import POLICY, make_policy
@@ -91,6 +91,13 @@ class DeployedPool:
         return self.spec.parallelism.pp * self.spec.parallelism.attention_dp
 
     @property
+    def core_seats(self) -> int:
+        """Requests that one core of an instance runs at a time."""
+        share = drafter_share(self.spec)
+        limits = self.spec.batching.max_num_active_seqs, None if share is None else share.most_requests
+        return min(self.memory.seats, *(limit or UNBOUNDED for limit in limits)) // self.spec.parallelism.pp
+
+    @property
     def chunks_follow(self) -> bool:
         """True if chunks of one prompt follow one another through the stages of a pipeline."""
         setting = self.spec.batching.chunk_pipeline
@@ -104,7 +111,7 @@ class DeployedPool:
             return None
         assert self.drafting is not None
         sampler = AcceptanceSampler(self.spec.speculation.scheme, self.drafting.acceptance, stream, seed)
-        return drafting_terms(self.spec.speculation, sampler)
+        return drafting_terms(self.spec.speculation, sampler, drafter_share(self.spec))
 
     def cores(
         self, instances: int, hash_block_tokens: int | None, speculation: DraftingTerms | None = None
@@ -201,7 +208,7 @@ class DeployedPool:
         settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": kv_cache.block_size,
-            "max_num_seqs": min(self.memory.seats, batching.max_num_active_seqs or UNBOUNDED) // pool.parallelism.pp,
+            "max_num_seqs": self.core_seats,
             "max_num_batched_tokens": batching.max_num_batched_tokens,
             "max_model_len": self.max_model_len,
             "chunked_prefill": batching.chunked_prefill,

@@ -27,6 +27,7 @@ from simtune.specs.base import (
     TokensPerStep,
 )
 from simtune.specs.cache_tiers import CacheTier, named_tiers
+from simtune.specs.draft_rules import DraftRules
 from simtune.specs.drafters import Drafter
 from simtune.specs.encoder import Encoder
 from simtune.specs.part_names import PartName
@@ -226,6 +227,14 @@ class Batching(Part):
         description="vLLM's priorities: true (default, releases up to 0.32): a resident that is preempted because its "
         "own next block is missing is the last that gets tokens in that step; false (0.33): the more urgent ones "
         "behind it get theirs",
+    )
+    draft_rules: DraftRules | None = Field(
+        None,
+        description="vLLM's rules for drafts: vllm-0.32 (default): after EAGLE, MTP and block drafters the last block "
+        "found in the prefix cache is computed again, block drafters take a part of each step's tokens, and accepted "
+        "tokens are cached with their request's next step; vllm-0.33: after EAGLE and MTP a block is found together "
+        "with the token after it, block drafters run in a pass of their own, for at most max_num_batched_tokens / "
+        "(drafts and lookahead) requests at a time, and accepted tokens are cached at once",
     )
     prediction_sigma: LogSigma = Field(
         0.5, description="error of predicted output lengths, for policies that use them: log standard deviation"

@@ -683,6 +683,7 @@ def test_plan_that_names_missing_parts_is_refused(desk: Any, text: str, message:
             "shortest-predicted-first",
         ),
         (("batching.self_preemption_ends_step=always",), "batching.self_preemption_ends_step"),
+        (("batching.draft_rules=vllm-0.31",), "batching.draft_rules"),
         (("research.expert_locality=0.5",), "set expert_parallel and an attention_dp above 1, or remove it"),
         (
             (

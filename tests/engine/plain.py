@@ -72,6 +72,8 @@ class PlainEngine:
         lookahead: int = 0,
         extra_slots: int = 0,
         drops_last_hit: bool = False,
+        hashes_next: bool = False,
+        names_verified: bool = False,
         by_batch: Callable[[int], int] | None = None,
         threshold: int = 0,
         reserve_full_isl: bool = True,
@@ -85,6 +87,7 @@ class PlainEngine:
         self.priority, self.caching, self.asynchronous, self.swap = priority, caching, asynchronous, swap
         self.drafts, self.accepted, self.lookahead, self.extra = drafts, accepted, lookahead, extra_slots
         self.drops_last_hit, self.by_batch = drops_last_hit, by_batch
+        self.hashes_next, self.names_verified = hashes_next, names_verified
         self.threshold, self.reserve_full_isl = threshold, reserve_full_isl
         self.interval, self.adaptive, self.steps, self.bound = interval, adaptive, 0, False
         self.aligned, self.last_prompt, self.self_preemption_ends = aligned, -interval, self_preemption_ends
@@ -133,16 +136,21 @@ class PlainEngine:
                     self.queue.insert(0, block)
         request.table = []
 
+    def _content(self, request: PlainRequest, block: int) -> Hashable:
+        return (request.name(block), request.name(block + 1)) if self.hashes_next else request.name(block)
+
     def _store(self, request: PlainRequest, tokens: int) -> None:
         if self.caching:
+            if self.hashes_next:  # the token after a block must be known to the engine
+                tokens = min(tokens, request.known - request.unheard - 1)
             for i in range(tokens // self.block_size):
-                self.content.setdefault(request.table[i], request.name(i))
+                self.content.setdefault(request.table[i], self._content(request, i))
 
     def _found(self, request: PlainRequest) -> list[int]:
         found: list[int] = []
         if self.caching:
             for i in range((request.known - 1) // self.block_size):
-                block = next((b for b, name in self.content.items() if name == request.name(i)), None)
+                block = next((b for b, name in self.content.items() if name == self._content(request, i)), None)
                 if block is None:
                     break
                 found.append(block)
@@ -319,8 +327,9 @@ class PlainEngine:
             self._part()
 
     def _part(self) -> None:
-        if self.asynchronous:
+        if self.asynchronous or self.names_verified:
             for request in self.running:
+                request.unheard = 0
                 if request.decoding:
                     self._store(request, request.known - 1)
         for request in self.just_ended:

@@ -101,7 +101,7 @@ class PlainBatch:
         self._here[request] = None
         self.count += 1
 
-    def rejoin(self, request: Request) -> None:
+    def rejoin(self, request: Request, past: int = -1) -> None:
         self.join(request)
 
     def leave(self, member: Request) -> None:

@@ -60,6 +60,8 @@ class World:
                 lookahead=features.pop("lookahead"),
                 extra_slots=features.pop("extra"),
                 drops_last_hit=features.pop("drops"),
+                hashes_next=features.pop("hashes_next", False),
+                names_verified=features.pop("names_verified", False),
             )
         return (VllmPriority if features.pop("priority", False) else VllmFcfs)(
             num_blocks=self.blocks,
@@ -88,6 +90,8 @@ class World:
             lookahead=f.get("lookahead", 0),
             extra_slots=f.get("extra", 0),
             drops_last_hit=f.get("drops", False),
+            hashes_next=f.get("hashes_next", False),
+            names_verified=f.get("names_verified", False),
             threshold=f.get("long_prefill_token_threshold", 0),
             reserve_full_isl=f.get("scheduler_reserve_full_isl", True),
             interval=f.get("prefill_schedule_interval", 1),
@@ -138,6 +142,8 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "threshold, drafts": lambda rng: {"async_scheduling": rng.random() < 0.5} | drafting(rng) | threshold(rng, 5),
     "drafts": lambda rng: drafting(rng),
     "drafts, async": lambda rng: {"async_scheduling": True} | drafting(rng),
+    "drafts of 0.33": lambda rng: drafting_of_0_33(rng),
+    "drafts of 0.33, async": lambda rng: {"async_scheduling": True} | drafting_of_0_33(rng),
 }
 
 
@@ -166,6 +172,15 @@ def drafting(rng: random.Random) -> dict[str, Any]:
         "drops": rng.random() < 0.5,
         "priority": rng.random() < 0.5,
         "prefix_caching": rng.random() < 0.5,
+    }
+
+
+def drafting_of_0_33(rng: random.Random) -> dict[str, Any]:
+    return drafting(rng) | {
+        "drops": False,
+        "prefix_caching": True,
+        "hashes_next": rng.random() < 0.7,
+        "names_verified": True,
     }
 
 

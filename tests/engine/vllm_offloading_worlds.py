@@ -94,7 +94,7 @@ class Engine(vllm_worlds.Engine):  # type: ignore[misc]
             self._loads = {job: (name, max(0, lag - 1)) for job, (name, lag) in self._loads.items()}
         loaded = [self._loads.pop(job)[0] for job in ready]
         names = list(batch.num_scheduled_tokens)
-        sampled = [[line["emit"][name]] if name in line["emit"] else [] for name in names]
+        sampled = [line["sampled"].get(name, []) for name in names]
         transfers = KVConnectorOutput(
             finished_recving=set(loaded),
             kv_connector_worker_meta=OffloadingWorkerMetadata(dict.fromkeys([*stored, *ready], 1)),
@@ -123,7 +123,7 @@ def log_of(number: int, model: ModelConfig) -> list[dict[str, Any]]:
         loads |= line["load"]
         if batch.total_num_scheduled_tokens:
             line |= {"loaded": reported, "load": loads}
-            steps.append({"step": len(steps), **line, "emit": dict.fromkeys(line["emit"], 1)})
+            steps.append({"step": len(steps), **{key: line[key] for key in line if key != "sampled"}})
             reported, loads, empty = [], {}, 0
         elif (empty := empty + 1) == MOST_EMPTY:
             raise RuntimeError(f"world {number}: nothing is scheduled, and requests are left")

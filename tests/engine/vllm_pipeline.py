@@ -64,7 +64,7 @@ def run(case: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
                     continue
         if queue:
             now, batch, line = queue.pop(0)
-            engine.hear(batch, line)
+            engine.hear(batch, line["sampled"])
             for name in line["emit"]:
                 first.setdefault(name, now)
             finish |= dict.fromkeys(line["finish"], now)

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,12 @@ def requests_of(world: random.Random) -> list[dict[str, Any]]:
 def tokens_of(line: dict[str, Any]) -> list[int]:
     """Of a prompt: those of the group's, then its own."""
     shared, prompt = line.get("prefix_len", 0), line["prompt_len"]
-    return [1000 * line.get("group", 0) + i for i in range(shared)] + [_own(line, i) for i in range(shared, prompt)]
+    return [1000 * line.get("group", 0) + i for i in range(shared)] + [
+        own_token(line, i) for i in range(shared, prompt)
+    ]
 
 
-def _own(line: dict[str, Any], place: int) -> int:
+def own_token(line: dict[str, Any], place: int) -> int:
     """The token at a place of a text that no other request has there."""
     return 1000 * (1000 + int(line["order"])) + place
 
@@ -122,7 +125,8 @@ def connected(options: dict[str, Any]) -> KVTransferConfig:
 class Engine:
     """A scheduler of vLLM, and a runner that makes tokens up."""
 
-    def __init__(self, options: dict[str, Any], model: ModelConfig) -> None:
+    def __init__(self, options: dict[str, Any], model: ModelConfig, **settings: Any) -> None:
+        """`settings` are further ones of `VllmConfig`."""
         interval = options["prefill_schedule_interval"]
         # Ranks that count their steps together pass their decision to the scheduler, in place of the setting.
         self._aligned = interval if options["data_parallel_size"] > 1 else 1
@@ -152,6 +156,7 @@ class Engine:
             cache_config=cache,
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=connected(options) if "host_blocks" in options else None,
+            **settings,
         )
         # On a processor vLLM switches some of these off, or rounds them, once all of its settings are together.
         config.scheduler_config.async_scheduling = options["async_scheduling"]
@@ -164,7 +169,9 @@ class Engine:
             block_size=options["block_size"],
         )
         self.ahead = options["async_scheduling"]
-        self._hasher = get_request_block_hasher(options["block_size"], sha256)
+        # As the engine core does; the third argument came with 0.33.
+        lookahead = getattr(config, "num_hash_lookahead_tokens", 0)
+        self._hasher = get_request_block_hasher(options["block_size"], sha256, *[lookahead] * bool(lookahead))
         if not options["enable_prefix_caching"]:
             self._hasher = None
         self._made: dict[str, int] = {}
@@ -214,20 +221,48 @@ class Engine:
         if batch.total_num_scheduled_tokens:
             self._preempted.clear()  # a step of nobody is no step: whom it preempts is said of the next
         line["waiting"] = len(self.scheduler.waiting) + len(getattr(self.scheduler, "skipped_waiting", ()))
-        line["emit"] = {}
-        for name, tokens in batch.num_scheduled_tokens.items():
-            known = self._lines[name]["prompt_len"] + self._made[name]
-            if past[name] + tokens >= known:
-                line["emit"][name] = _own(self._lines[name], known)
-                self._made[name] += 1
+        line |= self._run(batch, past)
         line["finish"] = [name for name in line["emit"] if self._made[name] == self._lines[name]["output_len"]]
         return batch, line
 
-    def hear(self, batch: SchedulerOutput, line: dict[str, Any]) -> None:
-        """The engine is told what came of a step."""
+    def _run(self, batch: SchedulerOutput, past: dict[str, int]) -> dict[str, Any]:
+        """Make the tokens of a step up, `past` being the computed tokens of each request; `sampled` has them, `emit`
+        their number."""
+        sampled = {}
+        for name, tokens in batch.num_scheduled_tokens.items():
+            known = self._lines[name]["prompt_len"] + self._made[name]
+            if past[name] + tokens >= known:
+                sampled[name] = [own_token(self._lines[name], known)]
+                self._made[name] += 1
+        return {"emit": dict.fromkeys(sampled, 1), "sampled": sampled}
+
+    def hear(self, batch: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """Pass the tokens of a step on to the scheduler."""
         names = list(batch.num_scheduled_tokens)
-        sampled = [[line["emit"][name]] if name in line["emit"] else [] for name in names]
-        self.scheduler.update_from_output(batch, ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled))
+        tokens = [list(sampled.get(name, ())) for name in names]
+        self.scheduler.update_from_output(batch, ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens))
+
+
+def steps_of(engine: Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run requests to their ends, and set the step at which each comes."""
+    left, empty = list(requests), 0
+    steps: list[dict[str, Any]] = []
+    under_way: list[tuple[SchedulerOutput, dict[str, list[int]]]] = []
+    while left or engine.scheduler.has_unfinished_requests() or under_way:
+        while left and (left[0]["at_step"] <= len(steps) or engine.idle):
+            left[0]["at_step"] = len(steps)  # never idle: a log does not say what was heard before one came
+            engine.add(left.pop(0))
+        batch, line = engine.step(len(steps))
+        sampled = line.pop("sampled")
+        if batch.total_num_scheduled_tokens:
+            steps.append({"step": len(steps), **line})
+            under_way.append((batch, sampled))
+            empty = 0
+        elif (empty := empty + 1) == EMPTY:
+            raise RuntimeError("nothing is scheduled, and requests are left")
+        if under_way and not (engine.ahead and len(under_way) == 1 and batch.total_num_scheduled_tokens):
+            engine.hear(*under_way.pop(0))
+    return steps
 
 
 def log_of(number: int, model: ModelConfig) -> list[dict[str, Any]]:
@@ -236,27 +271,20 @@ def log_of(number: int, model: ModelConfig) -> list[dict[str, Any]]:
     options, requests = options_of(world), requests_of(world)
     engine = Engine(options, model)
     options["free_blocks_at_start"] = engine.free
-    left, empty = list(requests), 0
-    steps: list[dict[str, Any]] = []
-    under_way: list[tuple[SchedulerOutput, dict[str, Any]]] = []
-    while left or engine.scheduler.has_unfinished_requests() or under_way:
-        while left and (left[0]["at_step"] <= len(steps) or engine.idle):
-            left[0]["at_step"] = len(steps)  # never idle: a log does not say what was heard before one came
-            engine.add(left.pop(0))
-        batch, line = engine.step(len(steps))
-        if batch.total_num_scheduled_tokens:
-            steps.append({"step": len(steps), **line, "emit": dict.fromkeys(line["emit"], 1)})
-            under_way.append((batch, line))
-            empty = 0
-        elif (empty := empty + 1) == EMPTY:
-            raise RuntimeError(f"world {number}: nothing is scheduled, and requests are left")
-        if under_way and not (engine.ahead and len(under_way) == 1 and batch.total_num_scheduled_tokens):
-            engine.hear(*under_way.pop(0))
+    return log(number, options, requests, steps_of(engine, requests))
+
+
+def log(
+    number: int, options: dict[str, Any], requests: list[dict[str, Any]], steps: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Put the lines of a log together."""
     header = {"format": "steplog/1", "log": f"world {number}", "engine": "vllm", "package": f"vllm {vllm.__version__}"}
     return [{**header, "options": options, "n_requests": len(requests), "n_steps": len(steps)}, *requests, *steps]
 
 
-def main(folder: Path, first: int, count: int) -> None:
+def main(
+    folder: Path, first: int, count: int, log_of: Callable[[int, ModelConfig], list[dict[str, Any]]] = log_of
+) -> None:
     """Write the logs."""
     logging.disable(logging.WARNING)
     init_none_hash(sha256)

@@ -215,9 +215,10 @@ class AsyncDraftingBatch(DraftingBatch):
             self._rejected[request] = self.steps, rejected
         super().join(request)
 
-    def rejoin(self, request: Request) -> None:
+    def rejoin(self, request: Request, past: int = -1) -> None:
         """Add, at its old place, a request that had no part in a step: all is known of it."""
         self._take_in(request)
+        self._past[request] = past
 
     def leave(self, member: Request) -> None:
         """Remove a member and update its fields."""

@@ -33,8 +33,7 @@ class DraftingBatch(BatchMembers[PlannedRounds]):
 
     def __init__(self, block_size: int, terms: DraftingTerms, max_model_len: int) -> None:
         super().__init__()
-        self._block_size = block_size
-        self._terms = terms
+        self._block_size, self._terms = block_size, terms
         self._steady = terms.steady
         self._planner = RoundPlanner(terms, block_size, max_model_len)
         self._counts = DraftCounts(terms)
@@ -171,11 +170,12 @@ class DraftingBatch(BatchMembers[PlannedRounds]):
         request.admission = self._admissions
         self._take_in(request)
 
-    def rejoin(self, request: Request) -> None:
+    def rejoin(self, request: Request, past: int = -1) -> None:
         """Add, as the last, a request that left before a step and had no part in it."""
         self._admissions += 1
         request.admission = self._admissions
         self._take_in(request, self._left_out.pop(request, None))
+        self._past[request] = past
 
     def leave(self, member: Request) -> None:
         """Remove a member and update its fields."""

@@ -75,7 +75,13 @@ class DraftingTerms:
     """Drafts of each of these requests in one step, if drafts are counted for the batch."""
     drops_last_hit: bool = False
     """True if the last block found in the prefix cache is computed again, for a drafter that needs the target's hidden
-    states of those tokens: EAGLE, MTP and block drafters in vLLM."""
+    states of those tokens: EAGLE, MTP and block drafters in vLLM up to 0.32."""
+    hashes_next: bool = False
+    """True if a block is found only by requests that have the token after it in common too, on which the drafter's keys
+    and values of its last token depend: EAGLE and MTP in vLLM 0.33, in place of `drops_last_hit`."""
+    names_verified: bool = False
+    """True if accepted tokens can be found in the prefix cache as soon as their verification is known (vLLM 0.33);
+    otherwise, with synchronous scheduling, from the next step of their request on."""
     tokens_after: TokensAfter | None = None
     """Equal to `accepted`, but faster. Without it, rounds are computed one by one."""
     laid_out: LaidOut | None = None

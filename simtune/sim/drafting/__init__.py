@@ -2,7 +2,7 @@
 schedulers."""
 
 from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
-from simtune.sim.drafting.pool_terms import Drafting, check_drafting, drafting_terms
+from simtune.sim.drafting.pool_terms import Drafting, check_drafting, drafter_share, drafting_terms
 from simtune.sim.drafting.sampler import AcceptanceSampler
 from simtune.sim.drafting.target_replicas import useful_replicas
 from simtune.sim.drafting.uniform import uniform
@@ -13,6 +13,7 @@ __all__ = [
     "SharedBudget",
     "StopLengths",
     "check_drafting",
+    "drafter_share",
     "drafting_terms",
     "uniform",
     "useful_replicas",

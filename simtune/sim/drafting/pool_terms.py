@@ -9,6 +9,7 @@ from simtune.errors import Infeasible
 from simtune.sim.drafting.draft_lengths import SharedBudget, StopLengths
 from simtune.sim.drafting.sampler import AcceptanceSampler
 from simtune.specs.acceptance import Acceptance
+from simtune.specs.draft_rules import DraftShare, draft_share
 from simtune.specs.model import Model
 from simtune.specs.pool import Pool
 from simtune.specs.speculation import Speculation
@@ -23,9 +24,21 @@ class Drafting:
     """The draft model; None if the drafter has none."""
 
 
-def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTerms:
-    """Return the drafting terms of a scheduler for a pool's speculation, as in vLLM 0.32."""
+def drafter_share(pool: Pool) -> DraftShare | None:
+    """Return the share of the engine that the drafter of a pool takes; None if the pool does not speculate."""
+    if pool.speculation is None:
+        return None
+    batching, transfers = pool.batching, pool.role != "mixed" or bool(pool.kv_cache.tiers)
+    drafter, drafts = pool.speculation.drafter, pool.speculation.scheme.shape.drafts
+    budget = batching.max_num_batched_tokens
+    return draft_share(drafter, drafts, batching.draft_rules, budget=budget, transfers=transfers)
+
+
+def drafting_terms(spec: Speculation, sampler: AcceptanceSampler, share: DraftShare | None = None) -> DraftingTerms:
+    """Return the drafting terms of a scheduler for a pool's speculation; as in vLLM 0.32 unless `share` is given."""
     scheme, drafter, shape = spec.scheme, spec.drafter, spec.scheme.shape
+    if share is None:
+        share = DraftShare(drafter.extra_slots(shape.drafts), drafter.drops_last_hit)
     lengths = shares = None
     if scheme.stops_below is not None and not sampler.varies:
         lengths = StopLengths(sampler.survival, scheme.stops_below)
@@ -39,12 +52,14 @@ def drafting_terms(spec: Speculation, sampler: AcceptanceSampler) -> DraftingTer
         laid_out=sampler.laid_out,
         drafts=scheme.tokens_for if scheme.varies_with_batch else None,
         lookahead=drafter.lookahead(shape.ahead),
-        extra_slots=drafter.extra_slots(shape.drafts),
+        extra_slots=share.extra_slots,
         depth=shape.depth if shape.tree or shape.overlapped else None,
         stops=sampler.stops if sampler.varies or shape.overlapped else None,
         lengths=lengths,
         shares=shares,
-        drops_last_hit=drafter.drops_last_hit,
+        drops_last_hit=share.drops_last_hit,
+        hashes_next=share.hashes_next,
+        names_verified=share.names_verified,
     )
 
 
@@ -56,14 +71,24 @@ def check_drafting(pool: Pool, drafting: Drafting, max_model_len: int) -> None:
     if most_depth is not None and shape.depth > most_depth:
         heads = f"{most_depth} {spec.drafter.label.capitalize()} heads"
         raise Infeasible(f"{heads} cannot draft {shape.depth} tokens deep; draft less deep")
-    slots = spec.drafter.extra_slots(shape.drafts)
+    share = drafter_share(pool)
+    assert share is not None
+    slots = share.extra_slots
     # A round verifies the certain token and all drafts, and the engine reserves slots for the drafter besides.
     needed_tokens = 1 + shape.drafts + slots
+    if share.most_requests is not None:
+        # vLLM refuses a budget that no more than holds the block of one request.
+        needed_tokens = max(needed_tokens, 1 + spec.drafter.lookahead(shape.drafts))
     if needed_tokens > budget:
         shape_name = "tree" if shape.tree else "chain"
         raise Infeasible(
             f"one sequence with a {shape_name} of {shape.drafts} drafts takes {needed_tokens} tokens of a step, and "
             f"max_num_batched_tokens is {budget}; draft less, or raise it"
+        )
+    if share.most_requests is not None and share.most_requests < pool.parallelism.pp:
+        raise Infeasible(
+            f"max_num_batched_tokens ({budget}) has room for the drafts of {share.most_requests} requests, and pp "
+            f"({pool.parallelism.pp}) requests must run at a time; draft less, or raise it"
         )
     if shape.replicas > 1:
         needed_tokens = pool.batching.max_num_seqs * (shape.depth + slots)

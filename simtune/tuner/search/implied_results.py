@@ -42,6 +42,7 @@ from simtune.arrays import Ints
 from simtune.results.result import Result
 from simtune.results.run_statistics import objectives
 from simtune.sim.deployment import Deployment
+from simtune.sim.drafting import drafter_share
 from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Pool
@@ -73,7 +74,7 @@ class Allowed:
     def of(cls, pool: DeployedPool) -> Allowed:
         """Return the share of one core of an instance."""
         batching, pp = pool.spec.batching, pool.spec.parallelism.pp
-        return cls(batching.max_num_seqs // pp, batching.max_num_batched_tokens, pool.memory.num_blocks // pp)
+        return cls(pool.core_seats, batching.max_num_batched_tokens, pool.memory.num_blocks // pp)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class DraftRoom:
         drafts, drafter = pool.speculation.scheme.shape.drafts, pool.speculation.drafter
         # A step may start while all drafts of the step before count as accepted, and one more step may follow the last
         # token of an answer.
-        return cls(1 + drafts, drafter.extra_slots(drafts), 4 * (1 + drafts) + drafter.lookahead(drafts))
+        share = drafter_share(pool)
+        assert share is not None
+        return cls(1 + drafts, share.extra_slots, 4 * (1 + drafts) + drafter.lookahead(drafts))
 
     def budget(self, seats: int, most_tokens: int) -> int:
         """Return an upper bound on the tokens of a step that were requested while `seats` seats were taken.

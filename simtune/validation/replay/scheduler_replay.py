@@ -26,6 +26,7 @@ from simtune.engine import (
     TransformersFifo,
     VllmFcfs,
 )
+from simtune.engine.next_token import NextTokenCache
 from simtune.engine.offloading import Offloading
 from simtune.engine.tiers import Tier, TierStore
 from simtune.errors import Problem, SpecError, UsageError, suggest
@@ -145,9 +146,11 @@ class _Account:
         self._offloading = scheduler.offloading if isinstance(scheduler, VllmFcfs) else None
         self._names = [line.req for line in log.requests]
         block_size = scheduler.kv.block_size
+        last_part = block_size - 1 if isinstance(scheduler.kv, NextTokenCache) else 0
         self._coming: deque[tuple[int, Request]] = deque()
         for number, line in enumerate(log.requests):
-            shared = line.prefix_len // block_size if line.group is not None else 0
+            # A block that is shared in part has a name too if others find the one before it by the token after it.
+            shared = (line.prefix_len + last_part) // block_size if line.group is not None else 0
             request = Request(number, line.prompt_len, line.output_len, priority=line.priority)
             request.blocks = tuple((line.group, block) for block in range(shared))
             self._coming.append((line.at_step, request))
@@ -298,8 +301,10 @@ class _ReplayDrafting(BaseModel):
         return max(entry for entry in self.by_batch if entry[0] <= batch)[2]
 
 
-DROP_LAST_HIT = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods for which vLLM drafts from the target's hidden states, and so computes the last cached block again."""
+JOINS_TOKENS = ("eagle", "eagle3", "mtp")
+"""Methods whose drafter joins a token to the target's hidden state of the one before it."""
+DROP_LAST_HIT = (*JOINS_TOKENS, "dflash", "dspark")
+"""Methods for which vLLM up to 0.32 computes the last cached block again, since it drafts from hidden states."""
 
 
 class _VllmOptions(_ReplayOptions):
@@ -340,15 +345,18 @@ class _VllmOptions(_ReplayOptions):
         }
         if not issubclass(kind, VllmFcfs):
             return kind(**plain)
-        drafting = None
+        drafting, rules = None, _rules_of_release(log)
         if self.spec is not None:
+            newest = rules.get("draft_rules") == "vllm-0.33"
             drafting = DraftingTerms(
                 max_drafts=self.spec.k,
                 accepted=_Accepted(log),
                 drafts=self.spec.drafts if self.spec.by_batch else None,
                 lookahead=self.num_lookahead_tokens,
                 extra_slots=self.spec.draft_slots_per_request,
-                drops_last_hit=self.spec.method in DROP_LAST_HIT,
+                drops_last_hit=self.spec.method in DROP_LAST_HIT and not newest,
+                hashes_next=self.spec.method in JOINS_TOKENS and newest,
+                names_verified=newest,
             )
         scheduler = kind(
             **plain,
@@ -359,7 +367,7 @@ class _VllmOptions(_ReplayOptions):
             prefill_schedule_interval=self.prefill_schedule_interval,
             prefill_steps_aligned=self.data_parallel_size > 1,
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
-            self_preemption_ends_step=_self_preemption_ends_step(log),
+            self_preemption_ends_step=rules.get("self_preemption_ends_step") is not False,
             prefix_caching=self.enable_prefix_caching,
             async_scheduling=self.async_scheduling,
             speculation=drafting,
@@ -376,11 +384,11 @@ def _is_newest(log: StepLog) -> bool:
     return release is None or int(release[1]) >= 33
 
 
-def _self_preemption_ends_step(log: StepLog) -> bool:
-    """Return the rule of the release that wrote a log, as its preset has it; of the newest if none is stated."""
+def _rules_of_release(log: StepLog) -> Mapping[str, Any]:
+    """Return how the release that wrote a log batches, as its preset has it; of the newest if none is stated."""
     release = re.search(r"\d+(\.\d+)+", log.header.package)
-    batching = load_engine(f"vllm@{release[0]}" if release else "vllm").pool["batching"]
-    return batching.get("self_preemption_ends_step") is not False
+    batching: Mapping[str, Any] = load_engine(f"vllm@{release[0]}" if release else "vllm").pool["batching"]
+    return batching
 
 
 class _TransformersOptions(_ReplayOptions):
