@@ -22,7 +22,7 @@ systems:
     measure: {kind: step}
     not_modelled: [the weather]
     inputs:
-      - {what: the batch, source: published, where: section 1}
+      - {what: the batch, source: published, where: section 1, covers: [model, hardware, step, pool.parallelism]}
       - {what: a context, source: assumed, otherwise: [{base: {step: {context: 32}}}]}
     base: {step: {decodes: 1, context: 64}}
     variant: {step: {decodes: 2, context: 64}, pool: {parallelism: {tp: 2}}}
@@ -54,6 +54,21 @@ def test_finding_names_its_inputs(own: Desk) -> None:
     assert "  published: the batch (section 1)\n" in said.out
     assert "  assumed: a context; otherwise " in said.out
     assert "  not modelled: the weather\n" in said.out
+
+
+def test_settings_without_a_source_are_listed_and_a_path_of_no_setting_is_refused(own: Desk) -> None:
+    own.write("mine.yaml", FILE.replace("step, pool.parallelism]", "step.decodes]"))
+    result = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
+    assert result.code == 0, result
+    assert "0 of 1 reproduced" in result.out
+    assert "  settings without a source: pool.parallelism.tp, step.context\n" in result.out
+    own.write("mine.yaml", FILE.replace("pool.parallelism]", "pool.parallel]"))
+    message = own.refused(call, "reproduce", "mine.yaml", "--jobs", 1, "--quiet")
+    assert message.startswith("mine.yaml:13:")
+    assert (
+        "inputs.0.covers.3: no setting of one is called 'pool.parallel', did you mean pool.parallelism.tp?" in message
+    )
+    assert message.endswith("Correct the path or leave it out")
 
 
 def test_fitted_inputs_are_stated_and_many_findings_print_a_table_only(own: Desk) -> None:
