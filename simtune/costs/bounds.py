@@ -148,7 +148,8 @@ class CostBounds:
     def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """Seconds of attention of whole prompts, however they are cut into chunks; the first tokens may be cached.
 
-        The differences of the chunks add up to the whole; the call itself may serve chunks of others too.
+        The differences of the chunks add up to the whole. A call may serve chunks of others too, but no more tokens
+        than a step has at most: each token is charged its part of such a call.
         Prompts longer than max_model_len count as if they were that long.
         """
         return _PromptCosts(self._tables).least_s(prompt_tokens, cached_tokens)
@@ -190,12 +191,15 @@ class _PromptCosts:
 
     def __init__(self, tables: StepTables) -> None:
         self._whole, self._cached = np.array(tables.prefill), np.array(tables.cached)
+        self._call_per_token = tables.prefill_call / (len(tables.mixed.linear) - 1)
 
     def least_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
         """See `CostBounds.prefill_cost_s`."""
         most = len(self._whole) - 1
         full_ticks, cached = self._whole[np.minimum(prompt_tokens, most)], self._cached[np.minimum(cached_tokens, most)]
-        seconds: Array = np.maximum(full_ticks - cached, 0) / TICKS_PER_SECOND
+        computed = np.maximum(np.minimum(prompt_tokens, most) - cached_tokens, 0)
+        ticks = np.maximum(full_ticks - cached, 0) + self._call_per_token * computed
+        seconds: Array = ticks / TICKS_PER_SECOND
         return seconds
 
 
