@@ -269,16 +269,26 @@ def named_blocks(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the names of the blocks of each prompt: those of its prefix, and those up to its first new item."""
     rows = []
+    known_names: dict[str, tuple[int, ...]] = {}
     for number in range(len(media.begin) - 1):
         prefix = () if prefixes is None else prefixes[number]
         repeated = media.repeated[media.begin[number] : media.begin[number + 1]].tolist()
-        rows.append(prefix + _names_of(media.of(number), repeated, prefix, block_tokens))
+        row = prefix
+        if repeated and repeated[0]:
+            row += _names_of(media.of(number), repeated, prefix, block_tokens, known_names)
+        rows.append(row)
     return tuple(rows)
 
 
 def _names_of(
-    items: Sequence[PromptItem], repeated: Sequence[bool], prefix: Sequence[int], block_tokens: int
+    items: Sequence[PromptItem],
+    repeated: Sequence[bool],
+    prefix: Sequence[int],
+    block_tokens: int,
+    known_names: dict[str, tuple[int, ...]],
 ) -> tuple[int, ...]:
+    """Return the names of the blocks up to the first new item. `known_names` are those of the blocks that end in one
+    item, by what is before them: many prompts begin alike, and a video has hundreds of blocks."""
     names: list[int] = []
     before = f"{prefix[-1] if prefix else -1}"
     block = len(prefix)
@@ -286,8 +296,14 @@ def _names_of(
         if not of_set:
             break
         before += f",{item.name}"
-        while (block + 1) * block_tokens <= item.start + item.shape.tokens:
-            digest = blake2b(f"{before}:{block}".encode(), digest_size=7).digest()
-            names.append(_NAMED | int.from_bytes(digest, "big"))
-            block += 1
+        end = max(block, (item.start + item.shape.tokens) // block_tokens)
+        if before not in known_names:
+            known_names[before] = tuple(_block_name(before, number) for number in range(block, end))
+        names += known_names[before]
+        block = end
     return tuple(names)
+
+
+def _block_name(before: str, number: int) -> int:
+    digest = blake2b(f"{before}:{number}".encode(), digest_size=7).digest()
+    return _NAMED | int.from_bytes(digest, "big")

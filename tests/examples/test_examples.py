@@ -198,6 +198,17 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
     assert 0 < work["busy_share"] < 0.5
 
 
+def test_clips_and_voice_messages_are_encoded(tmp_path: Path) -> None:
+    """Clips of the set are found; every voice message is new."""
+    clips, voice = tmp_path / "clips", tmp_path / "voice"
+    simulate("media/plan.yaml", "media/workload.yaml", clips, "--requests", "200", "--audit")
+    simulate("media/speech-plan.yaml", "media/speech.yaml", voice, "--requests", "200", "--audit")
+    (of_clips,), (of_voice,) = (json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice))
+    assert of_clips["encoded_images"] > 60
+    assert of_clips["cache_hits"] > 0
+    assert (of_voice["encoded_images"], of_voice["cache_hits"]) == (200, 0)
+
+
 def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
     """The first requests are those of the night: one instance of four is enough for them, and is all that is paid."""
     run = tmp_path / "run"

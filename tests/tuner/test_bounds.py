@@ -17,7 +17,7 @@ from simtune.engine import POLICIES
 from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.encoder import Encoder
-from simtune.specs.media import LoadImages
+from simtune.specs.media import LoadImages, LoadVideos
 from simtune.specs.plan import KvLink, Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 from simtune.specs.schemes import Chain
@@ -235,7 +235,7 @@ def test_bounds_hold_of_compiled_costs(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
-    """A prompt that waits for its image lets those behind it pass; images that come again are found."""
+    """A prompt that waits for its image lets those behind it pass; images come again, some have a video."""
     model = load_model("qwen2.5-vl-7b")
     sizes = [{"width": 1280, "height": 720}]
     images = LoadImages.model_validate({"per_request": [1, 3], "sizes": sizes, "repeats": {"share": 0.5, "images": 4}})
@@ -245,6 +245,7 @@ def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
         prompt=Lognormal(mean_tokens=200, sigma=0.6, max_tokens=900),
         output=Lognormal(mean_tokens=40, sigma=0.6, max_tokens=200),
         images=images,
+        videos=LoadVideos.model_validate({"share": 0.3, "sizes": [{"width": 320, "height": 240}], "seconds": 4}),
     )
     encoder: dict[str, Any] = {} if apart else {"encoder": Encoder(cache_size=1200)}
     given: dict[str, Any] = {"kv_cache": {"prefix_caching": True}, "batching": {"max_num_batched_tokens": 2048}}

@@ -142,12 +142,11 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     feed_forward = architecture.feed_forward(config, architecture)
     dtype, positions = config.dtype(), config.count("max_position_embeddings")
     formats = quantization.formats(config, dtype, attention, feed_forward, architecture.modules)
-    vision, audio = vision_of(config), audio_of(config)
-    encoders = [part for part, block in (("vision", vision), ("audio", audio)) if block is not None]
+    encoders = _encoders(config)
     spec: dict[str, Any] = {
         "schema": Model.schema_id(),
         "name": name,
-        "source": f"Hugging Face config.json of a {architecture_name}{_parts(config, encoders)}",
+        "source": f"Hugging Face config.json of a {architecture_name}{_parts(config, [*encoders])}",
         "hidden_size": config.count("hidden_size"),
         "vocab_size": config.count("vocab_size"),
         "max_position": positions,
@@ -163,10 +162,7 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
     }
     if architecture.kv_dtype is not None:
         spec["kv_dtype"] = architecture.kv_dtype
-    if vision is not None:
-        spec["vision"] = vision
-    if audio is not None:
-        spec["audio"] = audio
+    spec |= encoders
     # Raised after every key was asked for, so that the user sees at once all that is wrong in the file.
     if raising:
         config.raise_if_any()
@@ -182,6 +178,12 @@ def _read(config: Config, name: str, raising: bool = False) -> tuple[dict[str, A
         for (mixing, behind, projections), equal in groupby(layers)
     ]
     return spec, config.asked
+
+
+def _encoders(config: Config) -> dict[str, Any]:
+    """Return the encoders of media of a config as plain data, by the key of the spec."""
+    blocks = {"vision": vision_of(config), "audio": audio_of(config)}
+    return {key: block for key, block in blocks.items() if block is not None}
 
 
 def _parts(config: Config, encoders: Sequence[str]) -> str:
