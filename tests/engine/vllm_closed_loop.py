@@ -1,12 +1,13 @@
 """Steps of vLLM's own client, engine core and scheduler under users in a closed loop: run by an interpreter with vLLM.
 
-    VLLM_PYTHON tests/engine/vllm_closed_loop.py OUT.json ASYNC
+    VLLM_PYTHON tests/engine/vllm_closed_loop.py OUT.json ASYNC [DRAFTS]
 
 vLLM's AsyncLLM sends requests to vLLM's engine core, a process of its own. An executor whose steps take 0.1 s stands in
 for the model, in a thread of its own, as a GPU would: the engine core schedules the next step while one runs (ASYNC 1)
 or waits for its result (ASYNC 0). First one user, then four send request after request, each as soon as the last token
 of the one before has come. The file has, by number of users, the requests that are in each step, as numbers in order of
-sending, and two counts for each request: see `counts`.
+sending, and two counts for each request: see `counts`. With DRAFTS above 0 EAGLE makes as many drafts in each step, all
+of which are accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 STEP_S = 0.1
 REQUESTS = 20
@@ -97,14 +98,25 @@ class ClockExecutor(Executor):  # type: ignore[misc]  # vLLM is not there for my
         return _done(output) if non_block else output
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        future = self._device.submit(self._step, list(self._scheduled.num_scheduled_tokens))
+        batch = self._scheduled
+        drafts = {name: len(tokens) for name, tokens in batch.scheduled_spec_decode_tokens.items()}
+        # A newcomer is padded with drafts that were not made.
+        drafts |= dict.fromkeys((new.req_id for new in batch.scheduled_new_reqs), 0)
+        names = list(batch.num_scheduled_tokens)
+        future = self._device.submit(self._step, names, [[7] * (1 + drafts.get(name, 0)) for name in names])
         return future if non_block else future.result()
 
-    def _step(self, names: list[str]) -> ModelRunnerOutput:
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Read by an engine core without asynchronous scheduling."""
+        drafts = self.vllm_config.speculative_config.num_speculative_tokens
+        names = list(self._scheduled.num_scheduled_tokens)
+        return DraftTokenIds(names, [[7] * drafts for _ in names])
+
+    def _step(self, names: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
         time.sleep(STEP_S)
         self._journal.write(json.dumps([time.monotonic(), names]) + "\n")
         places = {name: place for place, name in enumerate(names)}
-        output = {"req_ids": names, "req_id_to_index": places, "sampled_token_ids": [[7] for _ in names]}
+        output = {"req_ids": names, "req_id_to_index": places, "sampled_token_ids": sampled}
         empty: dict[str, Any] = {
             field.name: None if "dict" not in str(field.type) else {}
             for field in dataclasses.fields(ModelRunnerOutput)
@@ -163,7 +175,7 @@ def counts(steps: list[tuple[float, list[int]]], times: list[tuple[float, float]
     }
 
 
-def main(out: Path, asynchronous: bool) -> None:
+def main(out: Path, asynchronous: bool, drafts: int) -> None:
     """Write the counts of one way of scheduling."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -172,10 +184,11 @@ def main(out: Path, asynchronous: bool) -> None:
     with tempfile.TemporaryDirectory() as files:
         os.environ[JOURNAL] = str(Path(files, "journal"))
         Path(files, "config.json").write_text(json.dumps(CONFIG))
+        speculation = {"method": "eagle", "model": files, "num_speculative_tokens": drafts} if drafts else None
         arguments = AsyncEngineArgs(
             model=files, skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8,
             max_num_batched_tokens=256, enforce_eager=True, enable_prefix_caching=False, block_size=16,
-            async_scheduling=asynchronous, distributed_executor_backend="uni",
+            async_scheduling=asynchronous, distributed_executor_backend="uni", speculative_config=speculation,
         )  # fmt: skip
         config = arguments.create_engine_config()
         # A processor's platform switches it off.
@@ -194,6 +207,8 @@ def main(out: Path, asynchronous: bool) -> None:
         times = asyncio.run(run())
         journal = [json.loads(line) for line in Path(files, "journal").read_text().splitlines()]
     result: dict[str, Any] = {"vllm": vllm.__version__, "async_scheduling": asynchronous}
+    if drafts:
+        result["drafts"] = drafts
     result |= {"lengths": [lengths(number) for number in range(REQUESTS)], "users": {}}
     for users in USERS:
         # vLLM appends a random suffix to the names of requests.
@@ -204,4 +219,4 @@ def main(out: Path, asynchronous: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "1")
+    main(Path(sys.argv[1]), sys.argv[2] == "1", int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -287,10 +287,13 @@ def _drafting(random: Random, pool: Block, name: str) -> Block:
     drafter = drafter_for(scheme)
     batching = {key: pool["batching"][key] for key in ("max_num_seqs", "max_num_batched_tokens")}
     batching["max_num_batched_tokens"] = max(64, batching["max_num_batched_tokens"])
+    batching["policy"] = random.choice(("vllm-fcfs", "vllm-priority", "sglang"))
+    if batching["policy"] != "sglang" and batching["max_num_seqs"] == 4:  # no draw, which would change all worlds
+        batching["draft_rules"] = "vllm-0.33"
     cache = {key: value for key, value in pool["kv_cache"].items() if key in ("block_size", "num_blocks")}
     return {
         **pool,
-        "batching": {**batching, "policy": random.choice(("vllm-fcfs", "vllm-priority", "sglang"))},
+        "batching": batching,
         "kv_cache": cache | {"prefix_caching": random.random() < 0.5},
         "async_scheduling": name in AHEAD and random.random() < 0.5,
         "speculation": {
@@ -546,6 +549,7 @@ def features(world: World) -> set[str]:
         "fixed pools": world.recipe.fragments > 0 and any(pool.name != pool.role for pool in pools),
         "tiers": any(cache.tiers for cache in caches),
         "drafts": any(pool.speculation for pool in pools),
+        "draft rules": any(pool.speculation and pool.batching.draft_rules for pool in pools),
         "apart": len(pools) > 1 and pools[0].role == "prefill",
         "local prefill": plan.prefills_locally,
         "control": plan.control is not None,

@@ -15,7 +15,7 @@ STORED = (132, 69, 24)
 """Plans of three fragments, of an autoscaled pool that drafts, and of one that does not."""
 FEATURES = {
     "sessions", "families", "prefix caching", "tiers", "drafts", "apart", "local prefill", "control", "events",
-    "autoscaling", "fragments", "combined fragments", "fixed pools", "drafts of a study",
+    "autoscaling", "fragments", "combined fragments", "fixed pools", "drafts of a study", "draft rules",
     "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "prefill_context_parallel", "async", "swap", "messages", "preempted", "resent",
