@@ -48,12 +48,12 @@ def attention_s(step: StepModel, prompts: int, tokens: int) -> float:
     return parts["prefill_attention"] + (parts["gemm"] if latent else 0.0)
 
 
-def show(name: str, once: list[float], each: list[float], record: Recorder) -> None:
-    for label, errors in (("once", once), ("each", each)):
+def show(name: str, joint: list[float], apart: list[float], record: Recorder) -> None:
+    for label, errors in (("once", joint), ("each", apart)):
         sizes = np.abs(errors)
         print(f"{name}, {label}: {len(errors)} calls: {np.median(sizes):.1%} / {np.quantile(sizes, 0.9):.1%}")
-    record(f"{name}, several prompts", 100 * float(np.median(np.abs(once))), "% median", "lower")
-    assert np.median(np.abs(once)) < np.median(np.abs(each))
+    record(f"{name}, several prompts", 100 * float(np.median(np.abs(joint))), "% median", "lower")
+    assert np.median(np.abs(joint)) < np.median(np.abs(apart))
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -83,13 +83,13 @@ def test_several_prompts_in_one_call(
         shape |= {"heads": attention.heads // tp, "hidden": spec.hidden_size}
         shape |= {"q_rank": attention.q_lora_rank, "v_dim": attention.v_head_dim}
         operator = profile.predictor(kind, "fp8_block", kv_dtype=kv_dtype)
-    once, each = [], []
+    joint, apart = [], []
     for prompts, tokens in CALLS:
         call = shape | ({"window": tokens} if kind == "prefill_attention" else {})
         at_once = layers * float(operator.seconds(batch=np.array([prompts]), tokens=tokens, context=tokens, **call)[0])
-        once.append(attention_s(step, prompts, tokens) / at_once - 1)
-        each.append(prompts * attention_s(step, 1, tokens) / at_once - 1)
-    show(f"{model} on {hardware}, tp {tp}", once, each, record)
+        joint.append(attention_s(step, prompts, tokens) / at_once - 1)
+        apart.append(prompts * attention_s(step, 1, tokens) / at_once - 1)
+    show(f"{model} on {hardware}, tp {tp}", joint, apart, record)
 
 
 @pytest.mark.parametrize(("card", "hardware"), [("h200_sxm", "h200-sxm-sglang"), ("b200_sxm", "b200-sglang")])
@@ -101,10 +101,10 @@ def test_latent_attention_of_sglang(card: str, hardware: str, data_dir: Path, re
     models = {int(number): steps("deepseek-v3", hardware, 128 // int(number), "fp8") for number in np.unique(heads)}
     layers = load_model("deepseek-v3").num_layers
     rows = np.flatnonzero((prompts > 1) & (tokens >= 128) & (measured > 2 * measured.min()))
-    once, each = [], []
+    joint, apart = [], []
     for row in rows:
         step = models[int(heads[row])]
-        whole = layers * measured[row]
-        once.append(attention_s(step, prompts[row], tokens[row]) / whole - 1)
-        each.append(prompts[row] * attention_s(step, 1, tokens[row]) / whole - 1)
-    show(f"SGLang on {card}", once, each, record)
+        in_layers = layers * measured[row]
+        joint.append(attention_s(step, prompts[row], tokens[row]) / in_layers - 1)
+        apart.append(prompts[row] * attention_s(step, 1, tokens[row]) / in_layers - 1)
+    show(f"SGLang on {card}", joint, apart, record)

@@ -324,8 +324,8 @@ def _costs_of_blocks(
         return np.maximum(seconds - products_s(np.asarray(batch) * width), 0.0)
 
     # What the shortest prompt takes besides the products is the overhead of a call.
-    one = np.ones(1)
-    call_s = float((prompt_s(one) - products_s(one))[0])
+    single = np.ones(1)
+    call_s = float((prompt_s(single) - products_s(single))[0])
 
     def prefill_s(tokens: Array) -> Array:
         at_least_one = np.maximum(tokens, 1)
