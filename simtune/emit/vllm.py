@@ -17,6 +17,7 @@ from simtune.emit.vllm_releases import (
     NEWEST,
     deals_decodes,
     drafts_since,
+    drafts_until,
     hides_pipelines,
     hides_since,
     knows,
@@ -220,11 +221,13 @@ class Vllm(Emitter):
         return self if release == self._release else type(self)(release)
 
     def speculation(self, speculation: Speculation, draft: Model | None = None) -> LaunchArgs:
-        """See `Emitter.speculation`; a setting that only later releases have is refused with the release."""
+        """See `Emitter.speculation`; a setting that only later or earlier releases have is refused with the release."""
         settings = super().speculation(speculation, draft)
         for name in (settings["method"], *settings):
             if (since := drafts_since(name)) > self._release:
                 raise UsageError(f"vLLM {self.version} has no {name}; it came with vLLM {words(since)}")
+            if (until := drafts_until(name)) < self._release:
+                raise UsageError(f"vLLM {self.version} has no {name}; vLLM {words(until)} was the last that has it")
         return settings
 
     def problems(self, settings: LaunchArgs) -> list[str]:

@@ -45,6 +45,7 @@ _DRAFTS: Mapping[str, ReleaseNumber] = {
     "dspark": (0, 25),
     "num_speculative_tokens_per_batch_size": (0, 24),
 }
+_LAST_DRAFTS: Mapping[str, ReleaseNumber] = {"medusa": (0, 32)}
 _HIDDEN: Mapping[str, ReleaseNumber] = {"draft_model": (0, 16)}
 _HIDDEN_HEADS: ReleaseNumber = (0, 12)
 _HIDDEN_PIPELINES: ReleaseNumber = (0, 15)
@@ -73,6 +74,11 @@ def options_by_release() -> tuple[str, ...]:
 def drafts_since(name: str) -> ReleaseNumber:
     """The first release that has a method or a setting of drafts."""
     return _DRAFTS.get(name, _FIRST)
+
+
+def drafts_until(name: str) -> ReleaseNumber:
+    """The last release that has a method of drafts."""
+    return _LAST_DRAFTS.get(name, NEWEST)
 
 
 def hides_since(method: str) -> ReleaseNumber:

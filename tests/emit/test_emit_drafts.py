@@ -51,7 +51,6 @@ def told(emitter: Emitter, drafter: Drafter, scheme: Scheme) -> dict[str, Any]:
         (HEAD, {"method": "eagle3", "model": "org/head"}),
         (Eagle(method="eagle", checkpoint="x"), {"method": "eagle", "model": "x"}),
         (Eagle(method="mtp"), {"method": "mtp"}),
-        (Medusa(heads=4, checkpoint="x"), {"method": "medusa", "model": "x"}),
         (
             DraftModel(model="llama-3.1-8b", tp=1),
             {"method": "draft_model", "model": "meta-llama/Llama-3.1-8B", "draft_tensor_parallel_size": 1},
@@ -63,6 +62,15 @@ def told(emitter: Emitter, drafter: Drafter, scheme: Scheme) -> dict[str, Any]:
 )
 def test_vllm_drafters(drafter: Drafter, told_of_it: dict[str, Any]) -> None:
     assert told(vllm, drafter, Chain(tokens=5)) == {**told_of_it, "num_speculative_tokens": 5}
+
+
+def test_a_method_that_a_release_dropped_is_refused() -> None:
+    """vLLM 0.33 has no Medusa among the methods of vllm/config/speculative.py."""
+    medusa = Medusa(heads=4, checkpoint="x")
+    settings = told(vllm.of("vllm-0.28"), medusa, Chain(tokens=4))
+    assert settings == {"method": "medusa", "model": "x", "num_speculative_tokens": 4}
+    with pytest.raises(UsageError, match=r"vLLM 0\.33 has no medusa; vLLM 0\.32 was the last that has it"):
+        told(vllm, medusa, Chain(tokens=4))
 
 
 def test_vllm_lengths_by_batch() -> None:

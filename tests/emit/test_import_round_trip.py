@@ -42,7 +42,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "suffix": {"kind": "suffix"},
 }
 DRAFTS = [
-    *(("vllm-0.33", drafter, {"kind": "chain", "tokens": 3}) for drafter in DRAFTERS),
+    *(("vllm-0.33", drafter, {"kind": "chain", "tokens": 3}) for drafter in DRAFTERS if drafter != "medusa"),
+    ("vllm-0.28", "medusa", {"kind": "chain", "tokens": 3}),
     *(("sglang-0.5.23", drafter, {"kind": "chain", "tokens": 3}) for drafter in ("draft-model", "eagle", "mtp")),
     *(("trtllm-1.4", drafter, {"kind": "chain", "tokens": 3}) for drafter in ("draft-model", "eagle", "mtp")),
     ("sglang-0.5.23", "eagle", {"kind": "dynamic_tree", "steps": 3, "topk": 4, "tokens": 8}),
