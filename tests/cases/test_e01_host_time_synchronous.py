@@ -103,7 +103,7 @@ def test_the_plan_comes_before_the_engine_and_the_engine_before_the_profile() ->
     of_engine = HostCosts.of(pool_of("vllm-0.11", "l4"), l4)
     assert (of_engine.times.step_s, of_engine.times.per_sequence_s, of_engine.basis) == (
         0.0009,
-        16e-6,
+        17e-6,
         Basis.INTERPOLATED,
     )
     own = {"step_s": 0.002, "per_sequence_s": 0.0, "origin": None, "log_sd": None}
