@@ -91,7 +91,8 @@ def test_an_engine_is_told_what_it_says_it_knows_and_of_nothing_else(engine: str
         else:
             assert scheme.kind in why or drafter.kind in why
     assert expressed == set(emitter.schemes)
-    assert drafting == set(emitter.drafters)
+    # Medusa is written for releases before the newest.
+    assert drafting == set(emitter.drafters) - ({Medusa} if engine == "vllm" else set())
 
 
 def test_the_engine_of_a_policy() -> None:

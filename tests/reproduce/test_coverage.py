@@ -260,8 +260,8 @@ def test_the_stored_results_have_a_source_for_every_setting() -> None:
 
 
 def test_what_has_no_source_is_listed(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["reproduce", "des", "--jobs", "1"])
-    assert "  settings without a source: hardware\n" in result.output
+    result = CliRunner().invoke(cli, ["reproduce", "mustdrop", "--jobs", "1"])
+    assert "  settings without a source: hardware, model\n" in result.output
     listed = [finding for finding in RESULTS.findings if finding.uncovered]
     assert listed
     page = render(RESULTS, select([]))
