@@ -7,6 +7,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -380,3 +381,15 @@ def _kind_tags(model: type[BaseModel]) -> tuple[str, ...]:
     tag = getattr(model, "TAG", None)
     field = model.model_fields.get("kind")
     return (tag,) if tag is not None else get_args(field.annotation) if field is not None else ()
+
+
+def check_quantiles(levels: Sequence[float], values: Sequence[float], name: str) -> None:
+    """Raise ValueError unless levels run from 0 to 1 and rise strictly, and the values do not fall."""
+    if len(levels) != len(values):
+        raise ValueError(f"{len(levels)} levels but {len(values)} {name}")
+    if levels[0] != 0 or levels[-1] != 1:
+        raise ValueError("levels must run from 0 to 1")
+    if any(not a < b for a, b in pairwise(levels)):
+        raise ValueError("levels must rise strictly")
+    if any(not a <= b for a, b in pairwise(values)):
+        raise ValueError(f"{name} must not fall")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from simtune.specs.base import BlockSize, Count, NonNegative, Part, Positive, Seq, Share
+from simtune.specs.base import BlockSize, Count, NonNegative, Part, Positive, Seq, Share, check_quantiles
 from simtune.specs.one_or_more import OneOrMore, listed
 from simtune.specs.tower import MediaKind
 from simtune.specs.video import Clip
@@ -22,16 +21,6 @@ Length = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 Items = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
 
 
-def _check_quantiles(levels: Sequence[float], values: Sequence[float], name: str) -> None:
-    """Raise ValueError unless there is one value for each level, and neither of them falls."""
-    if len(levels) != len(values):
-        raise ValueError(f"{len(levels)} levels but {len(values)} {name}; give as many of both")
-    if levels[0] != 0 or levels[-1] != 1 or sorted(set(levels)) != list(levels):
-        raise ValueError("levels must rise strictly from 0 to 1")
-    if sorted(values) != list(values):
-        raise ValueError(f"{name} must not fall")
-
-
 class SideQuantiles(Part):
     """Empirical sides: `pixels[i]` is the quantile at `levels[i]`, linear in between."""
 
@@ -41,7 +30,7 @@ class SideQuantiles(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        _check_quantiles(self.levels, self.pixels, "pixels")
+        check_quantiles(self.levels, self.pixels, "pixels")
         return self
 
 
@@ -54,7 +43,7 @@ class SecondsQuantiles(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        _check_quantiles(self.levels, self.seconds, "seconds")
+        check_quantiles(self.levels, self.seconds, "seconds")
         return self
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -25,6 +23,7 @@ from simtune.specs.base import (
     Share,
     Spec,
     Tokens,
+    check_quantiles,
 )
 from simtune.specs.graph import Branches, check_graph
 from simtune.specs.media import LoadAudio, LoadImages, LoadMedia, LoadVideos
@@ -144,20 +143,8 @@ class Quantiles(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        _check_quantiles(self.levels, self.tokens, "tokens")
+        check_quantiles(self.levels, self.tokens, "tokens")
         return self
-
-
-def _check_quantiles(levels: Sequence[float], values: Sequence[float], name: str) -> None:
-    """Raise ValueError unless levels run from 0 to 1 and rise strictly, and the values do not fall."""
-    if len(levels) != len(values):
-        raise ValueError(f"{len(levels)} levels but {len(values)} {name}")
-    if levels[0] != 0 or levels[-1] != 1:
-        raise ValueError("levels must run from 0 to 1")
-    if any(not a < b for a, b in pairwise(levels)):
-        raise ValueError("levels must rise strictly")
-    if any(not a <= b for a, b in pairwise(values)):
-        raise ValueError(f"{name} must not fall")
 
 
 class TraceLengths(Part):
@@ -274,7 +261,7 @@ class QuantileSpread(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        _check_quantiles(self.levels, self.values, "values")
+        check_quantiles(self.levels, self.values, "values")
         return self
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from simtune.arrays import Array, Mask
 from simtune.costs.operators.moe import DEALT, received
 from simtune.costs.tables.common import AICONFIGURATOR, MS, US, Columns, FileContent, FormatReaders, Table, finish, take
+from simtune.costs.tables.screen import ABOVE_LAUNCHES
 from simtune.specs.base import DTYPE_BYTES, Dtype
 from simtune.specs.hardware import OperatorKind
 
@@ -141,13 +142,9 @@ def _dispatched(columns: Columns) -> FileContent:
                 part = take(_table(columns, "moe", _DTYPES[name], shape, seconds, variant), rows)
                 excluded = {"skewed routing": ~columns.equal("distribution", "uniform")[rows]}
                 if variant == "high_throughput":
-                    excluded["launched by the host"] = part.seconds < _ABOVE_LAUNCHES * part.seconds.min()
+                    excluded["launched by the host"] = part.seconds < ABOVE_LAUNCHES * part.seconds.min()
                 content.tables.append(finish(part, excluded))
     return content
-
-
-_ABOVE_LAUNCHES = 1.5
-"""Times of the shortest call from which the device is taken to have been the slower one."""
 
 
 def _unusable_routing(shape: dict[str, Array]) -> dict[str, Mask]:
