@@ -524,9 +524,12 @@ class Audit:
     def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""
         confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
-        fresh = {attempt.draw: attempt for attempt in fate.simulated if attempt.draw and attempt.rate_rps == rate}
         draws = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
-        if [*sorted(fresh)] != [*draws]:
+        rates = [rate] if rate is None else [rate, rate * margin(self.question)]
+        # Draws at a rate that is higher by the margin confirm this one as well.
+        at_rates = (_on_fresh_draws(fate, drawn_rps) for drawn_rps in rates)
+        fresh = next((of_draw for of_draw in at_rates if [*sorted(of_draw)] == [*draws]), None)
+        if fresh is None:
             self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
         findings = tuple(self._resimulations.finding(bounded_candidate, fresh[draw]) for draw in draws)
@@ -590,6 +593,15 @@ def foreign(claimed: Mapping[str, PlanFate], audit: Audit) -> list[str]:
     )
 
 
+def _on_fresh_draws(fate: PlanFate, rate_rps: float | None) -> dict[int, Tried]:
+    """Return the simulations of a plan on fresh draws at a rate, by the draw."""
+    return {
+        entry.draw: entry
+        for entry in fate.simulated
+        if entry.draw and (entry.rate_rps == rate_rps or near(entry.rate_rps, rate_rps))
+    }
+
+
 def _confirmed_by(
     question: Question,
     facts: PlanFacts,
@@ -622,7 +634,7 @@ def _clears_backlog(
     higher_rps = rate_rps * margin(question)
     if any(misses_below(Attempt(**entry.model_dump()), higher_rps) for entry in fate.simulated):
         return False
-    higher = {entry.draw: entry for entry in fate.simulated if entry.draw and near(entry.rate_rps, higher_rps)}
+    higher = _on_fresh_draws(fate, higher_rps)
     draws = range(1, 1 + num_draws(question))
     met = (resimulations.finding(plan, entry).met for entry in higher.values())
     return [*sorted(higher)] == [*draws] and all(met)

@@ -179,6 +179,8 @@ class BestFirst:
 
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
+        drawn = self.confirmed is not None or not self.question.study.search.confirm.draws
+        self._judge.slack = 1.0 if drawn else self.step
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             self.evaluator.check_time()
             if not self._scouted and self.best is None and self._open.best == best:

@@ -118,26 +118,38 @@ class FreshDraws:
 
     def verdict(self, plan: BoundedCandidate, rate_rps: float | None) -> DrawsVerdict:
         """Simulate a plan on one draw after the other until one misses the SLO; if the draws do not show that it keeps
-        up, see whether a backlog does (then a higher rate must keep the SLO as well), or repeat with longer ones."""
+        up, see whether a backlog does (then a higher rate must keep the SLO), or repeat with longer ones."""
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
         if requests >= most:
             return self.on_draws(plan, rate_rps, requests)
-        strayed = self._strayed.get(plan.kind, math.inf)
-        near = rate_rps is not None and strayed * NEAR < rate_rps <= strayed
-        if not near or self._clears_backlog(plan, rate_rps):
+        searched = rate_rps is not None and isinstance(self._question.objective, RateObjective)
+        if rate_rps is None or not (searched and self._near_capacity(plan, rate_rps)):
             verdict = self.on_draws(plan, rate_rps, requests)
-            if verdict.confirmed is not None or verdict.missed:
-                return verdict
-            if rate_rps is not None:
-                self._strayed[plan.kind] = min(rate_rps, strayed)
-                if self._clears_backlog(plan, rate_rps):
-                    return self._with_margin(plan, rate_rps, requests)
+            if verdict.confirmed is not None or verdict.missed or rate_rps is None:
+                return verdict if verdict.confirmed is not None or verdict.missed else self.on_draws(plan, None, most)
+            self._strayed[plan.kind] = min(rate_rps, self._strayed.get(plan.kind, math.inf))
+        elif too_near := self._too_near(plan, rate_rps):
+            return too_near
+        if searched and self._clears_backlog(plan, rate_rps):
+            return self._with_margin(plan, rate_rps, requests)
         return self.on_draws(plan, rate_rps, most)
 
-    def _clears_backlog(self, plan: BoundedCandidate, rate_rps: float | None) -> bool:
-        """True if a run of all requests at once shows that a plan keeps up with a rate, where rates are searched."""
-        if rate_rps is None or not isinstance(self._question.objective, RateObjective):
+    def _near_capacity(self, plan: BoundedCandidate, rate_rps: float) -> bool:
+        """True if draws of a rate are likely not to show that it is kept up with: those of a rate that is a little
+        higher did not, or the run of the search at this rate did not."""
+        strayed, row = self._strayed.get(plan.kind, math.inf), plan.row
+        if strayed * NEAR < rate_rps <= strayed:
+            return True
+        if row.summary is None or row.rate_rps is None or self._question.scales:
             return False
+        as_long = row.summary.requests >= (part_requests(self._question) or math.inf)
+        if not as_long or row.summary.steadiness == "stable" or not math.isclose(row.rate_rps, rate_rps):
+            return False
+        self._strayed[plan.kind] = min(rate_rps, strayed)
+        return True
+
+    def _clears_backlog(self, plan: BoundedCandidate, rate_rps: float) -> bool:
+        """True if a run of all requests at once shows that a plan keeps up with a rate."""
         name = plan.candidate.name
         if name not in self._kept_up_below:
             task = backlog_task(self._question, plan)
@@ -148,18 +160,25 @@ class FreshDraws:
                 self._kept_up_below[name] = finding.kept_up_below_rps or 0.0
         return rate_rps <= self._kept_up_below[name]
 
-    def _with_margin(self, plan: BoundedCandidate, rate_rps: float, requests: int) -> DrawsVerdict:
-        """Return the verdict on a rate that is kept up with and at which draws keep the SLO, by the draw of the search
-        and fresh draws at a rate that is higher by the `margin`."""
+    def _too_near(self, plan: BoundedCandidate, rate_rps: float) -> DrawsVerdict | None:
+        """Return the verdict on a rate of which one that is higher by the `margin` missed the SLO on the draw of the
+        search; None if it did not."""
         higher_rps = rate_rps * margin(self._question)
-        near = f"is too near to {higher_rps:.4g} requests/s, which"
-        if any(misses_below(attempt, higher_rps) for attempt in plan.row.tried):
-            return DrawsVerdict(None, f"{near} misses the SLO on the draw of the search")
-        verdict = self.on_draws(plan, higher_rps, requests)
-        if verdict.missed:
-            plan.miss(Miss(higher_rps, verdict.missed))
-            return DrawsVerdict(None, f"{near}, {verdict.reason}")
-        return self.on_draws(plan, rate_rps, requests, keeps_up=True)
+        if not any(misses_below(attempt, higher_rps) for attempt in plan.row.tried):
+            return None
+        return DrawsVerdict(None, f"{_too_near_to(higher_rps)} misses the SLO on the draw of the search")
+
+    def _with_margin(self, plan: BoundedCandidate, rate_rps: float, requests: int) -> DrawsVerdict:
+        """Return the verdict on a rate that is kept up with, by fresh draws at a rate that is higher by the `margin`,
+        which the draw of the search must not have missed either."""
+        if too_near := self._too_near(plan, rate_rps):
+            return too_near
+        higher_rps = rate_rps * margin(self._question)
+        verdict = self.on_draws(plan, higher_rps, requests, keeps_up=True)
+        if not verdict.missed:
+            return verdict
+        plan.miss(Miss(higher_rps, verdict.missed))
+        return DrawsVerdict(None, f"{_too_near_to(higher_rps)}, {verdict.reason}")
 
     def on_draws(
         self, plan: BoundedCandidate, rate_rps: float | None, requests: int, *, keeps_up: bool = False
@@ -331,6 +350,10 @@ def margin(question: Question) -> float:
     kept up with: about the standard deviation of the highest rate between draws, in whole steps of the search."""
     step = 1 + question.study.search.rate_tolerance
     return step ** max(1, round(spread(part_requests(question) or question.requests) / math.log(step)))
+
+
+def _too_near_to(higher_rps: float) -> str:
+    return f"is too near to {higher_rps:.4g} requests/s, which"
 
 
 def misses_below(attempt: Attempt, rate_rps: float) -> bool:

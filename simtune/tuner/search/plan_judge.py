@@ -16,6 +16,10 @@ from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
 
 
+HINTS = (0, 1, -1, -3, 3, -6, -10)
+"""Rates that are tried first, in steps from the likely one."""
+
+
 class PlanJudge:
     """Simulates plans, or takes what another simulation implies, and writes into their rows what follows."""
 
@@ -36,6 +40,12 @@ class PlanJudge:
         """Rows of plans that were simulated, or that were compared with a simulated plan."""
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
+        self.slack = 1.0
+        """Factor by which short runs rule plans out at a lower rate than they need to: fresh draws mostly take a step off
+        the rate of the best plan, and a plan that misses with slack need not be looked at again then."""
+        self._full_to_short = 1.0
+        """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which both
+        are known: short runs end before they feel a rate that is a little too high."""
 
     def judge(self, plan: BoundedCandidate, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
@@ -48,17 +58,21 @@ class PlanJudge:
         climb = self._as_its_like(plan, low) or self._begun(plan, low, lengths)
         if climb is None:
             return
+        shown = climb.hints[:1]
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
             if finding.met and low is not None and not climb.hints:
                 climb = replace(climb, hints=self._hints(plan, lengths[-1:], rate))
+                shown = climb.hints[:1]
             if not finding.met:
                 plan.miss(Miss(rate, finding.missed_by))
             if finding.met or climb.met is None:
                 self.take(plan, rate, finding)
             else:
                 self.seen.remember(plan, rate, finding)
+        if shown and climb.met is not None:
+            self._full_to_short *= climb.met.rate_rps / shown[0]
         if climb.met is not None and plan.row.status == "infeasible":
             # The plan meets the SLO, but breaks a limit of the study.
             plan.row.best = None
@@ -99,7 +113,7 @@ class PlanJudge:
     def _misses_when_shorter(self, plan: BoundedCandidate, low: float, requests: int) -> bool:
         """Rule a plan out by a short run that proves as much as a full one at the rate `low`; return False if the short
         run meets the SLO."""
-        rate = lower_rate(low, self.question.requests, requests)
+        rate = lower_rate(low / self.slack, self.question.requests, requests)
         finding = self.simulated_shorter(plan, rate, requests)
         if finding.met:
             return False
@@ -111,8 +125,8 @@ class PlanJudge:
         return True
 
     def _hints(self, plan: BoundedCandidate, lengths: Sequence[int], met: float | None = None) -> tuple[float, ...]:
-        """Return rates around the highest one that short runs meet the SLO at, which decide nothing; `met` is a rate
-        that a full run met."""
+        """Return rates around the one that full runs are likely to meet the SLO at, by the highest one of short runs,
+        which decides nothing; `met` is a rate that a full run met."""
         if not lengths:
             return ()
         climb = Climb(plan.ceiling_rps, self._step, met)
@@ -122,8 +136,8 @@ class PlanJudge:
             climb = climb.after(rate, self._shown(plan, rate, lengths[0]))
         if climb.met is None:
             return ()
-        highest = climb.met.rate_rps
-        return highest, highest * self._step, highest / self._step, highest / self._step**3
+        likely = climb.met.rate_rps * self._full_to_short
+        return tuple(likely * self._step**steps for steps in HINTS)
 
     def _shown(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
         """Return what a short run shows of a rate; one that lasts less than a lifetime is repeated with more requests,
@@ -151,7 +165,7 @@ class PlanJudge:
         lengths = short_lengths(self.question, plan.candidate)
         climb = Climb(plan.ceiling_rps, self._step, low)
         if low is not None and lengths:
-            return self._shorter(plan, lower_rate(low, self.question.requests, lengths[0]), lengths[0])
+            return self._shorter(plan, lower_rate(low / self.slack, self.question.requests, lengths[0]), lengths[0])
         rate = climb.rate_rps
         assert rate is not None
         return (plan.candidate.name, rate, 0), self.task(plan, rate)

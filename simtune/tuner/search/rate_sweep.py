@@ -17,8 +17,8 @@ from simtune.tuner.trial import Confirmed, Trial, Tuned
 
 FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Offered rates, relative to the one the chosen plan sustains."""
-OF_RIVALS = FRACTIONS[:6]
-"""Rates of the rivals: up to where the chosen plan is past its own."""
+OF_RIVALS = FRACTIONS[:5]
+"""Rates of the rivals: up to the chosen plan's own, beyond which they miss the SLO as it does."""
 SHORTER = 4
 """Factor by which a point of the chosen plan is shorter than a fresh draw: a curve needs less than a verdict."""
 BEYOND = 8000
