@@ -8,10 +8,11 @@ keeps up: the number of requests in the system, averaged over the draws, must st
 random walks does in all but a thousandth of cases.
 
 Near the capacity it strays more. Then a rate is kept up with if requests that are all present at once are served faster
-(`simtune.tuner.search.backlog`). Draws of such a rate differ more, too, so the SLO must be kept on these draws and on
-that of the search at a rate that is higher by `margin` as well, the standard deviation of what draws of their length
-differ by. If a backlog does not show it, the draws are extended to MOST_REQUESTS, and it is enough that an overload of
-1 % would violate a limit of TTFT or E2EL. Rates of the plan that are a little lower are drawn at that length at once.
+(`simtune.tuner.search.backlog`). Draws of such a rate differ more, too, so the draws are made at a rate that is higher
+by `margin`, the standard deviation of what draws of their length differ by, which the draw of the search must not have
+missed either. A rate is near the capacity if draws of one that is a little higher strayed, or the run of the search at
+this rate. If a backlog does not show it, the draws are extended to MOST_REQUESTS, and it is enough that an overload of
+1 % would violate a limit of TTFT or E2EL.
 """
 
 from __future__ import annotations
