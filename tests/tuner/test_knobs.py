@@ -230,6 +230,17 @@ def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
     assert told > 0, "there was to be a prefill pool that misses the SLO alone"
 
 
+def test_first_tokens_that_wait_for_a_decode_pool_do_not_blame_the_prefill_pool() -> None:
+    requests, slo = stream(6.0), Slo(ttft_s={"mean": 1.0})
+    few, many = (
+        deployed(pool(128, 8192, 12_000, "prefill"), pool(seats, 1024, 12_000, "decode")) for seats in (2, 256)
+    )
+    assert many.simulate(requests, slo).meets_slo
+    result = few.simulate(requests, slo)
+    assert not result.meets_slo, "first tokens come with the first decode, which waits for a seat"
+    assert not first_tokens_miss(few, result)
+
+
 def test_a_cache_that_prompts_share_tells_nothing() -> None:
     deployment = deployed(_cached(pool(64, 1024, 6000), True))
     requests = replace(stream(3.0), hash_ids=tuple((0, i) for i in range(120)), block_tokens=16)

@@ -20,9 +20,9 @@ TensorRT-LLM and SGLang (without drafts) reserve room for whole answers, and loo
 * The rest follows from these refusals, from blocks that a decode does not find (preemptions count as all blocks), and
   from steps that are alike: SGLang's `_full`, its ratio and its polls, and the requests that are paused.
 
-A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If all
-requests that arrived would have fitted at once, first tokens come at the same time whatever pool decodes; and if these
-first tokens alone miss the SLO, no plan with the same prefill pool meets it.
+A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If no
+request found it full, no prompt could have ended sooner, whatever pool decodes; and if the ends of prompts alone miss a
+limit of TTFT, no plan with the same prefill pool meets it.
 
 A decode pool gets its requests from the prefill pool, later and more evenly than they arrive. While steps grow
 linearly with the requests in them, the time of a token hardly depends on that: of Poisson arrivals it is
@@ -39,6 +39,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from simtune.arrays import Ints
+from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.results.result import Result
 from simtune.results.run_statistics import objectives
 from simtune.sim.deployment import Deployment
@@ -131,17 +132,17 @@ def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     shared = result.stream.hash_ids is not None
     if not all(_asks_only(pool, shared=shared) for pool in deployment.pools):
         return None
-    return tuple(Use(Allowed.of(pool), _reached(pool, result)) for pool in deployment.pools)
+    dealt = _dealt_alone(deployment)
+    return tuple(Use(Allowed.of(pool), _reached(pool, result, dealt=dealt)) for pool in deployment.pools)
 
 
 def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
-    """True if first tokens alone miss the SLO, and would miss it whatever pool decodes."""
+    """True if the ends of prompts alone miss the SLO, and would miss it whatever pool decodes."""
     pool = deployment.pools[0]
     shared = result.stream.hash_ids is not None
     if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool, shared=shared):
         return False
-    lost = _lost_by(result)
-    return lost is not None and _dealt_alone(deployment) and _holds_all(pool, result, lost)
+    return _dealt_alone(deployment) and _prompts_are_late(result) and _never_full(pool, result)
 
 
 def decodes_miss(deployment: Deployment, result: Result) -> bool:
@@ -172,42 +173,41 @@ def _dealt_alone(deployment: Deployment) -> bool:
     return ROUTER.find(plan.router.kind).deals_in_turn and not weighted and not plan.events
 
 
-def _holds_all(pool: DeployedPool, result: Result, until: int) -> bool:
-    """True if the cores of a prefill pool had room for all requests that arrived by a tick, even if none had left."""
-    arrival = result.outcome.arrival
-    came = np.flatnonzero((arrival >= 0) & (arrival <= until))
-    core, allowed = came % pool.num_cores, Allowed.of(pool)
-    # A block more than the prompt fills: a bound must not depend on how an engine rounds.
-    blocks = -(-result.stream.prompt_tokens[came] // pool.spec.kv_cache.block_size) + 1
-    return bool(
-        np.bincount(core).max(initial=0) <= allowed.seats
-        and np.bincount(core, weights=blocks).max(initial=0) <= allowed.blocks
-    )
+def _never_full(pool: DeployedPool, result: Result) -> bool:
+    """True if no request found the seats or blocks of a prefill pool taken, so that it could not have been faster had
+    KV caches left sooner."""
+    allowed, reached = Allowed.of(pool), _reached(pool, result, dealt=True)
+    return reached.seats < allowed.seats and reached.blocks < allowed.blocks
 
 
-def _lost_by(result: Result) -> int | None:
-    """Return the tick of the first token that lost a line of the SLO, whenever the others come; None if no line was
-    lost."""
+def _prompts_are_late(result: Result) -> bool:
+    """True if the time from arrival to the end of a prompt, which TTFT is at least, misses the SLO.
+
+    Of a run that was given up the time that a request had waited by then counts.
+    """
     stream, outcome = result.stream, result.outcome
-    came = np.argsort(outcome.first_token, kind="stable")
-    came = came[outcome.first_token[came] >= 0]
-    ttft_s, lost = result.ttft_s[came], []
+    if result.refused or result.num_rejected():
+        return False
+    done = outcome.prompt_done
+    end = max(int(done.max(initial=0)), int(outcome.finish.max(initial=0)))
+    came = (outcome.arrival >= 0) & (outcome.arrival <= end)
+    least_s = np.where(came, np.where(done >= 0, done, end) - outcome.arrival, 0) / TICKS_PER_SECOND
     for index, _, objective in objectives(stream, result.slo):
         of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
-        n, counted = int(of_class.sum()), of_class[came]
+        n = int(of_class.sum())
         for metric, statistic, limit_s in objective.limits():
             if metric != "ttft":
                 continue
             # A miss that is only rounding must not rule out other plans.
             widest = limit_s * (1 + ROUNDING)
             if statistic == "mean":
-                over = np.cumsum(np.where(counted, ttft_s, 0)) > n * widest
+                late = float(least_s[of_class].sum()) > n * widest
             else:
                 enough = n - math.floor((n - 1) * float(statistic[1:]) / 100)
-                over = np.cumsum(counted & (ttft_s > widest)) >= enough
-            if over.any():
-                lost.append(int(outcome.first_token[came[int(over.argmax())]]))
-    return min(lost, default=None)
+                late = int((least_s[of_class] > widest).sum()) >= enough
+            if late:
+                return True
+    return False
 
 
 def tell_apart(deployment: Deployment, used: tuple[Use, ...]) -> bool:
@@ -239,7 +239,8 @@ def _asks_only(pool: DeployedPool, *, shared: bool) -> bool:
     return plain and in_turn and batching.policy in POLICIES
 
 
-def _reached(pool: DeployedPool, result: Result) -> Allowed:
+def _reached(pool: DeployedPool, result: Result, *, dealt: bool) -> Allowed:
+    """Return an upper bound on the use of the limits of a pool; `dealt` says that its cores get requests in turn."""
     outcome, stream, role = result.outcome, result.stream, pool.spec.role
     begin = outcome.prompt_done if role == "decode" else outcome.scheduled
     end = outcome.finish if role != "prefill" else outcome.transferred
@@ -255,12 +256,19 @@ def _reached(pool: DeployedPool, result: Result) -> Allowed:
     answers = np.maximum(stream.output_tokens, (stream.max_tokens or 0) if reserves else 0)
     tokens = (stream.prompt_tokens + (int(reserves) if role == "prefill" else answers) + drafts.ahead)[came]
     blocks = -(-tokens // pool.spec.kv_cache.block_size) + 1
-    # The core of a request is not known in a prefill pool: count all requests on one core, which is an upper bound.
-    core = np.zeros(len(begin), dtype=np.int64) if role == "prefill" else outcome.core[came]
+    if role == "prefill":
+        # The core of a request is not recorded: if it is not known, all count on one core, which is an upper bound.
+        core = np.flatnonzero(came) % (pool.num_cores if dealt else 1)
+    else:
+        core = outcome.core[came]
     seats = _most_at_once(core, begin, end, np.ones(len(begin), dtype=np.int64))
     most_tokens = max((use.most_tokens for use in outcome.cores if use.pool == pool.spec.name), default=0)
     short = bool(outcome.preemptions.any())
     most_blocks = NO_END if short else _most_at_once(core, begin, end, blocks)
+    if not reserves and not short:
+        # A request that was refused asked for the blocks of its tokens in that step.
+        of_a_step = -(-pool.spec.batching.max_num_batched_tokens // pool.spec.kv_cache.block_size) + 1
+        most_blocks += min(int(blocks.max(initial=0)), of_a_step)
     reached = Allowed(seats, drafts.budget(seats, most_tokens), most_blocks)
     return _with_refused(pool, result, reached, int(blocks.max(initial=0)), short=short) if reserves else reached
 

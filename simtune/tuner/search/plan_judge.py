@@ -15,9 +15,11 @@ from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
 
-
 HINTS = (0, 1, -1, -3, 3, -6, -10)
 """Rates that are tried first, in steps from the likely one."""
+BIASED = -3
+"""Steps by which full runs of one plan meet less than short ones before those of the next plan are taken to as well:
+fewer may be chance."""
 
 
 class PlanJudge:
@@ -41,11 +43,13 @@ class PlanJudge:
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
         self.slack = 1.0
-        """Factor by which short runs rule plans out at a lower rate than they need to: fresh draws mostly take a step off
-        the rate of the best plan, and a plan that misses with slack need not be looked at again then."""
+        """Factor by which short runs rule plans out at a lower rate than they need to: fresh draws mostly take a step
+        off the rate of the best plan, and a plan that misses with slack need not be looked at again then."""
         self._full_to_short = 1.0
-        """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which both
-        are known: short runs end before they feel a rate that is a little too high."""
+        """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which
+        both are known: short runs end before they feel a rate that is a little too high."""
+        self._highest_short: float | None = None
+        """The highest rate that short runs of the plan that is being judged met; None if there were none."""
 
     def judge(self, plan: BoundedCandidate, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
@@ -54,25 +58,24 @@ class PlanJudge:
         if not self.question.objective.searches_rate:
             self.take(plan, None, self.simulated(plan, None))
             return
+        self._highest_short = None
         lengths = short_lengths(self.question, plan.candidate)
         climb = self._as_its_like(plan, low) or self._begun(plan, low, lengths)
         if climb is None:
             return
-        shown = climb.hints[:1]
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
             if finding.met and low is not None and not climb.hints:
                 climb = replace(climb, hints=self._hints(plan, lengths[-1:], rate))
-                shown = climb.hints[:1]
             if not finding.met:
                 plan.miss(Miss(rate, finding.missed_by))
             if finding.met or climb.met is None:
                 self.take(plan, rate, finding)
             else:
                 self.seen.remember(plan, rate, finding)
-        if shown and climb.met is not None:
-            self._full_to_short *= climb.met.rate_rps / shown[0]
+        if self._highest_short is not None and climb.met is not None:
+            self._full_to_short = climb.met.rate_rps / self._highest_short
         if climb.met is not None and plan.row.status == "infeasible":
             # The plan meets the SLO, but breaks a limit of the study.
             plan.row.best = None
@@ -136,7 +139,8 @@ class PlanJudge:
             climb = climb.after(rate, self._shown(plan, rate, lengths[0]))
         if climb.met is None:
             return ()
-        likely = climb.met.rate_rps * self._full_to_short
+        self._highest_short = climb.met.rate_rps
+        likely = self._highest_short * (self._full_to_short if self._full_to_short < self._step**BIASED else 1.0)
         return tuple(likely * self._step**steps for steps in HINTS)
 
     def _shown(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
