@@ -179,8 +179,8 @@ class BestFirst:
 
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
-        drawn = self.confirmed is not None or not self.question.study.search.confirm.draws
-        self._judge.slack = 1.0 if drawn else self.step
+        before_draws = self.confirmed is None and self.question.study.search.confirm.draws
+        self._judge.slack = self.step if before_draws else 1.0
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             self.evaluator.check_time()
             if not self._scouted and self.best is None and self._open.best == best:
@@ -226,8 +226,7 @@ class BestFirst:
 
     def _decide(self, item: OpenKind) -> None:
         """Tighten the bound of a kind of plans, or of a plan; if it is exact, simulate the plan."""
-        # One bound at the most favourable limits of a kind may rule out all of its plans at once.
-        if item.known == "as it came":
+        if item.known == "as it came":  # one bound may rule out all plans of a kind
             self.candidate_filter.refine(item.plans)
             for plan in [plan for plan in item.plans if not plan.row.reason]:
                 self._open.push([plan], "as one of its kind" if len(item.plans) > 1 else "all there is")

@@ -188,10 +188,10 @@ def _prompts_are_late(result: Result) -> bool:
     stream, outcome = result.stream, result.outcome
     if result.refused or result.num_rejected():
         return False
-    done = outcome.prompt_done
-    end = max(int(done.max(initial=0)), int(outcome.finish.max(initial=0)))
+    prompts = outcome.prompt_done
+    end = max(int(prompts.max(initial=0)), int(outcome.finish.max(initial=0)))
     came = (outcome.arrival >= 0) & (outcome.arrival <= end)
-    least_s = np.where(came, np.where(done >= 0, done, end) - outcome.arrival, 0) / TICKS_PER_SECOND
+    least_s = np.where(came, np.where(prompts >= 0, prompts, end) - outcome.arrival, 0) / TICKS_PER_SECOND
     for index, _, objective in objectives(stream, result.slo):
         of_class = np.ones(len(stream), dtype=bool) if index is None else stream.class_index == index
         n = int(of_class.sum())
