@@ -523,13 +523,10 @@ class Audit:
 
     def _confirm_draws(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on the fresh draws that confirmed it."""
-        confirm, rate = self.question.study.search.confirm, self.certificate.incumbent.rate_rps
-        draws = range(1, 1 + (num_draws(self.question) if confirm.draws else 0))
-        rates = [rate] if rate is None else [rate, rate * margin(self.question)]
-        # Draws at a rate that is higher by the margin confirm this one as well.
-        at_rates = (_on_fresh_draws(fate, drawn_rps) for drawn_rps in rates)
-        fresh = next((of_draw for of_draw in at_rates if [*sorted(of_draw)] == [*draws]), None)
-        if fresh is None:
+        rate = self.certificate.incumbent.rate_rps
+        draws = range(1, 1 + (num_draws(self.question) if self.question.study.search.confirm.draws else 0))
+        fresh = _confirming(self.question, fate, rate)
+        if {*fresh} != {*draws}:
             self.problems.append(f"{fate.plan} was chosen, and {len(draws)} fresh draws have not all confirmed it")
             return
         findings = tuple(self._resimulations.finding(bounded_candidate, fresh[draw]) for draw in draws)
@@ -600,6 +597,13 @@ def _on_fresh_draws(fate: PlanFate, rate_rps: float | None) -> dict[int, Tried]:
         for entry in fate.simulated
         if entry.draw and (entry.rate_rps == rate_rps or near(entry.rate_rps, rate_rps))
     }
+
+
+def _confirming(question: Question, fate: PlanFate, rate_rps: float | None) -> dict[int, Tried]:
+    """Return the simulations of a plan on fresh draws at a rate; where there are none, at the rate that is higher by
+    the margin, which confirm this one as well."""
+    at_rate = _on_fresh_draws(fate, rate_rps)
+    return at_rate if at_rate or rate_rps is None else _on_fresh_draws(fate, rate_rps * margin(question))
 
 
 def _confirmed_by(

@@ -179,8 +179,7 @@ class BestFirst:
 
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
-        before_draws = self.confirmed is None and self.question.study.search.confirm.draws
-        self._judge.slack = self.step if before_draws else 1.0
+        self._judge.slack = 1.0 if self.confirmed or not self.question.study.search.confirm.draws else self.step
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             self.evaluator.check_time()
             if not self._scouted and self.best is None and self._open.best == best:
