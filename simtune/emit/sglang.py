@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from simtune.emit.adapters import sglang_lora
+from simtune.emit.adapters import sglang_lora, sglang_lora_refusals
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.experts import placement_refusals, sglang_experts
@@ -254,6 +254,7 @@ class Sglang(ServingEmitter):
         """See `Emitter.refusals`."""
         yield from super().refusals(pool, model, draft_models)
         yield from placement_refusals(pool, model, self.title)
+        yield from sglang_lora_refusals(pool)
         if pool.parallelism.elastic_experts and self.of(pool.engine)._release < _ELASTIC:
             release = self.of(pool.engine).version
             yield f"parallelism.elastic_experts: SGLang {release} was not checked; take release 0.5.23, or remove it"

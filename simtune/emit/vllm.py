@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from simtune.emit.adapters import vllm_lora
+from simtune.emit.adapters import vllm_lora, vllm_lora_refusals
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
 from simtune.emit.experts import placement_refusals, vllm_experts
@@ -313,6 +313,7 @@ class Vllm(Emitter):
         if _media_limits(pool) is not None and "limit_mm_per_prompt" not in self.knows:
             yield f"encoder.limit_per_prompt: was not checked in vLLM {self.version}; take release 0.28, or remove it"
         yield from placement_refusals(pool, model, self.title)
+        yield from vllm_lora_refusals(pool, model, self._release)
         if pool.parallelism.elastic_experts and "enable_elastic_ep" not in self.knows:
             yield f"parallelism.elastic_experts: vLLM {self.version} has none; take release 0.17, or remove it"
         if pool.overlap == "two_batches":

@@ -525,6 +525,7 @@ SAME: dict[str, Any] = {
     "tokens found in caches": lambda outcome: [(core.hit_tokens, core.tier_tokens) for core in outcome.cores],
     "ticks in which cores were busy": lambda outcome: [core.busy for core in outcome.cores],
     "drafts": lambda outcome: [core.drafting for core in outcome.cores],
+    "loads of adapters": lambda outcome: [core.adapters for core in outcome.cores],
     "switches of roles": lambda outcome: outcome.role_switches,
     "instances of autoscaled pools": lambda outcome: outcome.scaled,
     "ticks between messages": lambda outcome: _between(outcome),
