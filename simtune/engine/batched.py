@@ -12,7 +12,8 @@ step and its repetitions, tokens delivered, and the features that vLLM also has,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Literal, Unpack
 
@@ -104,6 +105,10 @@ class BatchScheduler(Scheduler):
         """Requests with a seat in the engine's view, including those that have ended unknown to it."""
         seated = self.decoding.count + len(self.prefilling) + len(self._reserved)
         return seated + len(self._settling.ended) + len(self._left_out)
+
+    def _admitted(self) -> Iterable[Request]:
+        # Requests that have ended unknown to the engine run in its view, and keep their slots.
+        return chain(self.decoding, self.prefilling, self._settling.ended, self._left_out)
 
     def _has_seat(self) -> bool:
         """True if a newcomer would find a seat once the requests that have ended have left theirs."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from simtune.engine.adapters import AdapterSlots
+from simtune.engine.adapters import AdapterPlaces, AdapterSlots
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
@@ -128,6 +130,15 @@ class Scheduler(PolicyTraits, ABC):
         self._reserved[request] = None
         return True
 
+    def adapter_places(self) -> AdapterPlaces | None:
+        """Return the slots of LoRA adapters as an admission finds them; None if there are none. Expected requests have
+        theirs."""
+        return None if self.adapters is None else self.adapters.places(chain(self._admitted(), self._reserved))
+
+    def _admitted(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, whose adapters have slots."""
+        return ()
+
     def receive(self, request: Request) -> None:
         """Let an expected request, whose KV cache has come, decode from the next step on.
 
@@ -194,6 +205,10 @@ class Scheduler(PolicyTraits, ABC):
     def num_waiting(self) -> int:
         """Requests that wait for a seat, including those that the engine does not see yet."""
         return len(self.waiting) + len(self._late)
+
+    def take_joined(self) -> Sequence[Request]:
+        """Return the requests that have joined since the last call: their prompts were computed elsewhere."""
+        return self._reserved.take_joined()
 
     @property
     def unsettled(self) -> bool:

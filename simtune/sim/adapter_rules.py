@@ -47,7 +47,6 @@ def refusals(pool: Pool, model: Model) -> Iterator[str]:
     yield from _of_layers(pool, model)
     parallelism, studied, batching = pool.parallelism, pool.studied, pool.batching
     for key, value in (
-        ("role", pool.role if pool.role != "mixed" else None),
         ("parallelism.pp", parallelism.pp if parallelism.pp > 1 else None),
         ("parallelism.cp", parallelism.cp if parallelism.context_ranks > 1 else None),
         ("cascade_attention", pool.cascade_attention or None),

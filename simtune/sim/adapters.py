@@ -17,7 +17,7 @@ from simtune.costs.protocol import ChunkList
 from simtune.engine import Step
 from simtune.engine.adapters import AdapterSlots
 from simtune.engine.batched import BatchScheduler
-from simtune.engine.request import NO_ADAPTER
+from simtune.engine.request import NO_ADAPTER, Request
 from simtune.sim.core import EngineCore
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
 from simtune.specs.pool import Pool
@@ -62,7 +62,8 @@ class AdapterTimer(StepTimer):
         tokens_of = self._tokens(step)
         tokens = sum(tokens_of.values()) - tokens_of[NO_ADAPTER]
         in_step = {adapter for adapter in tokens_of if adapter != NO_ADAPTER or slots.counts_base}
-        wait = costs.load_ticks(*slots.use(frozenset(in_step), step.admitted)) if in_step else 0
+        newcomers = self._newcomers(step)
+        wait = costs.load_ticks(*slots.use(frozenset(in_step), newcomers)) if in_step else 0
         self.account()
         slots.note_wait(wait)
         if self._steps is not None:
@@ -72,6 +73,11 @@ class AdapterTimer(StepTimer):
         # A jump has as many tokens in each round, but drafts may move from one member to another; and a member whose
         # answer is complete is in the first round only.
         return wait, not (wait or step.discarded or tokens_of[NO_ADAPTER])
+
+    def _newcomers(self, step: Step) -> Sequence[Request]:
+        """Return the requests that a step admits, and those that joined whose prompt was computed elsewhere."""
+        joined = self._scheduler.take_joined()
+        return [*joined, *step.admitted] if joined else step.admitted
 
     def _tokens(self, step: Step) -> Counter[int]:
         """Return the tokens of each adapter in a step."""

@@ -16,7 +16,7 @@ DRAFT_MODEL = NGRAM | {"drafter": {"kind": "draft_model", "model": "llama-3.2-1b
 
 
 def pool(policy: str = "vllm-fcfs", targets: str = "all", **more: Any) -> Pool:
-    fields = {
+    fields: dict[str, Any] = {
         "hardware": "h100-sxm",
         "instances": 1,
         "batching": {"policy": policy, "max_num_seqs": 8, "max_num_batched_tokens": 512},
@@ -25,7 +25,7 @@ def pool(policy: str = "vllm-fcfs", targets: str = "all", **more: Any) -> Pool:
     return Pool.model_validate(fields | more, strict=False)
 
 
-WHOLE = {"parallelism": {"tp": 4, "expert_parallel": True}}
+WHOLE: dict[str, Any] = {"parallelism": {"tp": 4, "expert_parallel": True}}
 CASES = [
     ("vllm-0.12", "vllm-0.14", "drafts; take release 0.14, or remove speculation", DENSE, pool(speculation=NGRAM)),
     ("vllm-0.12", "vllm-0.14", "experts; take release 0.14, or set targets to attention", EXPERTS, pool()),

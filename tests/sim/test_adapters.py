@@ -370,14 +370,6 @@ def test_what_adapters_do_not_go_with_is_refused(model: str, pool: dict[str, Any
         deploy(plan_of({"slots": 2}, **pool).model_copy(update={"model": model}), load_model(model), HARDWARE)
 
 
-def test_prefill_and_decode_apart_have_no_slots() -> None:
-    pool = plan_of({"slots": 2}).pools[0].model_dump(mode="json", exclude_none=True)
-    pools = [pool | {"name": "p", "role": "prefill"}, pool | {"name": "d", "role": "decode"}]
-    plan = Plan.model_validate({"name": "p", "model": MODEL.name, "pools": pools, "link": {"path": "inter_node"}})
-    with pytest.raises(Infeasible, match="pool p: lora and role do not go together; leave one of them out"):
-        deploy(plan, MODEL, HARDWARE)
-
-
 def test_adapters_of_a_load_need_slots_and_a_place_they_come_from() -> None:
     with pytest.raises(UsageError, match="pool mixed: requests ask for LoRA adapters, and the pool has no slots"):
         run(one_by_one([0]), None)
