@@ -15,6 +15,7 @@ from simtune.emit.option import Option, written
 from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.vllm_releases import (
     NEWEST,
+    counts_all_adapters,
     deals_decodes,
     drafts_since,
     drafts_until,
@@ -327,6 +328,8 @@ class Vllm(Emitter):
                 f"parallelism.prefill_context_parallel: vLLM {self.version} decodes each request on one of the groups; "
                 "simulated: on all of them"
             )
+        if pool.lora is not None and pool.parallelism.pp > 1 and not counts_all_adapters(self._release):
+            yield f"lora.slots: vLLM {self.version} counts the adapters of each batch in the pipeline; simulated: of all"
         if pool.parallelism.elastic_experts:
             yield (
                 "parallelism.elastic_experts: ranks are added and removed by POST /scale_elastic_ep; if one fails, the "

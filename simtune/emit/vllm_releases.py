@@ -63,6 +63,8 @@ _ADAPTERS: Mapping[str, ReleaseNumber] = {
 """First releases that were found to run LoRA adapters beside drafts, on experts, on experts that ranks have as a whole
 (vllm/lora/layers/fused_moe.py: 0.19 asserts that there are none), and on the products into both latents, which is one
 layer (vllm/lora/layers/column_parallel_linear.py: 0.28 leaves it out)."""
+_COUNTED_ADAPTERS: ReleaseNumber = (0, 33)
+"""First release that counts the adapters of all requests that run; earlier ones count those of each batch."""
 _DEALT_DECODES: ReleaseNumber = (0, 32)
 """First release that was found to decode each request on one of the groups that divide prompts; 0.28 does on all."""
 _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
@@ -123,6 +125,11 @@ def deals_decodes(release: ReleaseNumber) -> bool:
 def adapts_since(part: str) -> ReleaseNumber:
     """The first release that was found to run LoRA adapters with `drafts`, `experts`, `whole experts`, `latents`."""
     return _ADAPTERS[part]
+
+
+def counts_all_adapters(release: ReleaseNumber) -> bool:
+    """True if the adapters of all requests that run in a pipeline may not exceed the slots."""
+    return release >= _COUNTED_ADAPTERS
 
 
 def kv_dtype_since(word: str) -> ReleaseNumber:

@@ -133,7 +133,11 @@ class Scheduler(PolicyTraits, ABC):
     def adapter_places(self) -> AdapterPlaces | None:
         """Return the slots of LoRA adapters as an admission finds them; None if there are none. Expected requests have
         theirs."""
-        return None if self.adapters is None else self.adapters.places(chain(self._admitted(), self._reserved))
+        return None if self.adapters is None else self.adapters.places(self.seated())
+
+    def seated(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, and those that are expected."""
+        return chain(self._admitted(), self._reserved)
 
     def _admitted(self) -> Iterable[Request]:
         """Return the requests that run in the engine's view, whose adapters have slots."""

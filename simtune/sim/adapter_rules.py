@@ -47,7 +47,6 @@ def refusals(pool: Pool, model: Model) -> Iterator[str]:
     yield from _of_layers(pool, model)
     parallelism, studied, batching = pool.parallelism, pool.studied, pool.batching
     for key, value in (
-        ("parallelism.pp", parallelism.pp if parallelism.pp > 1 else None),
         ("parallelism.cp", parallelism.cp if parallelism.context_ranks > 1 else None),
         ("cascade_attention", pool.cascade_attention or None),
         ("batching.prefill_schedule_interval", batching.prefill_schedule_interval),
@@ -64,9 +63,11 @@ def refusals(pool: Pool, model: Model) -> Iterator[str]:
 
 
 def _of_layers(pool: Pool, model: Model) -> Iterator[str]:
-    """Yield a message for each kind of layer whose adapters the pool's policy or ranks are not known to serve."""
+    """Yield a message for each part whose adapters the pool's policy or ranks are not known to serve."""
     assert pool.lora is not None
     policy, remedy = pool.batching.policy, "choose vllm-fcfs or vllm-priority, or leave lora out"
+    if pool.parallelism.pp > 1 and not policy.startswith(_READ):
+        yield f"adapters in pipelines (pp) are modelled as in vLLM alone, and the policy is {policy}; {remedy}"
     if has_latents(model) and not policy.startswith(_READ):
         yield f"adapters of latent attention are modelled as in vLLM alone, and the policy is {policy}; {remedy}"
     if pool.lora.targets == "attention" or not has_experts(model):

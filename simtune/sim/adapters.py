@@ -15,11 +15,12 @@ from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
 from simtune.costs.protocol import ChunkList
 from simtune.engine import Step
-from simtune.engine.adapters import AdapterSlots
+from simtune.engine.adapters import AdapterSlots, SharedSlots
 from simtune.engine.batched import BatchScheduler
 from simtune.engine.request import NO_ADAPTER, Request
 from simtune.sim.core import EngineCore
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
+from simtune.sim.stepping import Pipeline
 from simtune.specs.pool import Pool
 
 
@@ -36,7 +37,7 @@ class AdapterTimer(StepTimer):
             self._steps = AdaptedRounds(costs)
         self._timer = timer_for(costs if self._steps is None else self._steps, self._drafts)
         self._scheduler, self._slots, self._adapters = core.scheduler, slots, adapters
-        self._time, self._extra = core.time, 0
+        self._time, self._extra, self._shared = core.time, 0, isinstance(slots, SharedSlots)
         self.asks_longest = self._timer.asks_longest
 
     def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
@@ -47,6 +48,9 @@ class AdapterTimer(StepTimer):
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
         """See `StepTimer.decode`. The adapters of a batch change with its members only."""
         wait, repeats = self._prepare(step)
+        if self._shared and (self._scheduler.unsettled or step.preempted):
+            # A slot comes free with the step, for which other cores may wait.
+            repeats = False
         self._timer.decode(step, most if repeats else 1, time)
         time.first += wait
 
@@ -94,12 +98,45 @@ class AdapterTimer(StepTimer):
         return tokens
 
 
+class SlotWatch:
+    """Watch over the slots that the cores of a pipeline share: cores that wait for a slot schedule when one is free."""
+
+    def __init__(self, cores: Sequence[EngineCore]) -> None:
+        self._cores = cores
+        self._of: dict[int, frozenset[int]] = {}
+
+    def look(self, now: int, core: EngineCore) -> None:
+        """Note which adapters the requests of a core ask for, after it has scheduled or ended a step."""
+        before = self._of.get(core.virtual_engine, frozenset())
+        after = self._of[core.virtual_engine] = frozenset([request.adapter for request in core.scheduler.seated()])
+        freed = before.difference(after, *(self._of[at] for at in self._of if at != core.virtual_engine), {NO_ADAPTER})
+        if not freed:
+            return
+        slots = core.scheduler.adapters
+        assert isinstance(slots, SharedSlots)
+        slots.free(freed)
+        for waiting in self._cores:
+            if waiting is not core and (waiting.scheduler.waiting or waiting.inbox.waiting):
+                waiting.notify(now)
+
+    def reset(self) -> None:
+        """Forget all, since the instance has failed."""
+        self._of.clear()
+
+
 def give_slots(cores: Sequence[EngineCore], pool: Pool, adapters: AdapterCosts) -> None:
-    """Give each core of a pool its slots, and time its steps with them."""
+    """Give each core of a pool its slots, or those of its pipeline, and time its steps with them."""
     assert pool.lora is not None
     host_slots = None if pool.lora.storage_bytes_per_s is None else pool.lora.in_host
+    shared: dict[int, SharedSlots] = {}
     for core in cores:
-        slots = AdapterSlots(pool.lora.slots, host_slots, counts_base=pool.batching.policy == "sglang")
+        if isinstance(core.stepping, Pipeline):
+            beside = shared.get(core.instance)
+            shared[core.instance] = SharedSlots(core.scheduler.seated, pool.lora.slots, host_slots, beside)
+            slots: AdapterSlots = shared[core.instance]
+            core.stepping.watch = core.stepping.watch or SlotWatch(core.stepping.cores)
+        else:
+            slots = AdapterSlots(pool.lora.slots, host_slots, counts_base=pool.batching.policy == "sglang")
         core.scheduler.adapters = slots
         core.timer = AdapterTimer(core, slots, adapters)
         core.scheduler.tells_longest = core.timer.asks_longest

@@ -61,3 +61,11 @@ def test_tensorrt_llm_was_not_checked_with_drafts() -> None:
     for speculation, refused in ((None, False), (NGRAM, True)):
         reasons = ENGINES["tensorrt-llm"].refusals(pool("tensorrt-llm", speculation=speculation), DENSE, {})
         assert any("was not checked with adapters and drafts" in reason for reason in reasons) == refused
+
+
+def test_earlier_releases_count_the_adapters_of_each_batch_in_a_pipeline() -> None:
+    of_pool = pool(parallelism={"pp": 2})
+    for release, differs in (("vllm-0.28", True), ("vllm-0.33", False)):
+        emitter = ENGINES["vllm"].of(release)
+        assert not [reason for reason in emitter.refusals(of_pool, DENSE, {}) if "lora" in reason]
+        assert any(reason.startswith("lora.slots: ") for reason in emitter.unsaid(of_pool)) == differs

@@ -360,7 +360,7 @@ def test_intervals_and_what_the_step_time_rests_on_name_the_products(step_costs:
 
 
 @pytest.mark.parametrize(("model", "pool", "message"), [
-    ("llama-3.1-8b", {"parallelism": {"pp": 2}}, "lora and parallelism.pp do not go together"),
+    ("llama-3.1-8b", {"parallelism": {"cp": 2}}, "lora and parallelism.cp do not go together"),
     ("llama-3.1-8b", {"batching": {"policy": "sarathi", "max_num_seqs": 4, "max_num_batched_tokens": 8192}},
      "sarathi has no lora; leave it out, or choose vllm-fcfs or vllm-priority or sglang or tensorrt-llm"),
     ("qwen3-next-80b-a3b", {}, "qwen3-next-80b-a3b has other kinds: set targets to attention, or leave lora out"),

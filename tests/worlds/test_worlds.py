@@ -19,7 +19,7 @@ FEATURES = {
     "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "prefill_context_parallel", "async", "swap", "messages", "preempted", "resent",
-    "adapters", "images", "spares", "ahead", "ranks",
+    "adapters", "adapters and drafts", "adapters apart", "adapters in pipelines", "images", "spares", "ahead", "ranks",
 }  # fmt: skip
 """Features that drawn plans must have between them."""
 
