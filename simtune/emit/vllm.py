@@ -329,7 +329,7 @@ class Vllm(Emitter):
                 "simulated: on all of them"
             )
         if pool.lora is not None and pool.parallelism.pp > 1 and not counts_all_adapters(self._release):
-            yield f"lora.slots: vLLM {self.version} counts the adapters of each batch in the pipeline; simulated: of all"
+            yield f"lora.slots: vLLM {self.version} counts adapters of each batch in the pipeline; simulated: of all"
         if pool.parallelism.elastic_experts:
             yield (
                 "parallelism.elastic_experts: ranks are added and removed by POST /scale_elastic_ep; if one fails, the "
