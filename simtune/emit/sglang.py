@@ -100,6 +100,9 @@ def _strategy(model: Model) -> str:
 def _prompt_group_refusals(pool: Pool, model: Model) -> Iterator[str]:
     """Yield the rules of python/sglang/srt/arg_groups/model_overrides/deepseek_v2.py; models without experts have no
     code for it."""
+    for key, is_set in (("speculation", pool.speculation), ("kv_cache.tiers", pool.kv_cache.tiers)):
+        if is_set:
+            yield f"{key}: SGLang was not checked with it and divided prompts; remove it, or prefill_context_parallel"
     key, p = "parallelism.prefill_context_parallel", pool.parallelism
     latent = any(isinstance(group.attention, MlaAttention) for group in model.layers)
     if not any(group.feed_forward.kind == "moe" for group in model.layers):

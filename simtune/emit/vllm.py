@@ -17,6 +17,7 @@ from simtune.emit.vllm_releases import (
     NEWEST,
     counts_all_adapters,
     deals_decodes,
+    divides_beside_drafts,
     drafts_since,
     drafts_until,
     hides_pipelines,
@@ -307,6 +308,9 @@ class Vllm(Emitter):
             yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
         yield from _parallelism_refusals(pool, model)
+        divided = pool.parallelism.prompt_groups > 1
+        if divided and pool.speculation is not None and not divides_beside_drafts(self._release):
+            yield f"speculation: vLLM {self.version} divides no prompts beside drafts; take release 0.32, or remove it"
         if pool.cascade_attention and not shares_prefixes(self._release):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
         if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in self.knows:

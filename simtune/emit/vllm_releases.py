@@ -63,6 +63,8 @@ _ADAPTERS: Mapping[str, ReleaseNumber] = {
 """First releases that were found to run LoRA adapters beside drafts, on experts, on experts that ranks have as a whole
 (vllm/lora/layers/fused_moe.py: 0.19 asserts that there are none), and on the products into both latents, which is one
 layer (vllm/lora/layers/column_parallel_linear.py: 0.28 leaves it out)."""
+_DIVIDED_DRAFTS: ReleaseNumber = (0, 32)
+"""First release that was found to draft, by MTP heads and DSpark, beside groups of ranks that divide prompts."""
 _COUNTED_ADAPTERS: ReleaseNumber = (0, 33)
 """First release that counts the adapters of all requests that run; earlier ones count those of each batch."""
 _DEALT_DECODES: ReleaseNumber = (0, 32)
@@ -125,6 +127,11 @@ def deals_decodes(release: ReleaseNumber) -> bool:
 def adapts_since(part: str) -> ReleaseNumber:
     """The first release that was found to run LoRA adapters with `drafts`, `experts`, `whole experts`, `latents`."""
     return _ADAPTERS[part]
+
+
+def divides_beside_drafts(release: ReleaseNumber) -> bool:
+    """True if a release drafts beside groups of ranks that divide prompts: 0.28 refuses all drafts."""
+    return release >= _DIVIDED_DRAFTS
 
 
 def counts_all_adapters(release: ReleaseNumber) -> bool:

@@ -566,6 +566,8 @@ def features(world: World) -> set[str]:
         "cp": any(of_pool.context_ranks > 1 for of_pool in parallel),
         "decode_context_parallel": any(of_pool.decode_ranks > 1 for of_pool in parallel),
         "prefill_context_parallel": any(of_pool.prompt_groups > 1 for of_pool in parallel),
+        "prompt groups and drafts": any(pool.speculation and pool.parallelism.prompt_groups > 1 for pool in pools),
+        "prompt groups and tiers": any(pool.kv_cache.tiers and pool.parallelism.prompt_groups > 1 for pool in pools),
         "async": any(pool.schedules_async for pool in pools),
         "swap": any(cache.preemption == "swap" for cache in caches),
         "adapters": stream.adapter is not None,
