@@ -199,7 +199,7 @@ class Pipeline(SharedStepping):
             if not follow(core, now):
                 sleep(core, self._landing[core.virtual_engine])
                 return None
-        elif not self._plan(now, core):
+        elif not (core.plan(now) if self.watch is None else self._plan_watched(now, core, self.watch)):
             return None
         end = self._pass_through(now, time.first)
         if self._chunks_follow and core.step is not None and self._goes_on(core, core.step, end):
@@ -216,14 +216,13 @@ class Pipeline(SharedStepping):
             time.ends = self._flights[core.virtual_engine].begin(now, end)
         return end
 
-    def _plan(self, now: int, core: EngineCore) -> bool:
-        """Let a core schedule; return False if it has no step."""
+    def _plan_watched(self, now: int, core: EngineCore, watch: Watch) -> bool:
+        """Let a core schedule whose slots are watched; return False if it has no step."""
         has_step = core.plan(now)
-        if self.watch is not None:
-            # The jump is over: a core that wakes now finds the stages as the jump has left them.
-            if self._jumping is core:
-                self._jumping = None
-            self.watch.look(now, core)
+        # The jump is over: a core that wakes now finds the stages as the jump has left them.
+        if self._jumping is core:
+            self._jumping = None
+        watch.look(now, core)
         return has_step
 
     def _goes_on(self, core: EngineCore, step: Step, end: int) -> bool:
