@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from simtune.emit.releases import ReleaseNumber, words
-from simtune.emit.vllm_releases import adapts_since
+from simtune.emit.vllm_releases import adapts_since, counts_all_adapters
 from simtune.specs.drafters import DraftModel
 from simtune.specs.model import MlaAttention, Model, MoeFeedForward
 from simtune.specs.pool import Pool
@@ -86,6 +86,12 @@ def vllm_lora_refusals(pool: Pool, model: Model, release: ReleaseNumber) -> Iter
                 f"lora: vLLM {words(release)} was not found to serve adapters with {part}; take release "
                 f"{words(since)}, or {otherwise}"
             )
+
+
+def vllm_lora_unsaid(pool: Pool, release: ReleaseNumber) -> Iterator[str]:
+    """Yield how a release of vLLM counts adapters otherwise than simulated."""
+    if pool.lora is not None and pool.parallelism.pp > 1 and not counts_all_adapters(release):
+        yield f"lora.slots: vLLM {words(release)} counts adapters of each batch in the pipeline; simulated: of all"
 
 
 def sglang_lora_refusals(pool: Pool) -> Iterator[str]:

@@ -15,10 +15,12 @@ adapters of a step are used in order of their numbers, and none of them is evict
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from simtune.engine.request import NO_ADAPTER, Request
+from simtune.engine.reservations import Reservations
 from simtune.engine.waiting import WaitingQueue
 
 
@@ -208,6 +210,33 @@ class AdapterPlaces:
         if request.adapter not in self.allowed:
             self.allowed.add(request.adapter)
             self.left -= 1
+
+
+class SlotHolder:
+    """Base of schedulers, as far as LoRA adapters of their requests go."""
+
+    adapters: AdapterSlots | None = None
+    """Slots of LoRA adapters; only policies that offer "lora" read them."""
+    residents: Iterable[Request] = ()
+    """Requests that run, in schedulers that list them."""
+    _reserved: Reservations
+
+    def adapter_places(self) -> AdapterPlaces | None:
+        """Return the slots of LoRA adapters as an admission finds them; None if there are none. Expected requests have
+        theirs."""
+        return None if self.adapters is None else self.adapters.places(self.seated())
+
+    def seated(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, and those that are expected."""
+        return chain(self._admitted(), self._reserved)
+
+    def take_joined(self) -> Sequence[Request]:
+        """Return the requests that have joined since the last call: their prompts were computed elsewhere."""
+        return self._reserved.take_joined()
+
+    def _admitted(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, whose adapters have slots."""
+        return self.residents
 
 
 class AdmissibleQueue:

@@ -107,15 +107,13 @@ class BatchScheduler(Scheduler):
         return seated + len(self._settling.ended) + len(self._left_out)
 
     def _admitted(self) -> Iterable[Request]:
-        # Requests that have ended unknown to the engine run in its view, and keep their slots.
         return chain(self.decoding, self.prefilling, self._settling.ended, self._left_out)
 
     def _has_seat(self) -> bool:
         """True if a newcomer would find a seat once the requests that have ended have left theirs."""
-        batch = self.decoding
-        seated = batch.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
+        seated = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
         if self.drafting:
-            seated -= len(batch.discarded)
+            seated -= len(self.decoding.discarded)
         return seated < self.max_num_seqs
 
     @property

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import chain
 
-from simtune.engine.adapters import AdapterPlaces, AdapterSlots
+from simtune.engine.adapters import SlotHolder
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
@@ -19,7 +17,7 @@ from simtune.engine.step import Progress, Step
 from simtune.engine.waiting import LateArrivals, WaitingQueue, drop
 
 
-class Scheduler(PolicyTraits, ABC):
+class Scheduler(PolicyTraits, SlotHolder, ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks.
 
     A driver calls it in this order, repeatedly:
@@ -48,7 +46,6 @@ class Scheduler(PolicyTraits, ABC):
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
     polls: Polls | None = None  # of an engine that looks for new requests every few steps only
-    adapters: AdapterSlots | None = None  # slots of LoRA adapters; only policies that offer "lora" read them
     prompt_balance: PromptBalance | None = None  # with ranks that hold prompts back for one another
 
     def __init__(
@@ -130,19 +127,6 @@ class Scheduler(PolicyTraits, ABC):
         self._reserved[request] = None
         return True
 
-    def adapter_places(self) -> AdapterPlaces | None:
-        """Return the slots of LoRA adapters as an admission finds them; None if there are none. Expected requests have
-        theirs."""
-        return None if self.adapters is None else self.adapters.places(self.seated())
-
-    def seated(self) -> Iterable[Request]:
-        """Return the requests that run in the engine's view, and those that are expected."""
-        return chain(self._admitted(), self._reserved)
-
-    def _admitted(self) -> Iterable[Request]:
-        """Return the requests that run in the engine's view, whose adapters have slots."""
-        return ()
-
     def receive(self, request: Request) -> None:
         """Let an expected request, whose KV cache has come, decode from the next step on.
 
@@ -209,10 +193,6 @@ class Scheduler(PolicyTraits, ABC):
     def num_waiting(self) -> int:
         """Requests that wait for a seat, including those that the engine does not see yet."""
         return len(self.waiting) + len(self._late)
-
-    def take_joined(self) -> Sequence[Request]:
-        """Return the requests that have joined since the last call: their prompts were computed elsewhere."""
-        return self._reserved.take_joined()
 
     @property
     def unsettled(self) -> bool:

@@ -323,8 +323,7 @@ class EngineCore:
         waiting.append(transfer)
         if self.step is None:
             self.wake(now)
-        # If the inbox was not empty there was no room, and there is none until the jump ends, but for requests with the
-        # adapters of those that run.
+        # If the inbox was not empty there is no room until the jump ends, but for adapters that have a slot.
         elif self.time.repetitions > 1 and (len(waiting) == 1 or self.scheduler.adapters is not None):
             self.cut(now)
 

@@ -128,9 +128,6 @@ class ListScheduler(Scheduler):
         """Sort key: the smallest waits first, equals by arrival; the largest, of equals the newest, is preempted."""
         return 0
 
-    def _admitted(self) -> Iterable[Request]:
-        return self.residents
-
     @property
     def num_running(self) -> int:
         """Requests that have a seat: residents, and those that are expected."""
