@@ -1,11 +1,17 @@
-"""Costs of steps with the products of LoRA adapters, made of the tables of steps without."""
+"""Costs of steps and rounds with the products of LoRA adapters, made of the tables of steps without."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 
 from simtune.costs.compiled import CompiledCosts
+from simtune.costs.drafting import CompiledRounds
+from simtune.costs.drafting.lines import TickLine
+
+_MOST_LINES = 4096
+"""Lines of rounds that are kept, one for each composition of a batch and ticks of its products."""
 
 
 class _Raised:
@@ -51,3 +57,35 @@ class AdaptedSteps(CompiledCosts):
         self._mixed_lists = linear, head, _Raised(floors, -self.extra), _Raised(after, self.extra)  # type: ignore[assignment]
         self._large = self._plain_large - self.extra
         return super().mixed(num_decodes, context_tokens, chunks, num_samples)
+
+
+class AdaptedRounds(CompiledRounds):
+    """Costs of rounds with `extra` ticks in the target's pass, set before each call: the target verifies drafts with
+    the adapters of their requests, and drafters have none. For schemes that verify all drafts of a round in one pass.
+    """
+
+    def __init__(self, costs: CompiledRounds) -> None:
+        vars(self).update(vars(costs))
+        self.order = copy(costs.order)
+        self.order.target = copy(costs.order.target)
+        self._by_extra: dict[tuple[int, int, int, int], TickLine] = {}
+
+    @property
+    def extra(self) -> int:
+        """Ticks of the adapters' products in a round."""
+        return self.order.target.adapted
+
+    @extra.setter
+    def extra(self, ticks: int) -> None:
+        self.order.target.adapted = ticks
+
+    def _line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
+        """Return the line of a round without chunks, with the ticks of products inside the target's pass."""
+        key = num_decodes, verify_tokens, depth, self.extra
+        line = self._by_extra.get(key)
+        if line is None:
+            if len(self._by_extra) >= _MOST_LINES:
+                self._by_extra.clear()
+            self._lines = {}
+            line = self._by_extra[key] = super()._line(num_decodes, verify_tokens, depth)
+        return line

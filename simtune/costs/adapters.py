@@ -1,28 +1,26 @@
-"""Memory and products of LoRA adapters on one tensor-parallel rank.
+"""Memory and times of LoRA adapters on one tensor-parallel rank.
 
-An adapter of rank r adds to a product (n, k) of s matrices side by side (queries, keys and values: 3) the products A,
-of (s r, k), and B, of (n, r) in all. A is whole on each rank where the outputs are divided, and so is B where the
-inputs are, as in vLLM without --fully-sharded-loras (`create_lora_weights` in vllm/lora/layers/base_linear.py, 0.33).
-So with (n, k) of the rank a slot takes r (n + s k) values for each product.
+A step runs two kernels for each product that adapters change (`simtune.costs.adapted_products`), shrink and expand,
+over all its tokens with an adapter and the weights of the distinct adapters among them (grouped products, Punica: arXiv
+2310.18547); in experts over all rows of those tokens, with the weights of the distinct pairs of adapter and expert.
+No table has them: their times are a roofline of the rates and the overhead that are usual for products on the data
+sheet (`simtune.costs.estimate`), off by as much.
 
-A step runs two kernels for each product, shrink and expand, over all its tokens with an adapter and the weights of the
-distinct adapters among them (grouped products, Punica: arXiv 2310.18547). No table has them: their times are a roofline
-of the rates and the overhead that are usual for products on the data sheet (`simtune.costs.estimate`), off by as much.
+Stages of a pipeline have slots for their own layers. Each loads its part of an adapter over its own link as a step
+reaches it, so that a step waits as long in all as if one rank had all layers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from simtune.costs.adapted_products import AdaptedProduct, adaptable, adapted_products
 from simtune.costs.estimate import estimate, link_of
-from simtune.costs.layers import attention_layer
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.specs.base import DTYPE_BYTES
 from simtune.specs.hardware import BaseFit, Hardware
-from simtune.specs.model import DenseFeedForward, FullAttention, LayerGroup, Model, SlidingAttention
+from simtune.specs.model import LayerGroup, Model
 from simtune.specs.pool import Parallelism, Pool
 
 ADAPTERS = "adapters"
@@ -31,58 +29,18 @@ _PARTIAL_BYTES = 4
 """Bytes of a value between shrink and expand: float32."""
 
 
-class AdaptedProduct(NamedTuple):
-    """Product of a rank that adapters change: `slices` matrices side by side, with `outputs` rows in all."""
-
-    outputs: float
-    inputs: float
-    slices: int
-
-    def weights(self, rank: int) -> float:
-        """Return the values of an adapter."""
-        return rank * (self.outputs + self.slices * self.inputs)
-
-
-def adapted_products(model: Model, pool: Pool) -> Counter[AdaptedProduct]:
-    """Return the products on each rank that the adapters of a pool change, each with the number of its layers."""
-    assert pool.lora is not None
-    products: Counter[AdaptedProduct] = Counter()
-    for group in model.layers:
-        for product in _of_layer(model, group, pool.parallelism.tp, pool.lora.targets == "all"):
-            products[product] += group.count
-    return products
-
-
-def _of_layer(model: Model, group: LayerGroup, tp: int, feed_forward: bool) -> Iterator[AdaptedProduct]:
-    (n, k), (outputs, inputs) = attention_layer(model, group.attention, tp).products
-    yield AdaptedProduct(n, k, 3)
-    yield AdaptedProduct(outputs, inputs, 1)
-    if feed_forward and isinstance(group.feed_forward, DenseFeedForward):
-        width, beside = group.feed_forward.intermediate_size / tp, 1 + group.feed_forward.gated
-        yield AdaptedProduct(beside * width, model.hidden_size, beside)
-        yield AdaptedProduct(model.hidden_size, width, 1)
-
-
-def slots_bytes(model: Model, pool: Pool) -> float:
-    """Return the bytes of all slots on each rank; 0 without adapters, and for models that are not `adaptable`."""
+def slots_bytes(model: Model, pool: Pool, layers: Iterable[LayerGroup]) -> float:
+    """Return the bytes of all slots on each rank that has these layers; 0 without adapters, and for models that are not
+    `adaptable`."""
     if pool.lora is None or not adaptable(model, pool):
         return 0.0
-    return pool.lora.slots * _adapter_bytes(model, pool)
+    return pool.lora.slots * _adapter_bytes(model, pool, layers)
 
 
-def adaptable(model: Model, pool: Pool) -> bool:
-    """True if all layers have the products that adapters of the pool change: those of full or windowed attention, and
-    with targets `all` those of dense feed-forward blocks."""
+def _adapter_bytes(model: Model, pool: Pool, layers: Iterable[LayerGroup] | None = None) -> float:
+    """Return the bytes of an adapter on each rank, in all layers unless given."""
     assert pool.lora is not None
-    attentions = [group.attention for group in model.layers]
-    if not all(isinstance(a, FullAttention | SlidingAttention) and a.q_lora_rank is None for a in attentions):
-        return False
-    return pool.lora.targets == "attention" or all(isinstance(g.feed_forward, DenseFeedForward) for g in model.layers)
-
-
-def _adapter_bytes(model: Model, pool: Pool) -> float:
-    assert pool.lora is not None
-    rank, products = pool.lora.rank, adapted_products(model, pool)
+    rank, products = pool.lora.rank, adapted_products(model, pool, layers)
     return DTYPE_BYTES[model.dtype] * sum(count * product.weights(rank) for product, count in products.items())
 
 
@@ -139,16 +97,16 @@ class AdapterCosts:
         return self._ticks[key]
 
     def product_s(self, product: AdaptedProduct, tokens: int, adapters: int) -> float:
-        """Return the seconds of shrink and expand beside one product."""
-        outputs, inputs, slices = product
-        middle = slices * self.rank
-        shrink_bytes = self.value_bytes * inputs * (adapters * middle + tokens) + _PARTIAL_BYTES * tokens * middle
+        """Return the seconds of shrink and expand beside one product; 0 if no step runs it."""
+        if not product.rows:
+            return 0.0
+        outputs, inputs, middle = product.outputs, product.inputs, product.slices * self.rank
+        rows, groups = tokens * product.rows, product.visited(tokens, adapters)
+        shrink_bytes = self.value_bytes * inputs * (groups * middle + rows) + _PARTIAL_BYTES * rows * middle
         # Expand adds to the outputs of the product, which it reads and writes.
-        expand_bytes = (
-            self.value_bytes * outputs * (adapters * self.rank + 2 * tokens) + _PARTIAL_BYTES * tokens * middle
-        )
-        return self._kernel_s(2 * tokens * middle * inputs, shrink_bytes) + self._kernel_s(
-            2 * tokens * self.rank * outputs, expand_bytes
+        expand_bytes = self.value_bytes * outputs * (groups * self.rank + 2 * rows) + _PARTIAL_BYTES * rows * middle
+        return self._kernel_s(2 * rows * middle * inputs, shrink_bytes) + self._kernel_s(
+            2 * rows * self.rank * outputs, expand_bytes
         )
 
     def _kernel_s(self, flops: float, num_bytes: float) -> float:

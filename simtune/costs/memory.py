@@ -294,7 +294,8 @@ def kv_capacity(
         weights = (
             _on_device(model, pool) * weights_bytes(attention_model, pool.parallelism, stage) + extra_weights_bytes
         )
-        weights += encoder_memory(model, pool).weights + slots_bytes(model, pool)
+        of_slots = slots_bytes(model, pool, stage_layers(model, pool.parallelism.pp)[stage])
+        weights += encoder_memory(model, pool).weights + of_slots
         ranks.append(_rank(model, hardware, pool, stage, (weights, overhead_bytes), extra_kv_bytes_per_token))
     tightest = min(ranks, key=lambda rank: rank.num_blocks)
     tightest = replace(tightest, seats=min(rank.seats for rank in ranks))

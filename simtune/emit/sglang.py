@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from simtune.emit.adapters import sglang_lora
+from simtune.emit.adapters import sglang_lora, sglang_lora_refusals
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import EngineFiles, LaunchArgs, loaded, written_by
 from simtune.emit.experts import placement_refusals, sglang_experts
@@ -100,6 +100,9 @@ def _strategy(model: Model) -> str:
 def _prompt_group_refusals(pool: Pool, model: Model) -> Iterator[str]:
     """Yield the rules of python/sglang/srt/arg_groups/model_overrides/deepseek_v2.py; models without experts have no
     code for it."""
+    for key, is_set in (("speculation", pool.speculation), ("kv_cache.tiers", pool.kv_cache.tiers)):
+        if is_set:
+            yield f"{key}: SGLang was not checked with it and divided prompts; remove it, or prefill_context_parallel"
     key, p = "parallelism.prefill_context_parallel", pool.parallelism
     latent = any(isinstance(group.attention, MlaAttention) for group in model.layers)
     if not any(group.feed_forward.kind == "moe" for group in model.layers):
@@ -254,6 +257,7 @@ class Sglang(ServingEmitter):
         """See `Emitter.refusals`."""
         yield from super().refusals(pool, model, draft_models)
         yield from placement_refusals(pool, model, self.title)
+        yield from sglang_lora_refusals(pool)
         if pool.parallelism.elastic_experts and self.of(pool.engine)._release < _ELASTIC:
             release = self.of(pool.engine).version
             yield f"parallelism.elastic_experts: SGLang {release} was not checked; take release 0.5.23, or remove it"

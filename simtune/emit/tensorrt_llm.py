@@ -196,6 +196,8 @@ class TensorrtLlm(ServingEmitter):
         yield from super().refusals(pool, model, draft_models)
         if pool.parallelism.attention_dp > 1 and pool.parallelism.tp > 1:
             yield f"parallelism.attention_dp: with it {self.title} gives every rank attention of its own; set tp to 1"
+        if pool.lora is not None and pool.speculation is not None:
+            yield f"lora: {self.title} was not checked with adapters and drafts; remove one of the two"
 
     def refuses_together(self, drafter: Drafter, scheme: Scheme) -> str:
         """Trees are drafted by its Eagle3, with no more tokens than it has room for."""

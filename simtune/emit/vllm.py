@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from simtune.emit.adapters import vllm_lora
+from simtune.emit.adapters import vllm_lora, vllm_lora_refusals, vllm_lora_unsaid
 from simtune.emit.dynamo import deployment_file
 from simtune.emit.emitter import Emitter, EngineFiles, LaunchArgs, loaded, with_unsaid, written_by
 from simtune.emit.experts import placement_refusals, vllm_experts
@@ -16,6 +16,7 @@ from simtune.emit.releases import ReleaseNumber, release_of, words
 from simtune.emit.vllm_releases import (
     NEWEST,
     deals_decodes,
+    divides_beside_drafts,
     drafts_since,
     drafts_until,
     hides_pipelines,
@@ -305,14 +306,12 @@ class Vllm(Emitter):
         if not pool.batching.chunked_prefill and not takes_whole_prompts(self._release):
             yield f"batching.chunked_prefill: vLLM {self.version} always cuts prompts; set it to true"
         yield from _batching_refusals(pool, model)
-        yield from _parallelism_refusals(pool, model)
+        yield from _parallelism_refusals(pool, model, self._release)
         if pool.cascade_attention and not shares_prefixes(self._release):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
-        if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in self.knows:
-            yield f"encoder.tp_mode: data was not checked in vLLM {self.version}; take release 0.28, or use weights"
-        if _media_limits(pool) is not None and "limit_mm_per_prompt" not in self.knows:
-            yield f"encoder.limit_per_prompt: was not checked in vLLM {self.version}; take release 0.28, or remove it"
+        yield from _encoder_refusals(pool, self.knows, self.version)
         yield from placement_refusals(pool, model, self.title)
+        yield from vllm_lora_refusals(pool, model, self._release)
         if pool.parallelism.elastic_experts and "enable_elastic_ep" not in self.knows:
             yield f"parallelism.elastic_experts: vLLM {self.version} has none; take release 0.17, or remove it"
         if pool.overlap == "two_batches":
@@ -326,6 +325,7 @@ class Vllm(Emitter):
                 f"parallelism.prefill_context_parallel: vLLM {self.version} decodes each request on one of the groups; "
                 "simulated: on all of them"
             )
+        yield from vllm_lora_unsaid(pool, self._release)
         if pool.parallelism.elastic_experts:
             yield (
                 "parallelism.elastic_experts: ranks are added and removed by POST /scale_elastic_ep; if one fails, the "
@@ -438,7 +438,14 @@ def _batching_refusals(pool: Pool, model: Model) -> Iterator[str]:
         )
 
 
-def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
+def _encoder_refusals(pool: Pool, known_keys: Container[str], version: str) -> Iterator[str]:
+    if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in known_keys:
+        yield f"encoder.tp_mode: data was not checked in vLLM {version}; take release 0.28, or use weights"
+    if _media_limits(pool) is not None and "limit_mm_per_prompt" not in known_keys:
+        yield f"encoder.limit_per_prompt: was not checked in vLLM {version}; take release 0.28, or remove it"
+
+
+def _parallelism_refusals(pool: Pool, model: Model, release: ReleaseNumber) -> Iterator[str]:
     tp, pp = pool.parallelism.tp, pool.parallelism.pp
     for heads in sorted({group.attention.heads for group in model.layers}):
         if heads % tp:
@@ -448,11 +455,13 @@ def _parallelism_refusals(pool: Pool, model: Model) -> Iterator[str]:
     if pool.parallelism.expert_parallel and not any(group.feed_forward.kind == "moe" for group in model.layers):
         yield f"parallelism.expert_parallel: {model.name} is no mixture of experts"
     if pool.parallelism.prompt_groups > 1:
-        yield from _prompt_group_refusals(pool, model)
+        yield from _prompt_group_refusals(pool, model, release)
 
 
-def _prompt_group_refusals(pool: Pool, model: Model) -> Iterator[str]:
+def _prompt_group_refusals(pool: Pool, model: Model, release: ReleaseNumber) -> Iterator[str]:
     """Yield the rules of `PCPManager.validate_config` in vllm/v1/worker/gpu/pcp_manager.py."""
+    if pool.speculation is not None and not divides_beside_drafts(release):
+        yield f"speculation: vLLM {words(release)} divides no prompts beside drafts; take release 0.32, or remove it"
     latent = [group.attention for group in model.layers if isinstance(group.attention, MlaAttention)]
     if len(latent) < len(model.layers):
         yield (

@@ -54,6 +54,19 @@ _TWO_BATCHES: ReleaseNumber = (0, 28)
 """First release whose settings of two batches were checked; earlier ones may have them."""
 _LAST_CASCADE: ReleaseNumber = (0, 28)
 """Last release that was found to have cascade attention; 0.33 has none."""
+_ADAPTERS: Mapping[str, ReleaseNumber] = {
+    "drafts": (0, 14),
+    "experts": (0, 14),
+    "whole experts": (0, 24),
+    "latents": (0, 32),
+}
+"""First releases that were found to run LoRA adapters beside drafts, on experts, on experts that ranks have as a whole
+(vllm/lora/layers/fused_moe.py: 0.19 asserts that there are none), and on the products into both latents, which is one
+layer (vllm/lora/layers/column_parallel_linear.py: 0.28 leaves it out)."""
+_DIVIDED_DRAFTS: ReleaseNumber = (0, 32)
+"""First release that was found to draft, by MTP heads and DSpark, beside groups of ranks that divide prompts."""
+_COUNTED_ADAPTERS: ReleaseNumber = (0, 33)
+"""First release that counts the adapters of all requests that run; earlier ones count those of each batch."""
 _DEALT_DECODES: ReleaseNumber = (0, 32)
 """First release that was found to decode each request on one of the groups that divide prompts; 0.28 does on all."""
 _KV_DTYPES: Mapping[str, ReleaseNumber] = {"bfloat16": (0, 11)}
@@ -109,6 +122,21 @@ def shares_prefixes(release: ReleaseNumber) -> bool:
 def deals_decodes(release: ReleaseNumber) -> bool:
     """True if a release decodes each request on one of the groups of ranks that divide prompts."""
     return release >= _DEALT_DECODES
+
+
+def adapts_since(part: str) -> ReleaseNumber:
+    """The first release that was found to run LoRA adapters with `drafts`, `experts`, `whole experts`, `latents`."""
+    return _ADAPTERS[part]
+
+
+def divides_beside_drafts(release: ReleaseNumber) -> bool:
+    """True if a release drafts beside groups of ranks that divide prompts: 0.28 refuses all drafts."""
+    return release >= _DIVIDED_DRAFTS
+
+
+def counts_all_adapters(release: ReleaseNumber) -> bool:
+    """True if the adapters of all requests that run in a pipeline may not exceed the slots."""
+    return release >= _COUNTED_ADAPTERS
 
 
 def kv_dtype_since(word: str) -> ReleaseNumber:

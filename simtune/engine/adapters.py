@@ -15,10 +15,12 @@ adapters of a step are used in order of their numbers, and none of them is evict
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from simtune.engine.request import NO_ADAPTER, Request
+from simtune.engine.reservations import Reservations
 from simtune.engine.waiting import WaitingQueue
 
 
@@ -64,14 +66,11 @@ class AdapterSlots:
     def use(self, adapters: frozenset[int], admitted: Iterable[Request] = ()) -> tuple[int, int]:
         """Load the adapters of a step, at most `slots`; return the numbers of loads from host memory and from storage.
         `admitted` are the requests that it admits."""
-        if adapters == self._latest:
-            absent: set[int] = set()
-        else:
-            absent = {adapter for adapter in adapters if adapter not in self._resident}
+        absent = self._absent(adapters)
         from_host, from_storage = self._take_in(adapters, absent)
         requests = [request.adapter for request in admitted if request.adapter != NO_ADAPTER]
         # Of several newcomers with an adapter that is absent the first one loads it.
-        hits = len(requests) - len(absent.intersection(requests))
+        hits = len(requests) - len(set(absent).intersection(requests))
         tally = self.tally
         self.tally = tally._replace(
             requests=tally.requests + len(requests),
@@ -99,6 +98,12 @@ class AdapterSlots:
             allowed.add(NO_ADAPTER)
         return AdapterPlaces(allowed, free_slots)
 
+    def _absent(self, adapters: frozenset[int]) -> Collection[int]:
+        """Return those of the adapters that have no slot."""
+        if adapters == self._latest:
+            return ()
+        return {adapter for adapter in adapters if adapter not in self._resident}
+
     def _take_in(self, adapters: frozenset[int], absent: Collection[int]) -> tuple[int, int]:
         """Make the adapters those used last; return the numbers of loads from host memory and from storage."""
         if adapters == self._latest:
@@ -117,6 +122,67 @@ class AdapterSlots:
             host.popitem(last=False)
         self._latest = adapters
         return len(loads) - from_storage, from_storage
+
+
+class SharedSlots(AdapterSlots):
+    """Slots of an engine core that shares those of its instance with others: the virtual engines of a pipeline.
+
+    vLLM has one scheduler for all batches in a pipeline: the adapters of all requests that run may not exceed the
+    slots (0.33; up to 0.32 those of each batch). No adapter of a request that runs is evicted; of the others the one
+    goes first whose last request ended first.
+    """
+
+    __slots__ = ("_running",)
+
+    def __init__(
+        self,
+        running: Callable[[], Iterable[Request]],
+        slots: int,
+        host_slots: int | None = None,
+        beside: SharedSlots | None = None,
+    ) -> None:
+        """Make empty slots, or share those of a core `beside` this one. `running` returns the requests of the core that
+        run, and those that have a seat and will."""
+        super().__init__(slots, host_slots)
+        self._running: list[Callable[[], Iterable[Request]]] = [] if beside is None else beside._running
+        self._running.append(running)
+        if beside is not None:
+            self._resident, self._host = beside._resident, beside._host
+
+    def clear(self) -> None:
+        """See `AdapterSlots.clear`; the cores of an instance fail together."""
+        if hasattr(self, "_resident"):
+            self._resident.clear()
+            self._host.clear()
+            self._latest = frozenset()
+        else:
+            super().clear()
+
+    def places(self, residents: Iterable[Request]) -> AdapterPlaces:
+        """Return the slots as an admission finds them, while the requests of all cores run."""
+        return super().places(request for of_core in self._running for request in of_core())
+
+    def free(self, adapters: Iterable[int]) -> None:
+        """Let adapters be the first to go after those freed before: no request that runs asks for them any more."""
+        for place in (self._resident, self._host):
+            _use_last(place, [adapter for adapter in sorted(adapters) if adapter in place])
+
+    def _absent(self, adapters: frozenset[int]) -> Collection[int]:
+        return {adapter for adapter in adapters if adapter not in self._resident}
+
+    def _take_in(self, adapters: frozenset[int], absent: Collection[int]) -> tuple[int, int]:
+        resident, host = self._resident, self._host
+        from_storage = 0 if self.host_slots is None else sum(adapter not in host for adapter in absent)
+        _use_last(resident, sorted(absent))
+        _use_last(host, sorted(absent))
+        for place, size in ((resident, self.slots), (host, self.host_slots)):
+            if size is not None and len(place) > size:
+                in_use = adapters.union(request.adapter for of_core in self._running for request in of_core())
+                idle = [adapter for adapter in place if adapter not in in_use]
+                for adapter in idle[: len(place) - size]:
+                    del place[adapter]
+                assert len(place) <= size, f"{len(place)} adapters of requests that run, {size} slots"
+        return len(absent) - from_storage, from_storage
 
 
 def _use_last(place: OrderedDict[int, None], adapters: Iterable[int]) -> None:
@@ -144,6 +210,33 @@ class AdapterPlaces:
         if request.adapter not in self.allowed:
             self.allowed.add(request.adapter)
             self.left -= 1
+
+
+class SlotHolder:
+    """Base of schedulers, as far as LoRA adapters of their requests go."""
+
+    adapters: AdapterSlots | None = None
+    """Slots of LoRA adapters; only policies that offer "lora" read them."""
+    residents: Iterable[Request] = ()
+    """Requests that run, in schedulers that list them."""
+    _reserved: Reservations
+
+    def adapter_places(self) -> AdapterPlaces | None:
+        """Return the slots of LoRA adapters as an admission finds them; None if there are none. Expected requests have
+        theirs."""
+        return None if self.adapters is None else self.adapters.places(self.seated())
+
+    def seated(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, and those that are expected."""
+        return chain(self._admitted(), self._reserved)
+
+    def take_joined(self) -> Sequence[Request]:
+        """Return the requests that have joined since the last call: their prompts were computed elsewhere."""
+        return self._reserved.take_joined()
+
+    def _admitted(self) -> Iterable[Request]:
+        """Return the requests that run in the engine's view, whose adapters have slots."""
+        return self.residents
 
 
 class AdmissibleQueue:

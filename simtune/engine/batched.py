@@ -12,7 +12,8 @@ step and its repetitions, tokens delivered, and the features that vLLM also has,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Literal, Unpack
 
@@ -105,12 +106,14 @@ class BatchScheduler(Scheduler):
         seated = self.decoding.count + len(self.prefilling) + len(self._reserved)
         return seated + len(self._settling.ended) + len(self._left_out)
 
+    def _admitted(self) -> Iterable[Request]:
+        return chain(self.decoding, self.prefilling, self._settling.ended, self._left_out)
+
     def _has_seat(self) -> bool:
         """True if a newcomer would find a seat once the requests that have ended have left theirs."""
-        batch = self.decoding
-        seated = batch.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
+        seated = self.decoding.count + len(self.prefilling) + len(self._reserved) + len(self._left_out)
         if self.drafting:
-            seated -= len(batch.discarded)
+            seated -= len(self.decoding.discarded)
         return seated < self.max_num_seqs
 
     @property

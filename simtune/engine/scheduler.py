@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
-from simtune.engine.adapters import AdapterSlots
+from simtune.engine.adapters import SlotHolder
 from simtune.engine.batch import Tally
 from simtune.engine.kv import KvBlocks
 from simtune.engine.policy_traits import PolicyTraits
@@ -17,7 +17,7 @@ from simtune.engine.step import Progress, Step
 from simtune.engine.waiting import LateArrivals, WaitingQueue, drop
 
 
-class Scheduler(PolicyTraits, ABC):
+class Scheduler(PolicyTraits, SlotHolder, ABC):
     """A batching policy with its waiting queue, its resident requests and its KV blocks.
 
     A driver calls it in this order, repeatedly:
@@ -46,7 +46,6 @@ class Scheduler(PolicyTraits, ABC):
     tells_longest = True
     """True if steps state their longest context; a driver that does not read it may switch it off."""
     polls: Polls | None = None  # of an engine that looks for new requests every few steps only
-    adapters: AdapterSlots | None = None  # slots of LoRA adapters; only policies that offer "lora" read them
     prompt_balance: PromptBalance | None = None  # with ranks that hold prompts back for one another
 
     def __init__(

@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, Unpack
 
@@ -97,12 +96,9 @@ def _admit(scheduler: VllmFcfs, chunks: list[Chunk], token_budget: int) -> int:
         return newcomers
     if not scheduler.waiting:
         newcomers = 0
-    elif scheduler.adapters is None:
+    elif (places := scheduler.adapter_places()) is None:
         newcomers = scheduler._schedule_waiting(chunks, token_budget)
     else:
-        # Requests that have ended unknown to the engine run in its view, and keep their slots.
-        unseen = scheduler._settling.ended, scheduler._left_out
-        places = scheduler.adapters.places(chain(scheduler.decoding, scheduler.prefilling, *unseen))
         queue = AdmissibleQueue(scheduler.waiting, places)
         scheduler.waiting = queue  # type: ignore[assignment]
         newcomers = scheduler._schedule_waiting(chunks, token_budget)

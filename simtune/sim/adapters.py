@@ -7,45 +7,51 @@ before may still run, so that its loads are shorter by at most one step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from simtune.costs.adapted_steps import AdaptedSteps
-from simtune.costs.adapters import AdapterCosts, adaptable
+from simtune.costs.adapted_steps import AdaptedRounds, AdaptedSteps
+from simtune.costs.adapters import AdapterCosts
 from simtune.costs.compiled import CompiledCosts
+from simtune.costs.drafting import CompiledRounds
 from simtune.costs.protocol import ChunkList
 from simtune.engine import Step
-from simtune.engine.adapters import AdapterSlots
+from simtune.engine.adapters import AdapterSlots, SharedSlots
 from simtune.engine.batched import BatchScheduler
-from simtune.engine.request import NO_ADAPTER
-from simtune.errors import UsageError
+from simtune.engine.request import NO_ADAPTER, Request
 from simtune.sim.core import EngineCore
 from simtune.sim.step_timing import JumpTime, StepTimer, timer_for
-from simtune.specs.model import Model
+from simtune.sim.stepping import Pipeline
 from simtune.specs.pool import Pool
-from simtune.workload.requests import RequestStream
 
 
 class AdapterTimer(StepTimer):
-    """Timer of steps of requests with adapters."""
+    """Timer of steps of requests with adapters. Drafts are verified with the adapter of their request."""
 
     def __init__(self, core: EngineCore, slots: AdapterSlots, adapters: AdapterCosts) -> None:
-        costs = core.costs
+        costs, self._drafts = core.costs, core.scheduler.drafting
         # Costs that are not those of operators are taken to have the products in them.
-        self._steps = AdaptedSteps(costs) if isinstance(costs, CompiledCosts) else None
-        self._timer = timer_for(costs if self._steps is None else self._steps, drafts=False)
+        self._steps: AdaptedSteps | AdaptedRounds | None = None
+        if isinstance(costs, CompiledCosts):
+            self._steps = AdaptedSteps(costs)
+        elif isinstance(costs, CompiledRounds):
+            self._steps = AdaptedRounds(costs)
+        self._timer = timer_for(costs if self._steps is None else self._steps, self._drafts)
         self._scheduler, self._slots, self._adapters = core.scheduler, slots, adapters
-        self._time, self._extra = core.time, 0
+        self._time, self._extra, self._shared = core.time, 0, isinstance(slots, SharedSlots)
         self.asks_longest = self._timer.asks_longest
 
     def mixed(self, step: Step, chunks: ChunkList, completing: int) -> int:
         """See `StepTimer.mixed`."""
-        wait = self._prepare(step)
+        wait, _ = self._prepare(step)
         return wait + self._timer.mixed(step, chunks, completing)
 
     def decode(self, step: Step, most: int, time: JumpTime) -> None:
         """See `StepTimer.decode`. The adapters of a batch change with its members only."""
-        wait = self._prepare(step)
-        self._timer.decode(step, 1 if wait else most, time)
+        wait, repeats = self._prepare(step)
+        if self._shared and (self._scheduler.unsettled or step.preempted):
+            # A slot comes free with the step, for which other cores may wait.
+            repeats = False
+        self._timer.decode(step, most if repeats else 1, time)
         time.first += wait
 
     def account(self) -> None:
@@ -53,23 +59,34 @@ class AdapterTimer(StepTimer):
         self._slots.note_products(self._extra * self._time.repetitions)
         self._extra = 0
 
-    def _prepare(self, step: Step) -> int:
-        """Take the adapters of a step into their slots and set the ticks of its products; return the ticks of loads."""
+    def _prepare(self, step: Step) -> tuple[int, bool]:
+        """Take the adapters of a step into their slots and set the ticks of its products; return the ticks of loads,
+        and True if repetitions of the step take as long without these."""
         slots, costs = self._slots, self._adapters
         tokens_of = self._tokens(step)
         tokens = sum(tokens_of.values()) - tokens_of[NO_ADAPTER]
         in_step = {adapter for adapter in tokens_of if adapter != NO_ADAPTER or slots.counts_base}
-        wait = costs.load_ticks(*slots.use(frozenset(in_step), step.admitted)) if in_step else 0
+        newcomers = self._newcomers(step)
+        wait = costs.load_ticks(*slots.use(frozenset(in_step), newcomers)) if in_step else 0
         self.account()
         slots.note_wait(wait)
         if self._steps is not None:
             self._extra = self._steps.extra = costs.ticks(tokens, len(in_step - {NO_ADAPTER}))
-        return wait
+        if not self._drafts or not tokens:
+            return wait, not wait
+        # A jump has as many tokens in each round, but drafts may move from one member to another; and a member whose
+        # answer is complete is in the first round only.
+        return wait, not (wait or step.discarded or tokens_of[NO_ADAPTER])
+
+    def _newcomers(self, step: Step) -> Sequence[Request]:
+        """Return the requests that a step admits, and those that joined whose prompt was computed elsewhere."""
+        joined = self._scheduler.take_joined()
+        return [*joined, *step.admitted] if joined else step.admitted
 
     def _tokens(self, step: Step) -> Counter[int]:
         """Return the tokens of each adapter in a step."""
         scheduler = self._scheduler
-        if not isinstance(scheduler, BatchScheduler):
+        if self._drafts or not isinstance(scheduler, BatchScheduler):
             tokens: Counter[int] = Counter()
             for request, num_tokens in scheduler.composition().items():
                 tokens[request.adapter] += num_tokens
@@ -81,54 +98,45 @@ class AdapterTimer(StepTimer):
         return tokens
 
 
+class SlotWatch:
+    """Watch over the slots that the cores of a pipeline share: cores that wait for a slot schedule when one is free."""
+
+    def __init__(self, cores: Sequence[EngineCore]) -> None:
+        self._cores = cores
+        self._of: dict[int, frozenset[int]] = {}
+
+    def look(self, now: int, core: EngineCore) -> None:
+        """Note which adapters the requests of a core ask for, after it has scheduled or ended a step."""
+        before = self._of.get(core.virtual_engine, frozenset())
+        after = self._of[core.virtual_engine] = frozenset([request.adapter for request in core.scheduler.seated()])
+        freed = before.difference(after, *(self._of[at] for at in self._of if at != core.virtual_engine), {NO_ADAPTER})
+        if not freed:
+            return
+        slots = core.scheduler.adapters
+        assert isinstance(slots, SharedSlots)
+        slots.free(freed)
+        for waiting in self._cores:
+            if waiting is not core and (waiting.scheduler.waiting or waiting.inbox.waiting):
+                waiting.notify(now)
+
+    def reset(self) -> None:
+        """Forget all, since the instance has failed."""
+        self._of.clear()
+
+
 def give_slots(cores: Sequence[EngineCore], pool: Pool, adapters: AdapterCosts) -> None:
-    """Give each core of a pool its slots, and time its steps with them."""
+    """Give each core of a pool its slots, or those of its pipeline, and time its steps with them."""
     assert pool.lora is not None
     host_slots = None if pool.lora.storage_bytes_per_s is None else pool.lora.in_host
+    shared: dict[int, SharedSlots] = {}
     for core in cores:
-        slots = AdapterSlots(pool.lora.slots, host_slots, counts_base=pool.batching.policy == "sglang")
+        if isinstance(core.stepping, Pipeline):
+            beside = shared.get(core.instance)
+            shared[core.instance] = SharedSlots(core.scheduler.seated, pool.lora.slots, host_slots, beside)
+            slots: AdapterSlots = shared[core.instance]
+            core.stepping.watch = core.stepping.watch or SlotWatch(core.stepping.cores)
+        else:
+            slots = AdapterSlots(pool.lora.slots, host_slots, counts_base=pool.batching.policy == "sglang")
         core.scheduler.adapters = slots
         core.timer = AdapterTimer(core, slots, adapters)
         core.scheduler.tells_longest = core.timer.asks_longest
-
-
-def check_adapters(pools: Sequence[Pool], stream: RequestStream) -> None:
-    """Raise UsageError if a pool cannot serve the adapters for which requests ask."""
-    if stream.adapter is None or not len(stream):
-        return
-    count = int(stream.adapter.max()) + 1
-    for pool in pools:
-        if pool.lora is None and count:
-            raise UsageError(
-                f"pool {pool.name}: requests ask for LoRA adapters, and the pool has no slots for any; set lora, or "
-                "remove adapters from the load"
-            )
-        if pool.lora is not None and pool.lora.storage_bytes_per_s is None and count > pool.lora.in_host:
-            raise UsageError(
-                f"pool {pool.name}: lora.host_slots ({pool.lora.in_host}) is less than the {count} adapters of the "
-                "load, which are then read from storage; set lora.storage_bytes_per_s, or raise host_slots"
-            )
-
-
-def refusals(pool: Pool, model: Model) -> Iterator[str]:
-    """Yield a message for each setting and kind of layer that adapters do not go with."""
-    if pool.lora is None:
-        return
-    if not adaptable(model, pool):
-        yield (
-            "lora needs full or windowed attention in all layers, and with targets all dense feed-forward blocks too; "
-            f"{model.name} has other kinds: set targets to attention, or leave lora out"
-        )
-    parallelism, studied, batching = pool.parallelism, pool.studied, pool.batching
-    for key, value in (
-        ("role", pool.role if pool.role != "mixed" else None),
-        ("speculation", pool.speculation),
-        ("parallelism.pp", parallelism.pp if parallelism.pp > 1 else None),
-        ("parallelism.cp", parallelism.cp if parallelism.context_ranks > 1 else None),
-        ("cascade_attention", pool.cascade_attention or None),
-        ("batching.prefill_schedule_interval", batching.prefill_schedule_interval),
-        ("research.offload", studied.offload),
-        ("research.afd", studied.afd),
-    ):
-        if value is not None:
-            yield f"lora and {key} do not go together; leave one of them out"

@@ -152,14 +152,27 @@ class Inbox:
         caches. An `idle` engine polls."""
         if idle or scheduler.polls is None or scheduler.polls.is_next:
             self.polled = len(self.waiting)
-        while self.waiting and self.polled > 0 and scheduler.expect(self.waiting[0].request):
+        while (transfer := self._first_with_room(scheduler)) is not None:
             self.polled -= 1
-            transfer = self.waiting.popleft()
             transfer.sending = True
             # The request has its seat from now on, though its KV cache is still to come.
             recorder.waiting -= 1
             begin = now + transfer.connector.setup + transfer.blocks * transfer.connector.descriptors
             agenda.post((begin, TRANSFER_START, transfer.request.id, transfer.serial))
+
+    def _first_with_room(self, scheduler: Scheduler) -> KvTransfer | None:
+        """Take the oldest transfer that the engine has seen, reserve room for its request, and return it; None if there
+        is none, or no room. Requests whose adapters find no slot are passed over, as new requests are."""
+        places = scheduler.adapter_places()
+        for at in range(min(self.polled, len(self.waiting))):
+            transfer = self.waiting[at]
+            if places is not None and not places.admit(transfer.request):
+                continue
+            if not scheduler.expect(transfer.request):
+                return None
+            del self.waiting[at]
+            return transfer
+        return None
 
     def release_dropped(self, scheduler: Scheduler) -> None:
         """Give up the reservations of requests whose KV cache will never come."""
@@ -310,8 +323,8 @@ class EngineCore:
         waiting.append(transfer)
         if self.step is None:
             self.wake(now)
-        # If the inbox was not empty there was no room, and there is none until the jump ends.
-        elif self.time.repetitions > 1 and len(waiting) == 1:
+        # If the inbox was not empty there is no room until the jump ends, but for adapters that have a slot.
+        elif self.time.repetitions > 1 and (len(waiting) == 1 or self.scheduler.adapters is not None):
             self.cut(now)
 
     def count_waiting(self) -> None:

@@ -12,7 +12,7 @@ from simtune.costs.protocol import UNBOUNDED
 from simtune.engine import POLICIES
 from simtune.engine.policy_traits import Feature
 from simtune.errors import Infeasible
-from simtune.sim import adapters, cascade, encoding
+from simtune.sim import adapter_rules, cascade, encoding
 from simtune.sim.drafting import Drafting, check_drafting
 from simtune.sim.plan_parts import POLICY
 from simtune.specs.hardware import Hardware
@@ -31,7 +31,7 @@ def check(pool: Pool, model: Model, hardware: Hardware, drafting: Drafting | Non
         raise Infeasible(
             f"max_model_len ({max_model_len}) exceeds the longest context of {model.name} ({model.max_position})"
         )
-    kinds = (cascade.refusals, encoding.refusals, adapters.refusals)
+    kinds = (cascade.refusals, encoding.refusals, adapter_rules.refusals)
     for refusal in (*_refusals(pool), *(refusal for refusals in kinds for refusal in refusals(pool, model))):
         raise Infeasible(f"pool {pool.name}: {refusal}")
     _check_seats_and_budget(pool, max_model_len)

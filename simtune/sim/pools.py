@@ -138,7 +138,7 @@ class DeployedPool:
         ]
         if self.spec.kv_cache.tiers:
             block_size, shape = self.spec.kv_cache.block_size, (instances, self.cores_each)
-            maker = TierMaker(self.tiers, self.kv_block_bytes, block_size, *shape)
+            maker = TierMaker(self.tiers, self._copied_bytes, block_size, *shape)
             extend_caches(cores, maker)
         if self.cascade is not None:
             attend_once(cores, self.costs, self.cascade)
@@ -159,13 +159,19 @@ class DeployedPool:
     def tiers(self) -> list[CacheTier]:
         """Tiers below the prefix cache with their sizes in bytes and the rates of their links."""
         devices = self.spec.model_devices
-        cache_bytes = self.memory.num_blocks * self.spec.parallelism.attention_dp * self.kv_block_bytes
+        cache_bytes = self.memory.num_blocks * self.spec.parallelism.attention_dp * self._copied_bytes
         resolved = []
         for tier in self.spec.kv_cache.tiers or ():
             rate = tier.bytes_per_s or link_of(self.hardware, "host").bytes_per_s * devices
             size = {"bytes": tier.size(devices, cache_bytes), "bytes_per_device": None, "device_ratio": None}
             resolved.append(tier.model_copy(update={**size, "bytes_per_s": rate}))
         return resolved
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Bytes that a KV block takes in a tier: a copy for each group of ranks that divide prompts (vLLM 0.33:
+        `num_copies` in vllm/v1/kv_offload/cpu/spec.py)."""
+        return self.kv_block_bytes * self.spec.parallelism.prompt_groups
 
     def _stepping(self) -> Stepping:
         """Return a new object that shares an instance's GPUs among its cores."""

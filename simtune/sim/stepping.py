@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
+from typing import Protocol
 
 from simtune.costs.protocol import GroupCosts, StepCosts
 from simtune.engine import Step
@@ -56,6 +57,16 @@ class Flight:
         return self.ends
 
 
+class Watch(Protocol):
+    """Watch over what the cores of a pipeline share beside the stages."""
+
+    def look(self, now: int, core: EngineCore) -> None:
+        """Called after a core has scheduled, or ended a step."""
+
+    def reset(self) -> None:
+        """Called when the instance has failed."""
+
+
 class Pipeline(SharedStepping):
     """Virtual engines that share the stages of an instance: a stage works for one of them at a time.
 
@@ -80,6 +91,8 @@ class Pipeline(SharedStepping):
         self._next: list[tuple[int, int, Flight]] = []  # a heap of (end of the step or jump under way, number of core)
         self._announced: EngineCore | None = None  # whose end the agenda knows: the first of these
         self._landing: list[int] = []  # by core: the tick until which decodes of an earlier step are in the stages
+        self.watch: Watch | None = None
+        """Watch over what the cores share beside the stages; None if that is nothing."""
 
     def join(self, core: EngineCore) -> int:
         """Add a core to the instance and return the core's number within it."""
@@ -170,6 +183,8 @@ class Pipeline(SharedStepping):
         self._free = [0] * len(self._free)
         self._landing = [0] * len(self._landing)
         self._next.clear()
+        if self.watch is not None:
+            self.watch.reset()
         for flight in self._flights:
             flight.last = True
         self._jumping = self._announced = None
@@ -184,7 +199,7 @@ class Pipeline(SharedStepping):
             if not follow(core, now):
                 sleep(core, self._landing[core.virtual_engine])
                 return None
-        elif not core.plan(now):
+        elif not (core.plan(now) if self.watch is None else self._plan_watched(now, core, self.watch)):
             return None
         end = self._pass_through(now, time.first)
         if self._chunks_follow and core.step is not None and self._goes_on(core, core.step, end):
@@ -200,6 +215,15 @@ class Pipeline(SharedStepping):
         else:
             time.ends = self._flights[core.virtual_engine].begin(now, end)
         return end
+
+    def _plan_watched(self, now: int, core: EngineCore, watch: Watch) -> bool:
+        """Let a core schedule whose slots are watched; return False if it has no step."""
+        has_step = core.plan(now)
+        # The jump is over: a core that wakes now finds the stages as the jump has left them.
+        if self._jumping is core:
+            self._jumping = None
+        watch.look(now, core)
+        return has_step
 
     def _goes_on(self, core: EngineCore, step: Step, end: int) -> bool:
         """True if the core schedules again when the step, which ends at `end`, leaves the first stage."""
@@ -218,6 +242,8 @@ class Pipeline(SharedStepping):
         if lands_later:
             core.time.first = landing - core.started
         core.conclude(now, deliver)
+        if self.watch is not None:
+            self.watch.look(now, core)
         if lands_later:
             core.gaps.wait(landing)
 

@@ -17,7 +17,7 @@ from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
-from simtune.sim.adapters import check_adapters
+from simtune.sim.adapter_rules import check_adapters
 from simtune.sim.admission import check_clients_wait
 from simtune.sim.autoscaler import Autoscaler, PoolScaler, states_tokens
 from simtune.sim.availability import Change

@@ -70,6 +70,11 @@ class Drafter(Part):
         return self.parallel_heads or None
 
     @property
+    def divides_prompts(self) -> bool:
+        """True if groups of ranks that divide prompts divide them for the drafter too."""
+        return False
+
+    @property
     def own_head(self) -> bool:
         """True if a drafter that is a part of the target has an output head of its own."""
         return False
@@ -194,6 +199,11 @@ class Eagle(Drafter):
     def loads_checkpoint(self) -> bool:
         """Unless it is an MTP head, which comes with the target."""
         return self.method != "mtp"
+
+    @property
+    def divides_prompts(self) -> bool:
+        """True for an MTP head, in vLLM from 0.32 on (`PCPManager.prepare_draft_prefill`)."""
+        return self.method == "mtp"
 
     @property
     def weights(self) -> str | None:

@@ -662,16 +662,21 @@ def _has_a_ring(pool: Pool) -> None:
         raise ErrorAt("requires ranks that share sequences; set cp above 1, or remove cp_ring", "research", "cp_ring")
 
 
+_UNDIVIDED_DRAFTS = (
+    "unless an MTP head drafts: vLLM 0.32 and 0.33 refuse others (MRV2 PCP only supports DSpark or single-module MTP "
+    "speculative decoding), and of these two MTP is modelled"
+)
+
+
 def _divides_prompts(pool: Pool) -> None:
     if pool.parallelism.prompt_groups == 1:
         return
     cache, studied = pool.kv_cache, pool.studied
     for path, is_set, why in (
-        (("speculation",), pool.speculation, "whose verification is not divided among groups of ranks"),
-        (("lora",), pool.lora, "whose products are not divided among groups of ranks"),
-        (("encoder",), pool.encoder, "which is not divided among groups of ranks"),
+        (("speculation",), pool.speculation and not pool.speculation.drafter.divides_prompts, _UNDIVIDED_DRAFTS),
+        (("lora",), pool.lora, "which vLLM 0.28 to 0.33 refuses (MRV2 PCP does not support LoRA yet)"),
+        (("encoder",), pool.encoder, "which vLLM 0.28 to 0.33 refuses (MRV2 PCP does not support MM inputs yet)"),
         (("cascade_attention",), pool.cascade_attention, "which is not divided among groups of ranks"),
-        (("kv_cache", "tiers"), cache.tiers, "of which every group of ranks would need its copy"),
         (("kv_cache", "preemption"), cache.preemption == "swap", "by which every group of ranks would move its copy"),
         (("research", "offload"), studied.offload, "of which every group of ranks would need its copy"),
         (("research", "afd"), studied.afd, "whose attention devices are groups of tp ranks"),

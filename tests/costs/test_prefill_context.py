@@ -237,10 +237,6 @@ def test_a_search_bounds_it_and_writes_a_certificate() -> None:
         ({"cascade_attention": True}, "cannot be combined with cascade_attention"),
         ({"encoder": {}}, "cannot be combined with encoder"),
         ({"research": {"afd": {"ffn_devices": 2}}}, "cannot be combined with afd"),
-        (
-            {"kv_cache": {"prefix_caching": True, "tiers": [{"name": "host", "bytes": 1e9}]}},
-            "cannot be combined with tiers",
-        ),
     ],
 )
 def test_what_is_not_divided_is_refused(more: dict[str, Any], words: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simtune.costs.adapted_products import adapted_products
 from simtune.costs.adapted_steps import AdaptedSteps
-from simtune.costs.adapters import ADAPTERS, AdapterCosts, adapted_products
+from simtune.costs.adapters import ADAPTERS, AdapterCosts
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.predict import DATA_SHEET_LOG_SD
 from simtune.costs.ticks import TICKS_PER_SECOND, to_ticks
@@ -359,22 +360,14 @@ def test_intervals_and_what_the_step_time_rests_on_name_the_products(step_costs:
 
 
 @pytest.mark.parametrize(("model", "pool", "message"), [
-    ("llama-3.1-8b", {"parallelism": {"pp": 2}}, "lora and parallelism.pp do not go together"),
+    ("llama-3.1-8b", {"parallelism": {"cp": 2}}, "lora and parallelism.cp do not go together"),
     ("llama-3.1-8b", {"batching": {"policy": "sarathi", "max_num_seqs": 4, "max_num_batched_tokens": 8192}},
      "sarathi has no lora; leave it out, or choose vllm-fcfs or vllm-priority or sglang or tensorrt-llm"),
-    ("qwen3-30b-a3b", {}, "qwen3-30b-a3b has other kinds: set targets to attention, or leave lora out"),
+    ("qwen3-next-80b-a3b", {}, "qwen3-next-80b-a3b has other kinds: set targets to attention, or leave lora out"),
 ])  # fmt: skip
 def test_what_adapters_do_not_go_with_is_refused(model: str, pool: dict[str, Any], message: str) -> None:
     with pytest.raises(Infeasible, match=message):
         deploy(plan_of({"slots": 2}, **pool).model_copy(update={"model": model}), load_model(model), HARDWARE)
-
-
-def test_prefill_and_decode_apart_have_no_slots() -> None:
-    pool = plan_of({"slots": 2}).pools[0].model_dump(mode="json", exclude_none=True)
-    pools = [pool | {"name": "p", "role": "prefill"}, pool | {"name": "d", "role": "decode"}]
-    plan = Plan.model_validate({"name": "p", "model": MODEL.name, "pools": pools, "link": {"path": "inter_node"}})
-    with pytest.raises(Infeasible, match="pool p: lora and role do not go together; leave one of them out"):
-        deploy(plan, MODEL, HARDWARE)
 
 
 def test_adapters_of_a_load_need_slots_and_a_place_they_come_from() -> None:

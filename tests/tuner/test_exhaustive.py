@@ -12,6 +12,7 @@ import pytest
 
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment
+from simtune.specs.adapters import Adapters
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.hardware import Hardware
 from simtune.specs.plan import KvLink
@@ -281,3 +282,22 @@ def test_no_plan_whose_decode_instances_compute_prompts_is_better(fragment: dict
     for candidate, deployment, sustained in deployments(asked):
         rate = sustained_rps(deployment, asked.stream(candidate, sustained))
         assert rate == pytest.approx(sustained, rel=0.2), candidate.name
+
+
+ADAPTED = tuple({"lora": {"rank": 16, "slots": slots, "host_slots": 6}} for slots in (2, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "layout", "stages"), [(3, "mixed", 2), (5, "prefill-decode", 1)])
+def test_no_plan_with_adapters_is_better_than_the_search_says(seed: int, layout: Any, stages: int) -> None:
+    """Slots that virtual engines share, and those of prefill and of decode pools."""
+    q = random_question(seed, 4)
+    search = {"layouts": (layout,), "tp": (1,), "pp": (stages,), "max_num_seqs": (32,)}
+    update = {"objective": "goodput", "search": q.study.search.model_copy(update=search)}
+    if layout == "prefill-decode":
+        update["link"] = KvLink(path="intra_node")
+    load = q.workload.model_copy(update={"adapters": Adapters(count=6, zipf=0.5)})
+    asked = with_variants(replace(q, study=q.study.model_copy(update=update), workload=load), *ADAPTED)
+    slots = {pool.lora.slots for _, deployment, _ in deployments(asked) for pool in deployment.plan.pools if pool.lora}
+    assert slots == {2, 6}
+    assert check(asked) is not None

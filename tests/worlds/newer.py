@@ -99,8 +99,11 @@ def _ahead(random: Random, plan: Block, load: Block) -> None:
 
 
 def _groups(random: Random, plan: Block, load: Block) -> None:
-    """Let groups of ranks divide prompts, in all pools."""
+    """Let groups of ranks divide prompts, in all pools; heads that draft are MTP heads."""
     for pool in plan["pools"]:
+        speculation = pool.get("speculation") or {"drafter": {"kind": "none"}}
+        if speculation["drafter"]["kind"] == "eagle":
+            pool["speculation"]["drafter"] = {"kind": "eagle", "method": "mtp"}
         pool["parallelism"] = {**pool["parallelism"], "prefill_context_parallel": random.choice((2, 4))}
 
 

@@ -18,8 +18,9 @@ FEATURES = {
     "autoscaling", "fragments", "combined fragments", "fixed pools", "drafts of a study", "draft rules",
     "started", "drained",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
-    "decode_context_parallel", "prefill_context_parallel", "async", "swap", "messages", "preempted", "resent",
-    "adapters", "images", "spares", "ahead", "ranks",
+    "decode_context_parallel", "prefill_context_parallel",
+    "prompt groups and drafts", "prompt groups and tiers", "async", "swap", "messages", "preempted", "resent",
+    "adapters", "adapters and drafts", "adapters apart", "adapters in pipelines", "images", "spares", "ahead", "ranks",
 }  # fmt: skip
 """Features that drawn plans must have between them."""
 

@@ -44,8 +44,9 @@ def draft_memory(drafter: Drafter, target: Model, pool: Pool, draft: Model | Non
 
 
 def drafting_parallelism(drafter: Drafter, pool: Pool) -> Parallelism:
-    """Return the parallelism of the drafter, on one pipeline stage."""
-    return Parallelism(tp=drafter.ranks(pool.parallelism.tp), expert_parallel=False)
+    """Return the parallelism of the drafter, on one pipeline stage; groups that divide prompts do so for it too."""
+    groups = pool.parallelism.prefill_context_parallel
+    return Parallelism(tp=drafter.ranks(pool.parallelism.tp), expert_parallel=False, prefill_context_parallel=groups)
 
 
 def drafting_pool(drafter: Drafter, pool: Pool) -> Pool:

@@ -77,7 +77,7 @@ class InTurn(RoundOrder):
             new += tokens
             length += past + tokens
             ticks += prefill[past + tokens] - cached[past]
-        ticks += self._linear[verify_tokens + new] + self._head[verify_tokens + completing]
+        ticks += self._linear[verify_tokens + new] + self._head[verify_tokens + completing] + self.target.adapted
         if number:
             ticks += self._call
         if num_decodes:

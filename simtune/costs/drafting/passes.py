@@ -44,6 +44,9 @@ class WideAttention:
 class TargetPasses:
     """Passes of the target over the tokens that its decodes verify, alone or beside prefill chunks."""
 
+    adapted = 0
+    """Ticks of LoRA adapters' products in each pass."""
+
     def __init__(self, tables: StepTables) -> None:
         self.tables = tables
         self.launch = [to_ticks(tables.scale(mixed) * tables.model.launches.floors_s[mixed]) for mixed in (False, True)]
@@ -73,7 +76,7 @@ class TargetPasses:
         line = self.attention(num_decodes, verify_tokens, False).plus(pure.head[verify_tokens])
         shared = self.tables.shared
         saved = shared.ticks(num_decodes, verify_tokens) if shared is not None else 0
-        line = line.plus(pure.linear[verify_tokens] - saved)
+        line = line.plus(pure.linear[verify_tokens] - saved + self.adapted)
         least = self.least(verify_tokens, False)
         return line.or_larger(TickLine.flat(least)) if least else line
 
@@ -85,7 +88,7 @@ class TargetPasses:
     def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:
         """Ticks of a pass in a step with chunks, without the chunks' own part and without its least ticks."""
         mixed = self.tables.mixed
-        ticks = mixed.linear[verify_tokens] + mixed.head[verify_tokens]
+        ticks = mixed.linear[verify_tokens] + mixed.head[verify_tokens] + self.adapted
         if num_decodes:
             ticks += self.attention(num_decodes, verify_tokens, True).at(context_tokens)
         return ticks

@@ -169,10 +169,10 @@ class SglangScheduler(ListScheduler):
                 scheduled[request] = min(request.known_tokens - request.computed, budget)
                 budget -= scheduled[request]
         if not self._full and self.polls.due(any(request.decoding for request in self.residents)):
-            if self.adapters is None:
+            if (places := self.adapter_places()) is None:
                 self._admit(scheduled, budget, max(least, 0))
             else:
-                queue = AdmissibleQueue(self.waiting, self.adapters.places(self.residents))
+                queue = AdmissibleQueue(self.waiting, places)
                 self.waiting = queue  # type: ignore[assignment]
                 self._admit(scheduled, budget, max(least, 0))
                 self.waiting = queue.restore()  # type: ignore[assignment]

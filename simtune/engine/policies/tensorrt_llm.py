@@ -206,7 +206,7 @@ class TensorRtLlmScheduler(StallFree):
         kv = self.kv
         to_come = {kv.first_missing(r) for r in self.residents if not r.decoding} if kv.caches else set()
         admitted: list[Request] = []
-        places = None if self.adapters is None else self.adapters.places(self.residents)
+        places = self.adapter_places()
         for request in self.waiting:
             if places is not None and not places.admit(request):
                 continue
