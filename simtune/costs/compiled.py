@@ -317,16 +317,19 @@ def _prompt_times(models: _Models, longest: int, scale: float) -> tuple[Array, A
     # With the overhead, which is not 0, residuals have a ratio to the base.
     call_s = models.model.attention.prefill_call_s
     lengths = np.arange(1, longest + 1, dtype=np.float64)
-    alone, among = (
-        rising(np.maximum(models.dense(partial(_with_call, at, call_s), lengths) - call_s, 0)) for at in (0, 1)
-    )
+    computed: dict[tuple[int, int], tuple[Array, Array]] = {}
+
+    def with_call_s(at: int, model: StepModel, tokens: Array) -> Array:
+        # Both are computed at once, for each model and set of lengths.
+        key = id(model), len(tokens)
+        if key not in computed:
+            computed[key] = model.attention.prompts(tokens)
+        seconds: Array = computed[key][at] + call_s
+        return seconds
+
+    alone, among = (rising(np.maximum(models.dense(partial(with_call_s, at), lengths) - call_s, 0)) for at in (0, 1))
     past = models.dense(lambda model, x: model.attention.past(x), lengths)
     return scale * alone, scale * np.minimum(among, alone), scale * past
-
-
-def _with_call(at: int, call_s: float, model: StepModel, tokens: Array) -> Array:
-    seconds: Array = model.attention.prompts(tokens)[at] + call_s
-    return seconds
 
 
 def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bool) -> TokenTables:
