@@ -15,15 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.costs.filling import filled
 from simtune.cli.fit import COMMENT
 from simtune.cli.output import write_profile
 from simtune.costs.device_transfer import transfer, wider
 from simtune.costs.hardware_profile import build, usable
-from simtune.costs.predict import Z90
+from simtune.costs.predict import Z90, Profile
 from simtune.costs.software import release_of_software
 from simtune.costs.tables import Tables, read_tables
 from simtune.costs.tables.common import Dispute
+from simtune.costs.tables.equal_bytes import UNLIKE
 from simtune.specs import yamlfile
 from simtune.specs.catalog import load_hardware
 from simtune.specs.hardware import Facts, Hardware
@@ -32,6 +35,10 @@ from simtune.specs.input_files import read_text
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "simtune/hwprofiles"
 RELEASES = PROFILES / "releases"
+FEW_TOKENS = 256
+"""Tokens of a step of decodes, in which experts do little besides reading weights."""
+LEAST_ROWS = 5
+"""Rows of so few tokens that a table must have to dispute others."""
 
 
 def recipes() -> dict[str, dict[str, Any]]:
@@ -55,6 +62,7 @@ def fitted(name: str, recipe: dict[str, Any], data_dir: Path) -> Hardware:
     if "newer" in recipe:
         own = newer_than(load_hardware(recipe["newer"]), own)
     hardware = build(own, facts, repair=repair)
+    hardware = beside_others(hardware, own, {other: load_hardware(other) for other in recipe.get("beside", ())})
     for kernels, keys in recipe.get("borrow", {}).items():
         tables = usable(read_tables(sources, kernels), facts)
         wanted = {key: tables.operators[key] for key in keys if key not in hardware.operators}
@@ -90,6 +98,43 @@ def spanning(hardware: Hardware, disputed: Mapping[str, Dispute]) -> Hardware:
             update={
                 "interval": wider(operator, math.log(dispute.ratio) / Z90),
                 "provenance": operator.provenance.model_copy(update={"note": note}),
+            }
+        )
+    return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)
+
+
+def beside_others(hardware: Hardware, tables: Tables, rivals: Mapping[str, Hardware]) -> Hardware:
+    """Return a profile whose experts have intervals of 90 % that span the kernels of all rivals on the card, and note
+    it, if few tokens take at least `UNLIKE` times as long as with each of them."""
+    operators = dict(hardware.operators)
+    for key, operator in hardware.operators.items():
+        table = tables.operators.get(key)
+        if (
+            operator.kind != "moe"
+            or table is None
+            or not rivals
+            or any(key not in r.operators for r in rivals.values())
+        ):
+            continue
+        rows, ratios = table.shape["tokens"] <= FEW_TOKENS, []
+        if rows.sum() < LEAST_ROWS:
+            continue
+        few = {name: values[rows] for name, values in table.shape.items()}
+        for rival in rivals.values():
+            predictor = Profile(rival).predictor("moe", operator.dtype, variant=operator.variant)
+            ratios.append(float(np.median(table.seconds[rows] / predictor.seconds(**few))))
+        if min(ratios) < UNLIKE:
+            continue
+        of_each = " and ".join(f"{ratio:.2g} ({name})" for name, ratio in zip(rivals, ratios, strict=True))
+        note = (
+            f"disputed: {rows.sum()} rows of at most {FEW_TOKENS} tokens take {of_each} times as long as other engines'"
+        )
+        operators[key] = operator.model_copy(
+            update={
+                "interval": wider(operator, math.log(max(ratios)) / Z90),
+                "provenance": operator.provenance.model_copy(
+                    update={"note": "; ".join(filter(None, (operator.provenance.note, note)))}
+                ),
             }
         )
     return hardware.model_copy(update={"operators": operators}).with_arrays(hardware.arrays)

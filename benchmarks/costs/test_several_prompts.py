@@ -2,10 +2,12 @@
 
     python -m pytest benchmarks/costs/test_several_prompts.py -m benchmark_only -s
 
-A step adds the attention of its prompts, and counts the overhead of a call and, of latent attention whose whole block
-was measured, the products of all tokens once. Against that: calls of several prompts by the operator that was fitted on
-calls of several as well; and SGLang's blocks of latent attention with several prompts, on which nothing was fitted, in
-rows of at least twice the shortest. `each` counts a call with its products for every prompt.
+A step takes what its prompts take that fill the device together, no less than the longest alone, and counts the
+overhead of a call and, of latent attention whose whole block was measured, the products of all tokens once. Against
+that: calls of several prompts by the operator that was fitted on calls of several as well; rows of several prompts that
+had no part in the fit of the other half of a table, up to 16,384 tokens; and SGLang's blocks of latent attention with
+several prompts, on which nothing was fitted, in rows of at least twice the shortest. `each` counts a call with its
+products for every prompt, `sum` their times alone and one overhead.
 """
 
 from __future__ import annotations
@@ -16,11 +18,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.costs.cards import CARDS, Card
 from benchmarks.results import Recorder
+from simtune.costs.fit import fit_predictor
+from simtune.costs.hardware_profile import data_sheet
 from simtune.costs.iteration import StepModel, StepWork
-from simtune.costs.predict import Profile
+from simtune.costs.layers import AttentionLayer, attention_layer
+from simtune.costs.operators import operator_key
+from simtune.costs.predict import Predictor, Profile
+from simtune.costs.tables import Table, read_tables, take
 from simtune.costs.tables.common import MS, read_parquet
+from simtune.costs.tables.screen import screen
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.hardware import Arrays, Hardware, Provenance
+from simtune.specs.model import Attention, FullAttention, LinearAttention, SlidingAttention
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool
 
 pytestmark = pytest.mark.benchmark_only
@@ -43,7 +54,7 @@ def steps(model: str, hardware: str, tp: int, kv_dtype: Any) -> StepModel:
 
 def attention_s(step: StepModel, prompts: int, tokens: int) -> float:
     """Seconds of the attention of a step, and of its products if they belong to measured blocks."""
-    parts = step.breakdown(StepWork(chunks=((0, tokens),) * prompts))
+    parts = step.breakdown(StepWork(chunks=((0, int(tokens)),) * int(prompts)))
     latent = step.attention.layers[0][1].products is not None
     return parts["prefill_attention"] + (parts["gemm"] if latent else 0.0)
 
@@ -108,3 +119,79 @@ def test_latent_attention_of_sglang(card: str, hardware: str, data_dir: Path, re
         joint.append(attention_s(step, prompts[row], tokens[row]) / in_layers - 1)
         apart.append(prompts[row] * attention_s(step, 1, tokens[row]) / in_layers - 1)
     show(f"SGLang on {card}", joint, apart, record)
+
+
+@pytest.mark.parametrize("kind", ["prefill_attention", "delta_prefill"])
+@pytest.mark.parametrize(
+    ("card", "engine"),
+    [("h100-sxm", "vllm"), ("b200", "vllm"), ("l40s", "vllm"), ("h200-sxm", "sglang"), ("b200", "trtllm")],
+)
+def test_rows_of_several_prompts(card: str, engine: str, kind: str, data_dir: Path, record: Recorder) -> None:
+    """The half of a table that was not fitted, by layers of its heads."""
+    table = _of_engine(CARDS[card], engine, kind, data_dir)
+    if table is None:
+        pytest.skip("no table of this engine")
+    sheet = data_sheet(table, CARDS[card].facts)
+    rows = np.random.default_rng(0).permutation(len(table))
+    half = fit_predictor(
+        take(table, rows[: len(rows) // 2]), sheet.processors, sheet.flops_per_s, sheet.bytes_per_s, sheet.chip
+    )
+    others = take(table, rows[len(rows) // 2 :])
+    batch, tokens = others.shape["batch"], others.shape["tokens"]
+    several = (batch > 1) & (tokens >= 64) & (batch * tokens <= 16384)
+    profile = Profile(_with_operator(load_hardware(CARDS[card].profile), half))
+    now, added = [], []
+    for row in np.flatnonzero(several):
+        costs = _layer({name: float(values[row]) for name, values in others.shape.items()}, kind).costs(
+            profile, "bf16", (kind == "prefill_attention" and table.kv_dtype) or "bf16"
+        )
+        length = np.array([tokens[row]])
+        alone, among = (float(of(length)[0]) for of in (costs.prefill, costs.among))
+        measured = others.seconds[row]
+        now.append((costs.overhead_s + max(alone, batch[row] * min(alone, among))) / measured - 1)
+        added.append((costs.overhead_s + batch[row] * alone) / measured - 1)
+    for label, errors in (("now", now), ("sum", added)):
+        sizes = np.abs(errors)
+        print(f"{card}, {engine}, {kind}, {label}: {len(errors)} rows: {np.median(sizes):.1%} / "
+              f"{np.quantile(sizes, 0.9):.1%}")  # fmt: skip
+    record(
+        f"{card}, {engine}, {kind}, rows of several prompts", 100 * float(np.median(np.abs(now))), "% median", "lower"
+    )
+    assert np.median(np.abs(now)) < 0.8 * np.median(np.abs(added))
+
+
+def _of_engine(card: Card, engine: str, kind: str, data_dir: Path) -> Table | None:
+    """The first table of a kind in bf16, screened."""
+    folder = data_dir / "profiles/aiconfigurator_0.12" / card.folder
+    name = "gdn" if kind == "delta_prefill" else "context_attention"
+    for path in sorted(folder.glob(f"{engine}_*_{name}_perf.parquet")):
+        for key, table in read_tables([path], engine).operators.items():
+            if key.startswith(f"{kind}.bf16"):
+                return screen(table, data_sheet(table, card.facts))
+    return None
+
+
+def _with_operator(hardware: Hardware, predictor: Predictor) -> Hardware:
+    operator = predictor.operator.model_copy(
+        update={"provenance": Provenance(kind="published-tables", source="half of a table")}
+    )
+    key = operator_key(operator.kind, operator.dtype, operator.kv_dtype, operator.variant)
+    operators = {name: o for name, o in hardware.operators.items() if o.kind not in (operator.kind, "conv_prefill")}
+    arrays = {name: predictor.arrays[name] for name in predictor.arrays}
+    new = hardware.model_copy(update={"operators": {**operators, key: operator}})
+    return new.with_arrays(Arrays({**hardware.arrays, **arrays}))
+
+
+def _layer(shape: dict[str, float], kind: str) -> AttentionLayer:
+    sizes = {name: int(value) for name, value in shape.items()}
+    attention: Attention
+    if kind == "delta_prefill":
+        names = ("heads", "key_heads", "key_dim", "value_dim")
+        attention = LinearAttention.model_validate({name: sizes[name] for name in names} | {"conv_width": 4})
+    else:
+        of_all = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
+        cut = sizes["window"] < sizes["tokens"]
+        attention = FullAttention.model_validate(of_all)
+        if cut:
+            attention = SlidingAttention.model_validate(of_all | {"window": sizes["window"]})
+    return attention_layer(load_model("llama-3.1-8b"), attention, 1)

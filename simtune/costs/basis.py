@@ -219,7 +219,8 @@ class StepBasis:
         by_kind = self._seconds(step)
         self._kernels.append(sum(by_kind.values()))
         calls = self._notes.calls
-        signature = (step.width, *(id(call.predictor) for call in calls))
+        # Prompts alone are bound by the longest, several by the work of all.
+        signature = (step.width, len(step.work.chunks) > 1, *(id(call.predictor) for call in calls))
         if signature not in self._slopes:
             self._slopes[signature] = self._find_slopes(step, by_kind, calls)
         shares = _of_operators(calls, self._slopes[signature])

@@ -190,7 +190,8 @@ class _PromptCosts:
     """Bounds on whole prompts from tables, without a reference to them, so that the tables can be freed."""
 
     def __init__(self, tables: StepTables) -> None:
-        self._whole, self._cached = np.array(tables.prefill), np.array(tables.cached)
+        # However few prompts are in a step, each takes no less than among enough to fill the device.
+        self._whole, self._cached = np.array(tables.among), np.array(tables.cached_among)
         self._call_per_token = tables.prefill_call / (len(tables.mixed.linear) - 1)
 
     def least_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -206,6 +206,10 @@ class StepTables:
     cached: list[int]
     """Ticks that a chunk is not charged, by the cached tokens before it: their prefill, less the work repeated for
     them."""
+    among: list[int]
+    """`prefill` if prompts fill the device together; a step takes no less than the longest of its chunks alone."""
+    cached_among: list[int]
+    """`cached` if prompts fill the device together."""
     prefill_call: int
     """Ticks of a step with prefill chunks besides those of the chunks."""
     imbalance: tuple[list[int], list[int]]
@@ -243,6 +247,15 @@ class StepTables:
         floor = (self.mixed if mixed else self.pure).floor[num_seqs]
         return floor if num_tokens <= self.largest_graph else max(floor, self.large[mixed])
 
+    def prompts(self, chunks: Sequence[tuple[int, int]]) -> int:
+        """Return the ticks of attention to the prefill chunks of a step: of all that fill the device together, but no
+        less than the longest takes alone."""
+        if not chunks:
+            return 0
+        together = sum(self.among[past + new] - self.cached_among[past] for past, new in chunks)
+        alone = max(self.prefill[past + new] - self.cached[past] for past, new in chunks)
+        return self.prefill_call + max(together, alone)
+
     def attention(self, chunk: int, mixed: bool, width: int = 1) -> DecodeTable:
         """Return a table of decode attention, with `width` query tokens for each sequence."""
         return DecodeTable(self.models, self.contexts, self.max_num_seqs, chunk, self.scale(mixed), width)
@@ -275,11 +288,7 @@ def compile_tables(
     if differs or attention.mixes:
         chunks = _chunks(pool.batching.max_num_batched_tokens) if attention.mixes else [0]
         beside = tuple(DecodeTable(models, contexts, seqs, chunk, scales[True]) for chunk in chunks)
-    overhead_s = attention.prefill_call_s
-    lengths = np.arange(1, max_model_len + 1, dtype=np.float64)
-    prefill = models.dense(lambda model, x: model.attention.prefill(x) + overhead_s, lengths) - overhead_s
-    prefill = scales[True] * rising(np.maximum(prefill, 0))
-    past = scales[True] * models.dense(lambda model, x: model.attention.past(x), lengths)
+    prefill, among, past = _prompt_times(models, max_model_len, scales[True])
     decodes = np.arange(1, seqs + 1, dtype=np.float64)
     imbalance = [[0, *whole_ticks(scales[kind] * attention.imbalance_s(decodes, kind))] for kind in (False, True)]
     return StepTables(
@@ -292,12 +301,35 @@ def compile_tables(
         beside=beside,
         prefill=[0, *whole_ticks(prefill)],
         cached=[0, *whole_ticks(prefill - past)],
-        prefill_call=to_ticks(scales[True] * overhead_s),
+        among=[0, *whole_ticks(among)],
+        cached_among=[0, *whole_ticks(among - past)],
+        prefill_call=to_ticks(scales[True] * attention.prefill_call_s),
         imbalance=(imbalance[False], imbalance[True]),
         groups=pool.parallelism.attention_dp,
         shared=SharedExperts.of(step_model, scales[False], width),
         shares_prefixes=bool(pool.cascade_attention),
     )
+
+
+def _prompt_times(models: _Models, longest: int, scale: float) -> tuple[Array, Array, Array]:
+    """Return seconds by tokens, from 1 on: of prompts alone, of each among enough to fill the device, and of work that
+    chunks repeat for cached tokens."""
+    # With the overhead, which is not 0, residuals have a ratio to the base.
+    call_s = models.model.attention.prefill_call_s
+    lengths = np.arange(1, longest + 1, dtype=np.float64)
+    computed: dict[tuple[int, int], tuple[Array, Array]] = {}
+
+    def with_call_s(at: int, model: StepModel, tokens: Array) -> Array:
+        # Both are computed at once, for each model and set of lengths.
+        key = id(model), len(tokens)
+        if key not in computed:
+            computed[key] = model.attention.prompts(tokens)
+        seconds: Array = computed[key][at] + call_s
+        return seconds
+
+    alone, among = (rising(np.maximum(models.dense(partial(with_call_s, at), lengths) - call_s, 0)) for at in (0, 1))
+    past = models.dense(lambda model, x: model.attention.past(x), lengths)
+    return scale * alone, scale * np.minimum(among, alone), scale * past
 
 
 def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bool) -> TokenTables:
@@ -394,6 +426,7 @@ class CompiledCosts:
         self._mixed, self._beside = tables.mixed, tables.beside
         self._mixed_lists = tables.mixed[:4]
         self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
+        self._among, self._cached_among = tables.among, tables.cached_among
         self._largest, self._large = tables.largest_graph, tables.large[True]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -437,15 +470,18 @@ class CompiledCosts:
         if not chunks:
             return self.decode(num_decodes, context_tokens)[0]
         linear, head, floors, after = self._mixed_lists
-        prefill, cached = self._prefill, self._cached
-        tokens, longest = num_decodes, 0
-        ticks = self._call + head[num_samples]
+        prefill, cached, among, cached_among = self._prefill, self._cached, self._among, self._cached_among
+        tokens, longest, together, alone = num_decodes, 0, 0, 0
         for past, new in chunks:
             tokens += new
             if new > longest:
                 longest = new
-            ticks += prefill[past + new] - cached[past]
-        ticks += linear[tokens]
+            context = past + new
+            together += among[context] - cached_among[past]
+            ticks = prefill[context] - cached[past]
+            if ticks > alone:
+                alone = ticks
+        ticks = (together if together > alone else alone) + self._call + head[num_samples] + linear[tokens]
         if num_decodes:
             beside = self._beside
             if len(beside) == 1:

@@ -83,6 +83,7 @@ def across_ranks(costs: AttentionCosts, layer: AttentionLayer, ranks: ContextRan
     return costs._replace(
         decode=lambda batch, context, width: costs.decode(batch, part(context), width) + collected(batch, width),
         prefill=lambda tokens: np.maximum(costs.prefill(tokens) / cp, ring(tokens)),
+        among=lambda tokens: np.maximum(costs.among(tokens) / cp, ring(tokens)),
         overhead_s=costs.overhead_s * cp,
         past=lambda tokens: costs.past(tokens) / cp,
         mixed=None

@@ -4,8 +4,8 @@ A step with B decodes and some prefill chunks runs every matrix product once ove
 attention once over all decodes, prefill attention once over all chunks, and the head over the rows that get a
 token:
 
-    T_gpu = linear(m) + decode(B, C / B) + overhead + sum of [prefill(past + tokens) - prefill(past) +
-    past(past)] + head(samples)
+    T_gpu = linear(m) + decode(B, C / B) + overhead + max(longest of [prefill(past + tokens) - prefill(past) +
+    past(past)], sum of [among(past + tokens) - among(past) + past(past)]) + head(samples)
 
 summed over all layers and all pipeline stages. The tables were measured under CUDA graphs, so no launch cost is added,
 and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
@@ -346,7 +346,7 @@ class StepModel:
                 parts["decode_attention"] += self.attention.shared_s(batch.shared_tokens, batch.num_decodes)
         if batch.chunks:
             past, new = np.array(batch.chunks, dtype=np.float64).T
-            parts["prefill_attention"] = float(self.attention.chunks_s(past, new).sum()) + self.attention.prefill_call_s
+            parts["prefill_attention"] = float(self.attention.chunks_s(past, new, np.zeros(len(new), int), 1)[0])
         return {kind: parts[kind] for kind in KINDS if kind in parts}
 
     def correction(self, with_chunks: bool) -> Correction | None:

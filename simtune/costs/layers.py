@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,9 @@ class AttentionCosts(NamedTuple):
     products: Callable[[Array], Array] | None = None
     """Seconds by all tokens of a step of the products that are left out here, if the layer was measured as a whole
     block; None if they are those of the layer."""
+    among: Callable[[Array], Array] = lambda tokens: np.full(tokens.shape, np.inf)
+    """`prefill` of each of as many equal prompts in one call as fill the device together; infinite for lengths of which
+    one prompt fills it."""
 
 
 def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) -> AttentionCosts:
@@ -86,6 +90,7 @@ def under_policy(costs: AttentionCosts, policy: KvPolicy | None, kv_dtype: str) 
     return costs._replace(
         decode=lambda batch, context, width: costs.decode(batch, shorter(context), width),
         prefill=lambda tokens: computed * costs.prefill(tokens),
+        among=lambda tokens: computed * costs.among(tokens),
         mixed=None if mixed is None else lambda batch, context, chunk: mixed(batch, shorter(context), chunk),
         imbalance_s=lambda num_decodes, with_chunks: read * costs.imbalance_s(num_decodes, with_chunks),
     )
@@ -229,9 +234,9 @@ class _Softmax(AttentionLayer):
             wider: Array = tree.seconds(width=width, **call) / tree.seconds(width=1, **call)
             return decode.seconds(**call) * wider
 
-        def prefill_s(tokens: Array) -> Array:
-            # Less the overhead, which belongs to a chunk: a prompt may be cut into several.
-            seconds = prefill.seconds(batch=1, tokens=tokens, context=tokens, window=window(tokens), **shape)
+        def prompts_s(number: Array | int, tokens: Array) -> Array:
+            # Less the overhead, which belongs to a call: a prompt may be cut into several chunks.
+            seconds = prefill.seconds(batch=number, tokens=tokens, context=tokens, window=window(tokens), **shape)
             return seconds - prefill.overhead_s
 
         mixed, mixed_s = None, None
@@ -248,10 +253,43 @@ class _Softmax(AttentionLayer):
                 return np.full(num_decodes.shape, mixed.operator.uneven_s or 0.0)
             # Once pairs of sequence and KV head fill the processors, kernels stop splitting contexts, and the longest
             # one holds up the step.
-            in_one_piece = unsplit(num_decodes * self._kv_heads, profile.hardware.device.processors)
+            in_one_piece = unsplit(num_decodes * self._kv_heads, profile.processors)
             return np.where(in_one_piece, decode.operator.uneven_s or 0.0, 0.0)
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s)
+        among, alone = _filling(prompts_s, _by_tiles(self._heads, profile.processors)), partial(prompts_s, 1)
+        return AttentionCosts(decode_s, alone, prefill.overhead_s, np.zeros_like, mixed_s, imbalance_s, among=among)
+
+
+_FULL_TILES = 4
+"""Tiles of 128 rows for each processor in a call whose prompts fill the device."""
+_FULL_HEADS = 2
+"""Heads with a state for each processor in such a call."""
+_MOST_PROMPTS = 256
+"""Prompts of such a call at most, as in published tables."""
+
+
+def _filling(
+    prompts_s: Callable[[Array, Array], Array], filled_by: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+    """Return `AttentionCosts.among`.
+
+    Few heads of a short prompt leave most processors idle: several prompts take as long as one alone. `prompts_s` are
+    the seconds of calls of a number of prompts, less the overhead; `filled_by` the number that fills the device.
+    """
+
+    def each_s(tokens: Array) -> Array:
+        number = np.clip(filled_by(np.maximum(tokens, 1.0)), 1.0, _MOST_PROMPTS)
+        # Tables have powers of two, and products of other numbers of rows may fill tiles worse.
+        number = 2 ** np.ceil(np.log2(number))
+        seconds = np.where(tokens > 0, prompts_s(number, tokens) / number, 0.0)
+        return np.where(number > 1, np.maximum(seconds, 0.0), np.inf)
+
+    return each_s
+
+
+def _by_tiles(heads: int, processors: int) -> Callable[[Array], Array]:
+    """Return a function: prompts that fill the device with tiles of their tokens and heads, by their tokens."""
+    return lambda tokens: _FULL_TILES * 128 * processors / (heads * tokens)
 
 
 def _costs_of_selection(
@@ -267,7 +305,8 @@ def _costs_of_selection(
         )
         products = _products_of_blocks(profile.predictor("gemm", block.dtype), block.products)
         shape_of_block = block_shape(selection, block.products)
-        return _costs_of_blocks(context, decode, shape_of_block, _BLOCK | {"compress"}, products)
+        includes = _BLOCK | {"compress"}
+        return _costs_of_blocks(context, decode, shape_of_block, includes, products, profile.processors)
     prefill = profile.predictor("sparse_prefill", dtype, kv_dtype=kv_dtype)
     decode = profile.predictor("sparse_decode", dtype, kv_dtype=kv_dtype)
     shape: dict[str, Any] = selection._asdict()
@@ -277,10 +316,11 @@ def _costs_of_selection(
         queries = {"heads": selection.heads * width, "index_heads": selection.index_heads * width}
         return decode.seconds(batch=batch, context=context, **(shape | queries))
 
-    def prefill_s(tokens: Array) -> Array:
-        return prefill.seconds(batch=1, tokens=tokens, **shape) - prefill.overhead_s
+    def prompts_s(number: Array | int, tokens: Array) -> Array:
+        return prefill.seconds(batch=number, tokens=tokens, **shape) - prefill.overhead_s
 
-    return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, np.zeros_like)
+    among = _filling(prompts_s, _by_tiles(selection.heads, profile.processors))
+    return AttentionCosts(decode_s, partial(prompts_s, 1), prefill.overhead_s, np.zeros_like, among=among)
 
 
 class _Block(NamedTuple):
@@ -297,6 +337,7 @@ def _costs_of_blocks(
     shape: Mapping[str, Any],
     includes: frozenset[str],
     gemm_s: Callable[[Array], Array],
+    processors: int,
     past: Callable[[Array], Array] = np.zeros_like,
 ) -> AttentionCosts:
     """Return the costs of whole blocks of one shape, besides their batch, tokens and context.
@@ -305,12 +346,12 @@ def _costs_of_blocks(
     at most nine tenths of a block's time, are taken out of the blocks.
     """
 
-    def prompt_s(tokens: Array) -> Array:
-        return context_block.seconds(batch=1, tokens=tokens, context=tokens, **shape)
+    def block_s(number: Array | int, tokens: Array) -> Array:
+        return context_block.seconds(batch=number, tokens=tokens, context=tokens, **shape)
 
     def products_s(rows: Array) -> Array:
         rows = np.maximum(np.asarray(rows, dtype=np.float64), 1)
-        shortest = np.minimum(prompt_s(rows), decode_block.seconds(batch=rows, context=1, **shape))
+        shortest = np.minimum(block_s(1, rows), decode_block.seconds(batch=rows, context=1, **shape))
         seconds: Array = np.minimum(gemm_s(rows), _MOST_PRODUCTS * shortest)
         return seconds
 
@@ -325,15 +366,16 @@ def _costs_of_blocks(
 
     # What the shortest prompt takes besides the products is the overhead of a call.
     single = np.ones(1)
-    call_s = float((prompt_s(single) - products_s(single))[0])
+    call_s = float((block_s(1, single) - products_s(single))[0])
 
-    def prefill_s(tokens: Array) -> Array:
+    def prompts_s(number: Array | int, tokens: Array) -> Array:
         at_least_one = np.maximum(tokens, 1)
-        seconds = prompt_s(at_least_one) - products_s(at_least_one) - call_s
+        seconds = block_s(number, at_least_one) - products_s(number * at_least_one) - call_s
         return np.where(tokens > 0, np.maximum(seconds, 0.0), 0.0)
 
-    launch_s = context_block.operator.launch_s or 0.0
-    return AttentionCosts(decode_s, prefill_s, call_s, past, launch_s=launch_s, includes=includes, products=products_s)
+    among, launch_s = _filling(prompts_s, _by_tiles(shape["heads"], processors)), context_block.operator.launch_s or 0.0
+    kernels = AttentionCosts(decode_s, partial(prompts_s, 1), call_s, past, among=among)
+    return kernels._replace(launch_s=launch_s, includes=includes, products=products_s)
 
 
 _MOST_PRODUCTS = 0.9
@@ -482,7 +524,8 @@ class _Mla(AttentionLayer):
             # Sparse attention works on the latents, and expands none of the past.
             past = np.zeros_like if kinds is _SPARSE else self._spelling_out(profile)
             products = _products_of_blocks(profile.predictor("gemm", self._weight_dtype), self.products)
-            return _costs_of_blocks(context, decode, self._block_shape, _BLOCK, products, past)
+            shape = self._block_shape
+            return _costs_of_blocks(context, decode, shape, _BLOCK, products, profile.processors, past)
         return self._costs_of_kernels(profile, dtype, kv_dtype)
 
     def _spelling_out(self, profile: Profile) -> Callable[[Array], Array]:
@@ -524,12 +567,14 @@ class _Mla(AttentionLayer):
             call = {"heads": heads * width, "latent": a.kv_lora_rank, "rope": a.qk_rope_head_dim}
             return decode.seconds(batch=batch, context=context, **call)
 
-        def prefill_s(tokens: Array) -> Array:
+        def prompts_s(number: Array | int, tokens: Array) -> Array:
             qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
-            seconds = prefill.seconds(batch=1, tokens=tokens, heads=heads, qk_dim=qk_dim, v_dim=a.v_head_dim)
+            seconds = prefill.seconds(batch=number, tokens=tokens, heads=heads, qk_dim=qk_dim, v_dim=a.v_head_dim)
             return seconds - prefill.overhead_s
 
-        return AttentionCosts(decode_s, prefill_s, prefill.overhead_s, self._spelling_out(profile))
+        among = _filling(prompts_s, _by_tiles(heads, profile.processors))
+        past = self._spelling_out(profile)
+        return AttentionCosts(decode_s, partial(prompts_s, 1), prefill.overhead_s, past, among=among)
 
 
 _SPARSE_BLOCK: tuple[OperatorKind, OperatorKind] = ("sparse_context_block", "sparse_decode_block")
@@ -593,11 +638,21 @@ class _Linear(AttentionLayer):
             seconds = seconds if before_one is None else seconds + before_one.seconds(batch=batch, **conv)
             return np.broadcast_to(seconds, context.shape)
 
-        def prefill_s(tokens: Array) -> Array:
-            return np.maximum(several(1, np.maximum(tokens, 1)) - shortest_s, 0.0)
+        def prompts_s(number: Array | int, tokens: Array) -> Array:
+            return np.maximum(several(number, np.maximum(tokens, 1)) - shortest_s, 0.0)
 
-        includes = frozenset({"conv"}) if convolved else frozenset[str]()
-        return AttentionCosts(decode_s, prefill_s, shortest_s, np.zeros_like, includes=includes)
+        return AttentionCosts(
+            decode_s,
+            partial(prompts_s, 1),
+            shortest_s,
+            np.zeros_like,
+            includes=frozenset({"conv"}) if convolved else frozenset(),
+            # However long a prompt is, each of its heads goes through it alone.
+            among=_filling(
+                prompts_s,
+                lambda tokens: np.full_like(tokens, _FULL_HEADS * profile.processors / a.heads),
+            ),
+        )
 
 
 class _Kda(_Linear):

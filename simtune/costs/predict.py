@@ -321,6 +321,11 @@ class Profile:
         self.fitted: dict[str, Operator] = {}
         """Operators asked for that a fit covers, by their keys."""
 
+    @property
+    def processors(self) -> int:
+        """Streaming multiprocessors of the device, or 1 for a CPU."""
+        return self.hardware.device.processors
+
     def predictor(
         self, kind: OperatorKind, dtype: str, *, kv_dtype: str | None = None, variant: str | None = None
     ) -> Predictor:

@@ -30,7 +30,9 @@ from simtune.specs.pool import Pool
 
 def over_prompt_groups(costs: AttentionCosts, groups: int) -> AttentionCosts:
     """Return the costs of attention if `groups` groups of ranks divide prompts; decodes attend as without."""
-    return costs._replace(prefill=lambda tokens: costs.prefill(tokens) / groups)
+    return costs._replace(
+        prefill=lambda tokens: costs.prefill(tokens) / groups, among=lambda tokens: costs.among(tokens) / groups
+    )
 
 
 def gathered_keys(model: Model, pool: Pool, profile: Profile, layers: Sequence[EqualLayers]) -> list[StepCall]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Ints
 from simtune.costs.context_parallel import ContextRanks, across_ranks
 from simtune.costs.decode_context import over_decode_ranks
 from simtune.costs.layers import AttentionCosts, under_policy
@@ -95,13 +95,22 @@ class StepAttention:
     def prefill(self, num_tokens: Array) -> Array:
         """Return the seconds of causal attention over prompts of these lengths, without `prefill_call_s`.
 
-        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p).
+        A chunk of t tokens after p cached ones takes prefill(p + t) - prefill(p) + past(p) if it is alone.
         """
+        return self.prompts(num_tokens)[0]
+
+    def prompts(self, num_tokens: Array) -> tuple[Array, Array]:
+        """Return the seconds of `prefill`, and those of each prompt in one call with enough others to fill the device,
+        which are at most as many."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        total = np.zeros_like(tokens)
+        alone, among = np.zeros_like(tokens), np.zeros_like(tokens)
         for layers, costs in self.layers:
-            total += layers * costs.prefill(tokens)
-        return self.prefill_factor * total
+            seconds = costs.prefill(tokens)
+            alone += layers * seconds
+            filling = costs.among(tokens)
+            # Formulas that are linear in the number of prompts are equal but for rounding: then both are of one call.
+            among += layers * np.where(filling < 0.99 * seconds, filling, seconds)
+        return self.prefill_factor * alone, self.prefill_factor * among
 
     def past(self, num_tokens: Array) -> Array:
         """Return the seconds that a chunk spends on `num_tokens` cached tokens before it attends to them.
@@ -114,9 +123,19 @@ class StepAttention:
             total += layers * costs.past(tokens)
         return self.prefill_factor * total
 
-    def chunks_s(self, past: Array, new: Array) -> Array:
-        """Return the seconds of prefill chunks of `new` tokens after `past` cached ones, without `prefill_call_s`."""
-        return self.prefill(past + new) - self.prefill(past) + self.past(past)
+    def chunks_s(self, past: Array, new: Array, step: Ints, steps: int) -> Array:
+        """Return the seconds of attention to prefill chunks of `new` tokens after `past` cached ones, in each of
+        `steps` steps; chunk i is in step `step[i]`.
+
+        Chunks of a step are in one call: it takes what they take that fill the device together, and no less than the
+        longest of them alone.
+        """
+        repeated, until, before = self.past(past), self.prompts(past + new), self.prompts(past)
+        alone, among = (end - start + repeated for end, start in zip(until, before, strict=True))
+        together, longest = np.bincount(step, among, steps), np.zeros(steps)
+        np.maximum.at(longest, step, alone)
+        has_chunks = np.bincount(step, new, steps) > 0
+        return np.where(has_chunks, np.maximum(together, longest) + self.prefill_call_s, 0.0)
 
     def shared_s(self, tokens: int, num_decodes: int) -> float:
         """Return the seconds in which one token of each decode attends to `tokens` tokens that all share, as a chunk

@@ -139,9 +139,7 @@ def _seconds_by_kind(model: StepModel, steps: Sequence[SampledStep]) -> dict[str
         saved = model.sharing.saved_s(verifying, np.clip(decodes, 1.0, verifying))
         columns["moe"] = columns["moe"] - np.where(alone, saved, 0.0)
     if chunks:
-        seconds = model.attention.chunks_s(past, new)
-        calls_s = np.where(np.bincount(at, new, len(steps)) > 0, model.attention.prefill_call_s, 0.0)
-        columns["prefill_attention"] = np.bincount(at, seconds, len(steps)).astype(np.float64) + calls_s
+        columns["prefill_attention"] = model.attention.chunks_s(past, new, at, len(steps))
     return columns
 
 

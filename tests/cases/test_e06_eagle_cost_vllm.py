@@ -50,7 +50,8 @@ def test_a_plan_that_keeps_no_draft_is_no_faster_than_measured(prompt_tokens: in
     # equal answers end in waves of 128, of which the first and the last four are left out
     finish_s = sorted(result(prompt_tokens, 2560, {"kind": "closed_loop", "users": 440}).finish_s)
     saturated_rps = (2047 - 511) / (finish_s[2047] - finish_s[511])
-    assert 0.85 * SATURATED_RPS < saturated_rps <= SATURATED_RPS
+    # measured to a tenth
+    assert 0.85 * SATURATED_RPS < saturated_rps <= SATURATED_RPS + 0.05
 
 
 def test_each_pass_of_the_drafter_takes_the_host_as_well() -> None:

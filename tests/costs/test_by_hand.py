@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from simtune.costs.basis import StepBasis, WeightedStep
-from simtune.costs.compiled import compile_costs
+from simtune.costs.compiled import StepTables, compile_costs
 from simtune.costs.drafting.passes import DraftPasses
 from simtune.costs.hardware_profile import UNLIKE, _unlike
 from simtune.costs.iteration import HOST, KINDS, StepModel, StepWork
@@ -211,8 +212,11 @@ def test_steps_that_are_timed_together_take_what_each_takes_by_itself() -> None:
                 parts["moe"] -= float(saved)
         if step.chunks:
             past, new = np.array(step.chunks, dtype=np.float64).T
-            parts["prefill_attention"] = float(step_model.attention.chunks_s(past, new).sum())
-            parts["prefill_attention"] += step_model.attention.prefill_call_s
+            attention = step_model.attention
+            repeated = attention.past(past)
+            until, before = attention.prompts(past + new), attention.prompts(past)
+            alone, together = (end - start + repeated for end, start in zip(until, before, strict=True))
+            parts["prefill_attention"] = max(float(alone.max()), float(together.sum())) + attention.prefill_call_s
         found = {kind: float(seconds[at]) for kind, seconds in columns.items() if seconds[at]}
         assert found == pytest.approx({kind: seconds for kind, seconds in parts.items() if seconds}), step
 
@@ -255,8 +259,9 @@ def test_prompts_add_their_tokens_to_the_first_pass_of_a_drafter(
     linear, join = [3 * n * n for n in range(101)], [5 * n for n in range(101)]
     prefill, cached = [7 * n * n for n in range(101)], [2 * n for n in range(101)]
     tables: Any = SimpleNamespace(
-        mixed=SimpleNamespace(linear=linear), prefill=prefill, cached=cached, prefill_call=1000
+        mixed=SimpleNamespace(linear=linear), among=prefill, cached_among=cached, prefill=prefill, cached=cached
     )
+    tables.prefill_call, tables.prompts = 1000, partial(StepTables.prompts, tables)
     shape: Any = SimpleNamespace(overlapped=False)
     passes = DraftPasses(Ngram(lookup_max=3), shape, tables, None, join if joins else ())
     passes.tables = tables

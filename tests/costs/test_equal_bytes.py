@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.costs.shipped import spanning
+from benchmarks.costs.shipped import FEW_TOKENS, LEAST_ROWS, beside_others, spanning
 from simtune.costs.predict import Z90, Profile
+from simtune.costs.tables import Tables
 from simtune.costs.tables.common import Dispute, Origin, Table
 from simtune.costs.tables.equal_bytes import COMMON, UNLIKE, disputes
 from simtune.specs.catalog import load_hardware, names
@@ -58,6 +59,46 @@ def test_what_stands_in_has_an_interval_that_spans_both() -> None:
     carried = 0.0 if before is None else before.carried_log_sd
     assert wide.interval.carried_log_sd == pytest.approx(math.hypot(carried, math.log(ratio) / Z90), rel=1e-4)
     assert "takes 5 times as long" in (wide.provenance.note or "")
+
+
+@pytest.mark.parametrize(
+    ("slower", "tokens", "is_disputed"),
+    [(2.4, 1.0, True), (1.9, 1.0, False), (0.4, 1.0, False), (2.4, 2.0 * FEW_TOKENS, False)],
+)
+def test_experts_slower_than_those_of_every_other_engine_span_them(
+    slower: float, tokens: float, is_disputed: bool
+) -> None:
+    """Of b200's own experts in mxfp4, as if another engine took so many times as long."""
+    hardware, key = load_hardware("b200"), "moe.mxfp4"
+    few = np.geomspace(tokens, 64 * tokens, LEAST_ROWS)
+    sizes = {
+        "hidden": 2880.0,
+        "intermediate": 2880.0,
+        "experts_per_token": 4.0,
+        "experts": 128.0,
+        "ep": 1.0,
+        "skew": 0.0,
+    }
+    shape = {"tokens": few} | {name: np.full(LEAST_ROWS, size) for name, size in sizes.items()}
+    seconds = slower * Profile(hardware).predictor("moe", "mxfp4").seconds(**shape)
+    tables = Tables({key: Table("moe", "mxfp4", shape, seconds, ORIGIN, ("a.csv",))})
+    new = beside_others(hardware, tables, {"b200": hardware, "again": hardware}).operators[key]
+    if not is_disputed:
+        assert new == hardware.operators[key]
+        assert beside_others(hardware, tables, {}).operators == hardware.operators
+        return
+    assert new.interval is not None
+    assert new.interval.carried_log_sd == pytest.approx(math.log(slower) / Z90, rel=1e-4)
+    assert "take 2.4 (b200) and 2.4 (again) times as long as other engines'" in (new.provenance.note or "")
+
+
+def test_the_dispute_of_engines_on_mxfp4_is_in_the_shipped_profile() -> None:
+    operator = load_hardware("b200-trtllm").operators["moe.mxfp4"]
+    assert "disputed: 8 rows of at most 256 tokens take 2.3 (b200) and 2.4 (b200-sglang)" in (
+        operator.provenance.note or ""
+    )
+    assert operator.interval is not None
+    assert operator.interval.carried_log_sd > math.log(2) / Z90
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class InTurn(RoundOrder):
         # Looked up in every round: taken out of the tables for speed.
         tables = target.tables
         self._linear, self._head, self._launch = tables.mixed.linear, tables.mixed.head, target.launch[True]
-        self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
+        self._prompts = tables.prompts
         self._largest = tables.largest_graph
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
@@ -71,15 +71,12 @@ class InTurn(RoundOrder):
     ) -> int:
         """Return the sum of both, with drafts of the prompts just completed."""
         # Equal to `TargetPasses.beside_chunks` plus `chunks`; inlined for speed.
-        prefill, cached = self._prefill, self._cached
-        ticks, new, length, number = 0, 0, 0, len(chunks)
+        new, length, number = 0, 0, len(chunks)
         for past, tokens in chunks:
             new += tokens
             length += past + tokens
-            ticks += prefill[past + tokens] - cached[past]
-        ticks += self._linear[verify_tokens + new] + self._head[verify_tokens + completing] + self.target.adapted
-        if number:
-            ticks += self._call
+        ticks = self._prompts(chunks) + self._linear[verify_tokens + new] + self._head[verify_tokens + completing]
+        ticks += self.target.adapted
         if num_decodes:
             ticks += self.target.attention(num_decodes, verify_tokens, True).at(context_tokens)
         least = self._launch if verify_tokens + new <= self._largest else self.target.least(verify_tokens + new, True)

@@ -97,12 +97,9 @@ class TargetPasses:
         """Ticks that prefill chunks, `completing` of which end their prompt, add to a pass over `verify_tokens`
         tokens."""
         tables, linear, head = self.tables, self.tables.mixed.linear, self.tables.mixed.head
-        new, ticks = 0, tables.prefill_call if chunks else 0
-        for past, tokens in chunks:
-            new += tokens
-            ticks += tables.prefill[past + tokens] - tables.cached[past]
+        new = sum(tokens for _, tokens in chunks)
         together = min(len(linear) - 1, verify_tokens + new)
-        ticks += linear[together] - linear[together - new]
+        ticks = tables.prompts(chunks) + linear[together] - linear[together - new]
         return ticks + head[verify_tokens + completing] - head[verify_tokens]
 
 
@@ -171,15 +168,13 @@ class DraftPasses:
         tables, join = self.tables, self._join
         if tables is None:
             return 0
-        linear, prefill, cached = tables.mixed.linear, tables.prefill, tables.cached
+        linear = tables.mixed.linear
         most, tokens = len(linear) - 1, sequences * self.first_width(depth)
         without = tokens if tokens < most else most
         together = tokens + new if tokens + new < most else most
-        ticks = (tables.prefill_call if chunks else 0) + linear[together] - linear[without]
+        ticks = tables.prompts(chunks) + linear[together] - linear[without]
         if join:
             ticks += join[together] - join[without]
-        for past, more in chunks:
-            ticks += prefill[past + more] - cached[past]
         return ticks
 
     def _pass(self, sequences: int, width: int, samples: int, mixed: bool) -> Ints:
