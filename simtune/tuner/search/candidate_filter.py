@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from simtune.sim.deployment import Deployment
+from simtune.specs.workload import FixedInterval, Poisson
+from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import least_s, most_favourable, slo_bound
 from simtune.tuner.bounds.floors import Floor
+from simtune.tuner.bounds.stalls import stalled_rps
 from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
@@ -167,6 +170,10 @@ class CandidateFilter:
 
     def __init__(self, question: Question, plan_cache: PlanCache) -> None:
         self.question, self.plan_cache = question, plan_cache
+        load = question.workload
+        apart = not (load.waits_for_answers or load.batch or question.sends_families or question.trace is not None)
+        self._at_random = apart and isinstance(load.arrivals, Poisson | FixedInterval)
+        """True if requests come at random, each for itself, or more evenly (`simtune.tuner.bounds.stalls`)."""
 
     def check(self, candidate: Candidate) -> BoundedCandidate | Trial:
         """Return a candidate bounded by its capacity, or its row with the reason if it cannot meet the objective."""
@@ -221,7 +228,10 @@ class CandidateFilter:
         deployments = [bounded_candidate.deployment for bounded_candidate in bounded_candidates]
         stream, slo = self.plan_cache.stream(first.candidate), self.question.study.slo
         highest = max(bounded_candidate.bound_rps for bounded_candidate in bounded_candidates)
-        bound = slo_bound(most_favourable(deployments), stream, slo, SAMPLED_CORES, below_rps=highest)
+        favourable = most_favourable(deployments)
+        bound = slo_bound(favourable, stream, slo, SAMPLED_CORES, below_rps=highest)
+        if self._at_random and (stalled := stalled_rps(favourable, stream, slo)) < bound.rps:
+            bound = RateBound(stalled, "stalls")
         lowered = [
             bounded_candidate for bounded_candidate in bounded_candidates if bound.rps < bounded_candidate.bound_rps
         ]
