@@ -53,9 +53,9 @@ def stalled_rps(deployment: Deployment, stream: RequestStream, slo: Slo) -> floa
     The caller knows that requests come at random, each for itself.
     """
     pool, limit_s = deployment.pools[0], _limit_s(stream, slo)
-    plan, known = deployment.plan, isinstance(pool.costs, CompiledCosts | CompiledRounds)
+    plan, compiled = deployment.plan, isinstance(pool.costs, CompiledCosts | CompiledRounds)
     alone = len(deployment.pools) == 1 and not plan.events and plan.control is None and not plan.autoscales
-    if not alone or not known or limit_s is None or stream.hash_ids is not None or not _begins_at_once(pool):
+    if not alone or not compiled or limit_s is None or stream.hash_ids is not None or not _begins_at_once(pool):
         return math.inf
     load = BoundLoad(stream, deployment.max_model_len)
     if not load.fits.all() or not (load.decodes > 0).any():
