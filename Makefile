@@ -35,7 +35,7 @@ demo: $(VENV)/.installed
 	$(BIN)/simtune optimize examples/quickstart/study.yaml --out $(RUN) --force
 	@echo "Open $(RUN)/report.html"
 
-# The quick tier: tests that take less than 0.28 CPU-seconds each, and of every file at least one (tests/tiers).
+# The quick tier: tests that take less than 0.26 CPU-seconds each, and of every file at least one (tests/tiers).
 test: $(VENV)/.installed-dev
 	$(QUICK) $(BIN)/python -m pytest $(QUICKLY)
 

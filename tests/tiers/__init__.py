@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FULL_S = 0.28
+FULL_S = 0.26
 """CPU-seconds from which on a test belongs to the full tier."""
 
 LONGEST_QUICK_S = 5.0
