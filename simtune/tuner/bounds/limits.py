@@ -20,6 +20,13 @@ from simtune.workload.requests import RequestStream
 
 MARKOV = (1.5, 4.0, 20.0)
 """Multiples of a mean at which what lies above is counted."""
+HIGH = 90.0
+"""Percentile that is taken to be above the mean."""
+
+
+def limits_the_mean(statistic: str) -> bool:
+    """True if a limit on a statistic (`mean`, `p50`, `p99`) is taken to hold for the mean as well."""
+    return statistic == "mean" or float(statistic[1:]) >= HIGH
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,11 @@ from simtune.sim.deployment import Deployment
 from simtune.sim.pools import DeployedPool
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad
+from simtune.tuner.bounds.limits import limits_the_mean
 from simtune.workload.requests import RequestStream
 
 MARGIN = 0.1
 """Share by which the mean step exceeds a limit that is missed."""
-HIGH = 90.0
-"""Percentile that is above the mean."""
 SAMPLED = 24
 """Prompts, evenly chosen by their length, that stand for all."""
 MOST_RPS = 1e6
@@ -69,7 +68,7 @@ def _limit_s(stream: RequestStream, slo: Slo) -> float | None:
         limit_s
         for index, _, objective in objectives(stream, slo)
         for metric, statistic, limit_s in objective.limits()
-        if index is None and metric == "tpot" and (statistic == "mean" or float(statistic[1:]) >= HIGH)
+        if index is None and metric == "tpot" and limits_the_mean(statistic)
     ]
     return min(limits, default=None)
 

@@ -2,7 +2,8 @@
 
 A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
 rate where it missed the SLO (on one draw of the requests; a plan that misses it at some rate is taken to miss it at
-rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`). The best
+rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`; and the
+bound `stalls` rests on what `simtune.tuner.bounds.stalls` takes for granted). The best
 of these is what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the
 inputs, enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a
 plan out again. Any difference is refused, even if the certificate claims less than could be proved.

@@ -123,11 +123,13 @@ class FreshDraws:
         requests, most = self._requests(plan, rate_rps), self._question.num_requests(plan.candidate, MOST_REQUESTS)
         if requests >= most:
             return self.on_draws(plan, rate_rps, requests)
-        searched = rate_rps is not None and isinstance(self._question.objective, RateObjective)
+        searched = isinstance(self._question.objective, RateObjective)
         if rate_rps is None or not (searched and self._near_capacity(plan, rate_rps)):
             verdict = self.on_draws(plan, rate_rps, requests)
-            if verdict.confirmed is not None or verdict.missed or rate_rps is None:
-                return verdict if verdict.confirmed is not None or verdict.missed else self.on_draws(plan, None, most)
+            if verdict.confirmed is not None or verdict.missed:
+                return verdict
+            if rate_rps is None:
+                return self.on_draws(plan, None, most)
             self._strayed[plan.kind] = min(rate_rps, self._strayed.get(plan.kind, math.inf))
         elif too_near := self._too_near(plan, rate_rps):
             return too_near

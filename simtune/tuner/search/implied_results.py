@@ -48,13 +48,12 @@ from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Pool
 from simtune.specs.routing import RoundRobinRouting
+from simtune.tuner.bounds.limits import limits_the_mean
 from simtune.tuner.bounds.windows import ROUNDING
 
 NO_END = 1 << 62
 DECODE_MARGIN = 0.05
 """Share by which the mean time per token of a decode pool exceeds a limit that it misses whatever pool prefills."""
-HIGH = 90.0
-"""Percentile that is above the mean."""
 ENOUGH_DECODED = 100
 """Fewest requests of such a mean."""
 POLICIES = ("vllm-fcfs", "vllm-priority", "tensorrt-llm", "sglang")
@@ -159,9 +158,7 @@ def decodes_miss(deployment: Deployment, result: Result) -> bool:
             continue
         mean_s = float(per_token_s[counted].mean())
         for metric, statistic, limit_s in objective.limits():
-            # The mean is less than a high percentile.
-            high = statistic == "mean" or float(statistic[1:]) >= HIGH
-            if metric == "tpot" and high and mean_s > limit_s * (1 + DECODE_MARGIN):
+            if metric == "tpot" and limits_the_mean(statistic) and mean_s > limit_s * (1 + DECODE_MARGIN):
                 return True
     return False
 
