@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from simtune.errors import Problem
@@ -118,7 +119,7 @@ class _Chosen(NamedTuple):
 
 
 def _named_in(patterns: Sequence[str], names: Sequence[str]) -> bool:
-    return any(_matches(pattern, name) for pattern in patterns for name in names)
+    return any(any(map(_matcher(pattern), names)) for pattern in patterns)
 
 
 def _groups(block: dict[str, Any]) -> list[_QuantGroup]:
@@ -303,20 +304,27 @@ def _refuse_unknown(patterns: Sequence[str], names: dict[str, list[list[str]]], 
         layer = re.search(r"layers\.(\d+)", pattern)
         # Layers beyond the last one predict further tokens (MTP).
         further = layer is not None and int(layer[1]) >= num_layers
-        if not (further or _NO_PRODUCTS.search(pattern) or any(_matches(pattern, name) for name in module_names)):
+        if not (further or _NO_PRODUCTS.search(pattern) or any(map(_matcher(pattern), module_names))):
             raise _Unread(f"it names {pattern}, which is no module that is known here")
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """True if a pattern covers a module: by regular expression, glob, its name, or the name of what it is part of."""
+@lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Return a function that is true of the modules that a pattern covers: by regular expression, glob, its name, or
+    the name of what it is part of."""
     if pattern.startswith("re:"):
-        inner = name.removeprefix("model.")
-        wrapped = (name, f"language_model.{name}", f"model.language_model.{inner}", f"language_model.{inner}")
-        return any(re.match(pattern[3:], wrapped_name) for wrapped_name in wrapped)
+        return lambda name: _matches_expression(pattern[3:], name)
     pattern = _WRAPPER.sub("model.", pattern)
     if "*" in pattern:
-        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") or fnmatchcase(name, "*" + pattern)
-    return f".{pattern}." in f".{name}."
+        # One expression for each pattern: published checkpoints list hundreds of modules, each held against all names.
+        return re.compile("|".join(map(translate, (pattern, pattern + ".*", "*" + pattern)))).match
+    return lambda name: f".{pattern}." in f".{name}."
+
+
+def _matches_expression(expression: str, name: str) -> bool:
+    inner = name.removeprefix("model.")
+    wrapped = (name, f"language_model.{name}", f"model.language_model.{inner}", f"language_model.{inner}")
+    return any(re.match(expression, wrapped_name) for wrapped_name in wrapped)
 
 
 def _fp8_cache(block: dict[str, Any]) -> bool:
