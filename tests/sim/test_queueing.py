@@ -83,24 +83,47 @@ def test_batch_occupancy_is_negative_binomial() -> None:
     assert np.abs(np.cumsum(seen) - np.cumsum(law)).max() < 0.02
 
 
+def waits(stream: RequestStream, service_s: np.ndarray) -> np.ndarray:
+    """Return the wait of each request for a server that takes one at a time (Lindley's recursion)."""
+    assert stream.arrival_s is not None
+    # Work that came before a request, less the time that it had: how far that is above its least value so far.
+    backlog = np.concatenate([[0.0], np.cumsum(service_s[:-1] - np.diff(stream.arrival_s))])
+    return np.asarray(backlog - np.minimum.accumulate(backlog))
+
+
 def test_batch_of_one_is_pollaczek_khinchine(oracle_dir: Path) -> None:
-    """One seat and one-token answers: an M/G/1 queue whose service times are the prompts'."""
+    """One seat and one-token answers: an M/G/1 queue whose service times are the prompts'.
+
+    Each wait of the simulator is that of the recursion; its longer runs follow the closed forms.
+    """
     oracle = json.loads((oracle_dir / "queueing.json").read_text())
     md1 = oracle["md1"]
     per_token = md1["D"] / 1000
     stream = poisson(md1["lam"], FixedLength(tokens=1000), FixedLength(tokens=1), 100_000, seed=2)
-    fixed = simulate(stream, LinearCosts(step_s=0.0, per_token_s=per_token), seqs=1)
-    assert fixed.queue_s.mean() == pytest.approx(md1["mean_wait"], rel=0.02)
+    fixed = waits(stream, stream.prompt_tokens * per_token)
+    assert fixed.mean() == pytest.approx(md1["mean_wait"], rel=0.02)
     for point in md1["cdf"]:
-        assert (fixed.queue_s <= point["t"] + 1e-9).mean() == pytest.approx(point["P"], abs=0.01)
+        assert (fixed <= point["t"] + 1e-9).mean() == pytest.approx(point["P"], abs=0.01)
 
     rate, sigma = 0.7, 0.8
     lengths = Lognormal(mean_tokens=1000, sigma=sigma, max_tokens=900_000)
     stream = poisson(rate, lengths, FixedLength(tokens=1), 200_000, seed=8)
-    varying = simulate(stream, LinearCosts(step_s=0.0, per_token_s=1e-3), seqs=1)
     service = stream.prompt_tokens * 1e-3
     wait = rate * float((service**2).mean()) / 2 / (1 - rate * float(service.mean()))
-    assert varying.queue_s.mean() == pytest.approx(wait, rel=0.02)
+    assert waits(stream, service).mean() == pytest.approx(wait, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [FixedLength(tokens=1000), Lognormal(mean_tokens=1000, sigma=0.8, max_tokens=900_000)],
+    ids=["fixed", "varying"],
+)
+def test_waits_for_one_seat_are_those_of_the_recursion(lengths: Lengths) -> None:
+    stream = poisson(0.7, lengths, FixedLength(tokens=1), 10_000, seed=8)
+    result = simulate(stream, LinearCosts(step_s=0.0, per_token_s=1e-3), seqs=1)
+    expected = waits(stream, stream.prompt_tokens * 1e-3)
+    assert (expected > 0).mean() > 0.5
+    np.testing.assert_allclose(result.queue_s, expected, atol=1e-5)
 
 
 def test_littles_law() -> None:
