@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +28,7 @@ SEED = 19
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
 Ask = Callable[..., dict[str, Any]]
+WholeRun = Callable[[str], tuple[float, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,20 @@ def ask() -> Iterator[Ask]:
         process.stdout.close()
 
 
+@pytest.fixture(scope="module")
+def whole_run(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    """A run of each verb that nothing stops: its seconds and what it wrote. Each is made once."""
+
+    @cache
+    def run(verb: str) -> tuple[float, Path]:
+        folder = _desk(tmp_path_factory.mktemp("whole"), verb)
+        ended = ask(verb, folder)
+        assert ended["code"] == 0, (folder / "stderr").read_text()
+        return ended["seconds"], folder / "out"
+
+    return run
+
+
 def _desk(tmp_path: Path, name: str) -> Path:
     folder = tmp_path / name
     folder.mkdir()
@@ -71,17 +87,15 @@ def _desk(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-def kill_often(verb: str, kills: int, ask: Ask, tmp_path: Path, how: int = signal.SIGKILL) -> int:
+def kill_often(verb: str, kills: int, ask: Ask, whole_run: WholeRun, tmp_path: Path, how: int = signal.SIGKILL) -> int:
     """Kill or interrupt a verb at so many random moments, each time in a folder of its own; how many fell before its
     end."""
-    whole = _desk(tmp_path, "whole")
-    first = ask(verb, whole)
-    assert first["code"] == 0, (whole / "stderr").read_text()
-    wanted = VERBS[verb].left(whole / "out")
+    seconds, out = whole_run(verb)
+    wanted = VERBS[verb].left(out)
     random, hit = Random(f"{SEED} {verb}"), 0
     for number in range(kills):
         folder = _desk(tmp_path, str(number))
-        killed = ask(verb, folder, random.random() * first["seconds"], how)
+        killed = ask(verb, folder, random.random() * seconds, how)
         said = (folder / "stderr").read_text()
         assert killed["code"] in (0, -9 if how == signal.SIGKILL else 130), said
         hit += killed["code"] != 0
@@ -97,13 +111,12 @@ def kill_often(verb: str, kills: int, ask: Ask, tmp_path: Path, how: int = signa
     return hit
 
 
-def fill_often(verb: str, times: int, ask: Ask, tmp_path: Path) -> int:
+def fill_often(verb: str, times: int, ask: Ask, whole_run: WholeRun, tmp_path: Path) -> int:
     """Let the disk be full at so many random bytes of a verb's files, each time in a folder of its own; how often it
     ended for that."""
-    whole = _desk(tmp_path, "whole")
-    assert ask(verb, whole)["code"] == 0, (whole / "stderr").read_text()
-    wanted = VERBS[verb].left(whole / "out")
-    sizes = sorted({file.stat().st_size for file in (whole / "out").rglob("*") if file.is_file()})
+    _, out = whole_run(verb)
+    wanted = VERBS[verb].left(out)
+    sizes = sorted({file.stat().st_size for file in out.rglob("*") if file.is_file()})
     random, hit = Random(f"{SEED} {verb} disk"), 0
     for number in range(times):
         folder = _desk(tmp_path, str(number))
@@ -121,29 +134,33 @@ def fill_often(verb: str, times: int, ask: Ask, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("verb", ["sweep", "reproduce"])
-def test_a_verb_goes_on_after_the_disk_was_full(verb: str, ask: Ask, tmp_path: Path) -> None:
-    assert fill_often(verb, 2, ask, tmp_path) > 0
+def test_a_verb_goes_on_after_the_disk_was_full(verb: str, ask: Ask, whole_run: WholeRun, tmp_path: Path) -> None:
+    assert fill_often(verb, 2, ask, whole_run, tmp_path) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_goes_on_at_whatever_byte_the_disk_was_full(verb: str, ask: Ask, tmp_path: Path) -> None:
-    hit = fill_often(verb, KILLS, ask, tmp_path)
+def test_a_verb_goes_on_at_whatever_byte_the_disk_was_full(
+    verb: str, ask: Ask, whole_run: WholeRun, tmp_path: Path
+) -> None:
+    hit = fill_often(verb, KILLS, ask, whole_run, tmp_path)
     print(f"\n{verb}: the disk was full at {KILLS} bytes, {hit} ended it, all came to the same")
     assert hit > 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("verb", ["sweep", "reproduce"])
-def test_a_killed_verb_goes_on(verb: str, how: int, ask: Ask, tmp_path: Path) -> None:
-    kill_often(verb, 2, ask, tmp_path, how)
+def test_a_killed_verb_goes_on(verb: str, how: int, ask: Ask, whole_run: WholeRun, tmp_path: Path) -> None:
+    kill_often(verb, 2, ask, whole_run, tmp_path, how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "interrupt"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_goes_on_whenever_it_is_killed(verb: str, how: int, ask: Ask, tmp_path: Path) -> None:
-    hit = kill_often(verb, KILLS, ask, tmp_path, how)
+def test_a_verb_goes_on_whenever_it_is_killed(
+    verb: str, how: int, ask: Ask, whole_run: WholeRun, tmp_path: Path
+) -> None:
+    hit = kill_often(verb, KILLS, ask, whole_run, tmp_path, how)
     print(f"\n{verb}: {KILLS} {'kills' if how == signal.SIGKILL else 'interrupts'}, {hit} of them before its end, "
           "all came to the same")  # fmt: skip
     assert hit > 0
