@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -21,6 +21,8 @@ from simtune.cli import VERBS, cli
 from simtune.specs.catalog import load_study
 from simtune.specs.plan import Plan
 from simtune.tuner.space.candidates import space_of
+from tests.cli.conftest import Said, call
+from tests.cli.conftest import typed as typed_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/study.yaml"))
@@ -33,23 +35,20 @@ README, COMMANDS, INPUTS, ACCURACY = (
 FEW = ["search.requests=200", "search.confirm.draws=0"]
 
 
-def optimize(example: str, out: Path, *more: str, requests: int = 400) -> None:
-    """Run a study as a user would, watching fewer requests per simulation to stay quick; the quickstart's own load is
-    confirmed on a fresh draw, others are not."""
-    draws = int(example == "quickstart" and not more)
-    more = (*more, "--set", f"search.confirm.draws={draws}")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "optimize", f"examples/{example}/study.yaml",
-         "--out", str(out), "--set", f"search.requests={requests}", *more],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def optimize(example: str, out: Path, *more: str, requests: int = 200) -> None:
+    """Run a study, watching fewer requests per simulation to stay quick.
+
+    The quickstart with its own load runs as a user starts it, in processes of its own, and is confirmed on a fresh
+    draw; others run in this process, without.
+    """
+    as_typed = example == "quickstart" and not more
+    sets = ("--set", f"search.requests={requests}", "--set", f"search.confirm.draws={int(as_typed)}", *more)
+    words = ("optimize", f"examples/{example}/study.yaml", "--out", str(out), *sets)
+    with contextlib.chdir(ROOT):
+        said = typed_alone(*words) if as_typed else call(*words, "--jobs", "1")
+    assert said.code == 0, said.err
     # Progress is for searches of more than 20 s, which a busy machine makes of any.
-    assert all(line.startswith(("note: ", "plans: ")) for line in done.stderr.splitlines()), done.stderr
+    assert all(line.startswith(("note: ", "plans: ")) for line in said.err.splitlines()), said.err
 
 
 def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
@@ -62,7 +61,7 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
 
     assert {(line["metric"], line["statistic"], line["limit_s"]) for line in summary["slo"]} == set(study.slo.limits())
     assert all(line["met"] and line["value_s"] <= line["limit_s"] for line in summary["slo"])
-    assert summary["completed"] == summary["requests"] >= 400
+    assert summary["completed"] == summary["requests"] >= 200
     assert not summary["saturated"]
 
     searched = study.model_validate({k: v for k, v in summary["study"].items() if k != "schema"}, strict=False)
@@ -144,20 +143,13 @@ def test_a_70b_model_does_not_fit_one_gpu(tmp_path: Path) -> None:
     assert 70e9 * 2 / plan.pools[0].parallelism.tp < memory["weights_bytes"] < memory["total_bytes"]
 
 
-def simulate(plan: str, load: str, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Simulate an example's plan as a user would, under its load, a file of an example or a built-in one."""
+def simulate(plan: str, load: str, run: Path, *more: str) -> Said:
+    """Simulate an example's plan under its load, a file of an example or a built-in one."""
     load = f"examples/{load}" if "/" in load else load
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "simtune", "simulate", "--plan", f"examples/{plan}",
-         "--workload", load, "--out", str(run), *more],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
+    with contextlib.chdir(ROOT):
+        said = call("simulate", "--plan", f"examples/{plan}", "--workload", load, "--out", str(run), *more)
+    assert said.code == 0, said.err
+    return said
 
 
 def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
@@ -222,7 +214,7 @@ def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
         "--set",
         "workload.arrivals.segments=[{for_s: 400, rate_rps: 1}, {for_s: 600, rate_rps: 6}]",
     )
-    assert "autoscaling of pool mixed      1 to 2 instances" in said.stdout
+    assert "autoscaling of pool mixed      1 to 2 instances" in said.out
     summary = json.loads((run / "summary.json").read_text())
     (scaling,) = summary["autoscaling"]
     assert (scaling["accepting"], scaling["holding"]) == ([1, 1, 2], [1, 2, 2])
@@ -243,13 +235,13 @@ def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
 )
 def test_ranks_fail_and_join(name: str, changes: list[tuple[float, int, float]]) -> None:
     """Nobody is lost with a rank, and its requests are sent again."""
-    done = subprocess.run(
-        [sys.executable, "-m", "simtune", "simulate", "--plan", f"examples/elastic-experts/{name}.yaml",
-         "--workload", "chat", "--rate", "6", "--requests", "800", "--audit", "--json"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    with contextlib.chdir(ROOT):
+        said = call(
+            "simulate", "--plan", f"examples/elastic-experts/{name}.yaml", "--workload", "chat", "--rate", "6",
+            "--requests", "800", "--audit", "--json",
+        )  # fmt: skip
+    assert said.code == 0, said.err
+    summary = said.json
     assert summary["completed"] == summary["requests"] == 800
     found = summary["rank_changes"]
     assert [(change["at_s"], change["ranks"]) for change in found] == [change[:2] for change in changes]
@@ -312,7 +304,7 @@ def test_prefill_and_decode_apart_with_a_failure(tmp_path: Path) -> None:
     run = tmp_path / "run"
     said = simulate("prefill-decode/plan.yaml", "chat", run, "--rate", "12", "--requests", "1200")
     # Progress is for searches of more than 20 s, which a busy machine makes of any.
-    assert all(line.startswith(("note: ", "plans: ")) for line in said.stderr.splitlines()), said.stderr
+    assert all(line.startswith(("note: ", "plans: ")) for line in said.err.splitlines()), said.err
     plan, summary = Plan.from_file(run / "plan.yaml"), json.loads((run / "summary.json").read_text())
     assert {pool.role for pool in plan.pools} == {"prefill", "decode"}
     assert [event.kind for event in plan.events] == ["failure"]
