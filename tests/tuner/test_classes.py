@@ -26,6 +26,7 @@ from simtune.tuner.space.allocation import allocate
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.plan_classes import PlanClasses
 from simtune.tuner.trial import Tuned
+from tests.tuner.simulated_once import simulated_once
 from tests.tuner.test_allocation import FLEET, KV, RATES, some_rates
 from tests.tuner.test_exhaustive import random_question
 
@@ -327,13 +328,15 @@ def test_answers_of_one_token_are_searched_too() -> None:
 def test_whatever_is_changed_is_refused(tuned: Tuned) -> None:
     """Also by whoever knows to make a new digest."""
     claimed = certificate_of(tuned).to_data()
-    for name, change in changes_of(claimed).items():
-        data = json.loads(json.dumps(claimed))
-        change(data)
-        changed = Certificate.model_validate_json(json.dumps(data))
-        sealed = changed.model_copy(update={"digest": changed.expected_digest})
-        problems = audited(sealed, tuned.question).problems
-        if name == "a plan in no class":  # its own bound is as low
-            assert not problems or "could reach" in problems[0]
-        else:
-            assert problems, name
+    with simulated_once():
+        assert audited(certificate_of(tuned), tuned.question).problems == []
+        for name, change in changes_of(claimed).items():
+            data = json.loads(json.dumps(claimed))
+            change(data)
+            changed = Certificate.model_validate_json(json.dumps(data))
+            sealed = changed.model_copy(update={"digest": changed.expected_digest})
+            problems = audited(sealed, tuned.question).problems
+            if name == "a plan in no class":  # its own bound is as low
+                assert not problems or "could reach" in problems[0]
+            else:
+                assert problems, name
