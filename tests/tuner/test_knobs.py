@@ -35,17 +35,18 @@ ACCEPTANCE = Acceptance(
     target=MODEL.name,
     drafter="d",
 )
+REQUESTS = 80
 COLUMNS = ("scheduled", "first_token", "finish")
 
 
-def stream(rate_rps: float) -> RequestStream:
+def stream(rate_rps: float, requests: int = REQUESTS) -> RequestStream:
     load = Workload(
         name="load",
         arrivals=Poisson(rate_rps=rate_rps),
         prompt=Lognormal(mean_tokens=600, sigma=0.8, max_tokens=3000),
         output=Lognormal(mean_tokens=80, sigma=0.8, max_tokens=500),
     )
-    return build_stream(load, None, requests=120, seed=3)
+    return build_stream(load, None, requests=requests, seed=3)
 
 
 def pool(seats: int, tokens: int, blocks: int, role: Role = "mixed", pp: int = 1, **more: Any) -> Pool:
@@ -243,13 +244,13 @@ def test_first_tokens_that_wait_for_a_decode_pool_do_not_blame_the_prefill_pool(
 
 def test_a_cache_that_prompts_share_tells_nothing() -> None:
     deployment = deployed(_cached(pool(64, 1024, 6000), True))
-    requests = replace(stream(3.0), hash_ids=tuple((0, i) for i in range(120)), block_tokens=16)
+    requests = replace(stream(3.0), hash_ids=tuple((0, i) for i in range(REQUESTS)), block_tokens=16)
     assert uses(deployment, deployment.simulate(requests)) is None
     assert uses(deployment, deployment.simulate(stream(3.0))) is not None
 
 
 def test_a_decode_pool_that_is_too_slow_misses_whatever_prefills() -> None:
-    requests, slo = stream(40.0), Slo(ttft_s={"p90": 60.0}, tpot_s={"mean": 0.0075})
+    requests, slo = stream(40.0, 120), Slo(ttft_s={"p90": 60.0}, tpot_s={"mean": 0.0075})
     plans = [
         deployed(pool(64, tokens, 12_000, "prefill"), pool(128, 1024, 12_000, "decode")) for tokens in (256, 1024, 8192)
     ]
