@@ -132,18 +132,18 @@ def deployed() -> Deployment:
 
 
 @given(
-    at=st.integers(0, 1100),
-    size=st.integers(2, 120),
-    part=st.sampled_from([100, 250, 400]),
+    at=st.integers(0, 550),
+    size=st.integers(2, 90),
+    part=st.sampled_from([50, 125, 200]),
     limit=st.sampled_from([{"p90": 0.3}, {"p99": 1.0}, {"mean": 0.2}]),
 )
 def test_a_run_that_ends_with_its_part_is_judged_as_the_whole_run_is(
     at: int, size: int, part: int, limit: dict[str, float]
 ) -> None:
     q, deployment = asked(slo=Slo(ttft_s=limit)), deployed()
-    arrival_s = np.arange(1200) / 4.0
+    arrival_s = np.arange(600) / 4.0
     arrival_s[at : at + size] = arrival_s[at]
-    stream = replace(build_stream(LOAD, None, requests=1200, seed=0), arrival_s=np.sort(arrival_s))
+    stream = replace(build_stream(LOAD, None, requests=600, seed=0), arrival_s=np.sort(arrival_s))
     finding = Simulation(deployment, stream, q.study.slo, None, part=part).run()
     whole = deployment.simulate(stream, q.study.slo)
     missed, by = missed_in_part(whole, part)
@@ -151,7 +151,7 @@ def test_a_run_that_ends_with_its_part_is_judged_as_the_whole_run_is(
     if whole.meets_slo:
         # The first of its parts, or another one that was lost before.
         assert (finding.missed_by > 0) == (by > 0)
-        assert finding.missed_by in (0, *(item.stop - item.start for item in parts_of(1200, part)))
+        assert finding.missed_by in (0, *(item.stop - item.start for item in parts_of(600, part)))
 
 
 def test_rates_near_one_that_short_draws_do_not_decide_are_drawn_long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
