@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from simtune.profiling.doubts import doubtful
 from simtune.profiling.fitting import VALIDATION, _BestRates
 from simtune.profiling.measurement_journal import FILE, Journal, task_of
 from simtune.profiling.measurement_plan import Limits, MeasurementTask, plan, work
-from simtune.profiling.run import SENTINEL_EVERY
+from simtune.profiling.run import SENTINEL_EVERY, Profiled
 from simtune.profiling.timing import Measured
 from simtune.specs.hardware import OperatorKind
 from simtune.specs.pool import Batching, Pool
@@ -32,21 +33,40 @@ from tests.profiling.pretended import BASE, COST_S, IMBALANCE_S, PretendedRig, m
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """A run of 50 s that nothing disturbs. To be looked at, not changed."""
+    return profile(PretendedRig(), tmp_path_factory.mktemp("whole") / "p1")
+
+
+@pytest.fixture(scope="module")
+def short_run_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profiled, Path]:
+    folder = tmp_path_factory.mktemp("short") / "p1"
+    return profile(PretendedRig(), folder, budget_s=25), folder
+
+
+@pytest.fixture
+def short_run(short_run_and_folder: tuple[Profiled, Path], tmp_path: Path) -> Profiled:
+    """A run of 25 s, whose files lie in `p1` of the test's folder."""
+    profiled, folder = short_run_and_folder
+    shutil.copytree(folder, tmp_path / "p1")
+    return profiled
+
+
 def lines(folder: Path) -> list[str]:
     return (folder / FILE).read_text().splitlines()
 
 
-def test_a_run_finds_the_device_it_was_made_on(tmp_path: Path) -> None:
-    found = profile(PretendedRig(), tmp_path / "p1")
-    assert found.hardware.name == "p1"
-    for key, errors in found.summary["validation"].items():
+def test_a_run_finds_the_device_it_was_made_on(full_run: Profiled) -> None:
+    assert full_run.hardware.name == "p1"
+    for key, errors in full_run.summary["validation"].items():
         assert errors["median"] < 0.05, key
-        assert found.hardware.operators[key].hold_out[0].split == VALIDATION
-    assert set(found.summary["validation"]) == {"gemm.bf16", "decode_attention.bf16", "prefill_attention.bf16"}
-    assert found.hardware.operators["gemm.bf16"].base.flops_per_s == pytest.approx(BASE["flops_per_s"], rel=0.3)
-    assert found.facts.device.flops_per_s["bf16"] <= 1.02 * BASE["flops_per_s"]
-    assert found.hardware.host.provenance.kind == "measured"
-    assert found.hardware.operators["decode_attention.bf16"].uneven_s == pytest.approx(IMBALANCE_S, rel=0.01)
+        assert full_run.hardware.operators[key].hold_out[0].split == VALIDATION
+    assert set(full_run.summary["validation"]) == {"gemm.bf16", "decode_attention.bf16", "prefill_attention.bf16"}
+    assert full_run.hardware.operators["gemm.bf16"].base.flops_per_s == pytest.approx(BASE["flops_per_s"], rel=0.3)
+    assert full_run.facts.device.flops_per_s["bf16"] <= 1.02 * BASE["flops_per_s"]
+    assert full_run.hardware.host.provenance.kind == "measured"
+    assert full_run.hardware.operators["decode_attention.bf16"].uneven_s == pytest.approx(IMBALANCE_S, rel=0.01)
 
 
 def test_links_between_ranks_are_their_fastest_and_their_shortest_message() -> None:
@@ -83,19 +103,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         profile(PretendedRig(), tmp_path / "file" / "p1")
 
 
-def test_the_profile_drives_a_step_and_only_what_cannot_be_measured_is_estimated(tmp_path: Path) -> None:
-    found = profile(PretendedRig(), tmp_path / "p1")
+def test_the_profile_drives_a_step_and_only_what_cannot_be_measured_is_estimated(full_run: Profiled) -> None:
     pool = Pool(hardware="p1", instances=1, batching=Batching(max_num_seqs=8, max_num_batched_tokens=512))
-    assert StepModel(model(), found.hardware, pool).estimated == set()
+    assert StepModel(model(), full_run.hardware, pool).estimated == set()
 
 
-def test_simtune_fit_makes_the_same_operators_of_the_file(tmp_path: Path) -> None:
-    found = profile(PretendedRig(), tmp_path / "p1", budget_s=30)
-    again = build(read_tables([tmp_path / "p1" / FILE]), found.facts)
-    assert again.operators.keys() == found.hardware.operators.keys()
+def test_simtune_fit_makes_the_same_operators_of_the_file(short_run: Profiled, tmp_path: Path) -> None:
+    again = build(read_tables([tmp_path / "p1" / FILE]), short_run.facts)
+    assert again.operators.keys() == short_run.hardware.operators.keys()
     for key, operator in again.operators.items():
-        assert operator.base == found.hardware.operators[key].base
-        assert operator.residual == found.hardware.operators[key].residual
+        assert operator.base == short_run.hardware.operators[key].base
+        assert operator.residual == short_run.hardware.operators[key].residual
 
 
 @pytest.mark.parametrize("budget_s", [25.0, 60.0])
@@ -119,9 +137,8 @@ def test_points_are_visited_again_while_there_is_time_and_steps_are_not(tmp_path
     assert found.summary["visited_again"] == sum(visits.values()) - len(visits)
 
 
-def test_sentinels_come_at_even_distances(tmp_path: Path) -> None:
-    found = profile(PretendedRig(), tmp_path / "p1")
-    at = [i for i, p in enumerate(found.points) if p.role == "sentinel" and p.kind == "gemm"]
+def test_sentinels_come_at_even_distances(full_run: Profiled) -> None:
+    at = [i for i, p in enumerate(full_run.points) if p.role == "sentinel" and p.kind == "gemm"]
     assert at[0] == 0
     assert set(np.diff(at)) == {SENTINEL_EVERY + 2}
 
@@ -170,20 +187,19 @@ def test_killed_five_times_and_resumed_nothing_is_lost_or_doubled(tmp_path: Path
     assert [point(line) for line in lines(parts)] == [point(line) for line in lines(whole)]
 
 
-def test_a_finished_run_given_again_measures_nothing_more(tmp_path: Path) -> None:
-    first = profile(PretendedRig(), tmp_path / "p1", budget_s=30)
+def test_a_finished_run_given_again_measures_nothing_more(short_run: Profiled, tmp_path: Path) -> None:
     rig, said = PretendedRig(), list[str]()
-    again = profile(rig, tmp_path / "p1", budget_s=30, note=said.append)
+    again = profile(rig, tmp_path / "p1", budget_s=25, note=said.append)
     assert rig.measured == []
-    assert again.hardware == first.hardware
+    assert again.hardware == short_run.hardware
     assert any("going on after" in words for words in said)
 
 
+@pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize(
     "other", [{"name": "Pretended P2"}, {"model": model(hidden=512)}, {"seed": 1}, {"tps": (1, 2)}]
 )
 def test_measurements_of_something_else_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
-    profile(PretendedRig(), tmp_path / "p1", budget_s=25)
     before = lines(tmp_path / "p1")
     rig = PretendedRig(**{"name": other.pop("name")} if "name" in other else {})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="they are not mixed: name another folder"):
@@ -248,13 +264,13 @@ def test_what_is_off_the_fit_or_before_a_moved_sentinel_is_doubted_and_measured_
     assert set(again[: len(first)]) == first
 
 
-def test_a_throttled_clock_is_told(tmp_path: Path) -> None:
+def test_a_throttled_clock_is_told(short_run: Profiled, tmp_path: Path) -> None:
     class Hot(PretendedRig):
         def condition(self) -> dict[str, float]:
             return {"clock_mhz": 1000.0 if self.spent_s < 10 else 850.0}
 
-    assert not profile(PretendedRig(), tmp_path / "cool", budget_s=30).summary["throttled"]
-    assert profile(Hot(), tmp_path / "hot", budget_s=30).summary["throttled"]
+    assert not short_run.summary["throttled"]
+    assert profile(Hot(), tmp_path / "hot", budget_s=25).summary["throttled"]
 
 
 def test_what_disturbs_the_device_is_said(tmp_path: Path) -> None:
@@ -264,12 +280,11 @@ def test_what_disturbs_the_device_is_said(tmp_path: Path) -> None:
     assert rig.warning in said
 
 
-def test_limits_come_from_the_header_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_limits_come_from_the_header_when_a_run_goes_on(short_run: Profiled, tmp_path: Path) -> None:
     class Faster(PretendedRig):
         def limits(self, call_s: float, scale: float) -> Limits:
             return Limits(9e9, 1.0, 2e12, 2e12, 1e12)
 
-    first = profile(PretendedRig(), tmp_path / "p1", budget_s=25)
     again = profile(Faster(), tmp_path / "p1", budget_s=30)
-    assert again.summary["plan"] == first.summary["plan"]
-    assert len(again.points) > len(first.points)
+    assert again.summary["plan"] == short_run.summary["plan"]
+    assert len(again.points) > len(short_run.points)
