@@ -33,9 +33,9 @@ PER_TOKEN = ("usd_per_million_tokens", "gpu_hours_per_million_tokens")
 
 def workload(**keys: Any) -> Workload:
     """2 requests/s, then 12, then 1: more than one L40S serves within the SLO, and less again."""
-    segments = tuple(Segment(for_s=40, rate_rps=rate) for rate in (2, 12, 1))
+    segments = tuple(Segment(for_s=20, rate_rps=rate) for rate in (2, 12, 1))
     load = {
-        "requests": 600,
+        "requests": 300,
         "arrivals": Piecewise(segments=segments),
         "prompt": Lognormal(mean_tokens=500, sigma=0.7, max_tokens=3000),
         "output": Lognormal(mean_tokens=80, sigma=0.6, max_tokens=500),
