@@ -133,10 +133,10 @@ def test_jumps_are_single_steps_to_the_tick(name: str) -> None:
     def check(data: st.DataObject) -> None:
         nonlocal saved
         scheme, rates = SCHEMES[name]
-        block_size, blocks = data.draw(st.sampled_from([1, 4, 16])), data.draw(st.sampled_from([12, 60, 400]))
+        block_size, blocks = data.draw(st.sampled_from([1, 4, 16])), data.draw(st.sampled_from([12, 30, 80]))
         longest, n = blocks * block_size, data.draw(st.integers(1, 25))
         prompt = data.draw(st.lists(st.integers(1, longest // 2), min_size=n, max_size=n))
-        output = data.draw(st.lists(st.integers(1, longest // 2), min_size=n, max_size=n))
+        output = data.draw(st.lists(st.integers(1, min(longest // 2, 250)), min_size=n, max_size=n))
         gaps = data.draw(st.lists(st.sampled_from([0.0, 1e-3, 0.02, 0.3]), min_size=n, max_size=n))
         closed = data.draw(st.booleans())
         arrival = None if closed else np.cumsum(gaps).tolist()
@@ -321,7 +321,7 @@ def test_a_world_yields_as_many_tokens_per_round_as_the_formula_that_knows_of_th
 @pytest.mark.parametrize(("acceptance", "window"), [(0.8, 4), (0.5, 2), (0.9, 7), (0.0, 3)])
 def test_tokens_beside_every_step_are_those_of_the_formula(acceptance: float, window: int) -> None:
     """PEARL, told by its equilibrium; long answers, so that how one begins and ends does not matter."""
-    n, tokens = 100, 4000
+    n, tokens = (100 if acceptance else 2), 4000  # without chance every answer is alike
     stream = stream_of(np.arange(n) * 100.0, [10] * n, [tokens] * n)
     rates = PerPosition(conditional=(acceptance,) * window)
     own = deployed(Pearl(tokens=window), rates, *DRAFTERS["model"], max_model_len=8192)
@@ -335,7 +335,7 @@ def test_tokens_beside_every_step_are_those_of_the_formula(acceptance: float, wi
 )
 def test_tokens_in_every_tick_are_those_of_the_formula(acceptance: float, look_ahead: int, replicas: int) -> None:
     """DSI; a request alone, whose steps are its prompt and its ticks."""
-    n, tokens = 60, 3000
+    n, tokens = (60 if acceptance else 2), 3000  # without chance every answer is alike
     stream = stream_of(np.arange(n) * 1000.0, [10] * n, [tokens] * n)
     rates = PerPosition(conditional=(acceptance,) * look_ahead)
     scheme = Dsi(tokens=look_ahead, replicas=replicas)
@@ -378,7 +378,7 @@ def test_replicas_are_counted_by_the_ticks_of_one_sequence_of_half_the_longest_l
 @pytest.mark.parametrize("replicas", [1, 5])
 def test_an_answer_takes_as_long_as_the_formula_says(acceptance: float, replicas: int) -> None:
     """DSI with look-ahead 1 and a tick as long as a draft: its mean seconds for all tokens but the prompt's."""
-    n, tokens, draft_s = 2000, 51, 0.01
+    n, tokens, draft_s = (2000 if acceptance else 2), 51, 0.01  # without chance every answer is alike
     stream = stream_of(np.arange(n) * 100.0, [10] * n, [tokens] * n)
     scheme, rates = Dsi(tokens=1, replicas=replicas), PerPosition(conditional=(acceptance,))
     spec = Speculation(drafter=drafter_for(scheme), scheme=scheme, acceptance="assumed")
