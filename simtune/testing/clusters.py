@@ -31,7 +31,7 @@ from simtune.workload.requests import RequestStream
 BLOCK_BYTES = 1000
 SESSIONS = 5
 EVEN = 5040
-LONGEST = 500
+LONGEST = 120
 """Most tokens of a prompt and of an answer: single steps take their time."""
 COLUMNS = ("arrival", "scheduled", "first_token", "transferred", "finish", "core", "preemptions", "resent")
 """Columns of an outcome that jumps and single steps must agree on."""
@@ -289,7 +289,7 @@ def small_pools(max_pp: int) -> st.SearchStrategy[SmallPool]:
         SmallPool,
         instances=st.integers(1, 3),
         pp=st.integers(1, max_pp),
-        blocks=st.sampled_from([12, 30, 200]),
+        blocks=st.sampled_from([12, 24, 48]),
         seqs=st.integers(1, 8),
         budget=st.sampled_from([4, 24, 200]),
         step_s=st.sampled_from([1e-3, 5e-3]),
