@@ -296,7 +296,16 @@ def test_a_jump_is_as_many_single_steps(features: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("features", FEATURES)
+SAME_DECODES = {
+    *("threshold, async", "adaptive threshold", "interval, caching", "interval, threshold", "first chunk, threshold"),
+    *("first chunk, async", "priority of 0.33, caching, async", "priority of 0.33, threshold"),
+}
+"""Features that come alone or in another pair too, and of which steps without prompts know no more than that."""
+
+
+@pytest.mark.parametrize(
+    "features", [pytest.param(name, marks=[pytest.mark.slow] * (name in SAME_DECODES)) for name in FEATURES]
+)
 def test_the_pure_decode_step_is_that_of_the_whole_rule(features: str) -> None:
     """It is written out for speed; the one without it takes the way of all other steps."""
 
