@@ -45,10 +45,10 @@ def optimize(example: str, out: Path, *more: str, requests: int = 200) -> None:
     sets = ("--set", f"search.requests={requests}", "--set", f"search.confirm.draws={int(as_typed)}", *more)
     words = ("optimize", f"examples/{example}/study.yaml", "--out", str(out), *sets)
     with contextlib.chdir(ROOT):
-        said = typed_alone(*words) if as_typed else call(*words, "--jobs", "1")
-    assert said.code == 0, said.err
+        output = typed_alone(*words) if as_typed else call(*words, "--jobs", "1")
+    assert output.code == 0, output.err
     # Progress is for searches of more than 20 s, which a busy machine makes of any.
-    assert all(line.startswith(("note: ", "plans: ")) for line in said.err.splitlines()), said.err
+    assert all(line.startswith(("note: ", "plans: ")) for line in output.err.splitlines()), output.err
 
 
 def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
@@ -147,9 +147,9 @@ def simulate(plan: str, load: str, run: Path, *more: str) -> Said:
     """Simulate an example's plan under its load, a file of an example or a built-in one."""
     load = f"examples/{load}" if "/" in load else load
     with contextlib.chdir(ROOT):
-        said = call("simulate", "--plan", f"examples/{plan}", "--workload", load, "--out", str(run), *more)
-    assert said.code == 0, said.err
-    return said
+        output = call("simulate", "--plan", f"examples/{plan}", "--workload", load, "--out", str(run), *more)
+    assert output.code == 0, output.err
+    return output
 
 
 def test_conversations_come_back_from_tiers(tmp_path: Path) -> None:
@@ -236,12 +236,12 @@ def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:
 def test_ranks_fail_and_join(name: str, changes: list[tuple[float, int, float]]) -> None:
     """Nobody is lost with a rank, and its requests are sent again."""
     with contextlib.chdir(ROOT):
-        said = call(
+        output = call(
             "simulate", "--plan", f"examples/elastic-experts/{name}.yaml", "--workload", "chat", "--rate", "6",
             "--requests", "800", "--audit", "--json",
         )  # fmt: skip
-    assert said.code == 0, said.err
-    summary = said.json
+    assert output.code == 0, output.err
+    summary = output.json
     assert summary["completed"] == summary["requests"] == 800
     found = summary["rank_changes"]
     assert [(change["at_s"], change["ranks"]) for change in found] == [change[:2] for change in changes]

@@ -38,7 +38,7 @@ def test_decode_is_processor_sharing(row: int, oracle_dir: Path) -> None:
     """Steps of t0 + al n, no seat limit: N ~ NegBin(1 + t0/al, rho), TPOT = (t0 + al)/(1 - rho), for any lengths."""
     oracle = json.loads((oracle_dir / "queueing.json").read_text())["decode_negative_binomial"][row]
     t0, al, rate, mean = oracle["t0"], oracle["al"], oracle["lam"], oracle["mean_tokens"]
-    # One-token prompts make the first step of a request like its others. The higher rho, the slower it forgets: more requests.
+    # One-token prompts make the first step of a request like its others. A higher rho forgets slowly: more requests.
     requests = {0.15: 20_000, 0.45: 60_000, 0.7: 125_000}[rate]
     output: Lengths = FixedLength(tokens=mean)
     if oracle["lengths"] == "lognormal":

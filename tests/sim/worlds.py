@@ -20,7 +20,6 @@ from simtune.testing.clusters import stream_of
 from simtune.workload.requests import RequestStream
 from tests.engine.plain import PlainEngine, PlainRequest
 
-
 LONGEST_OUTPUT = 250
 """Most output tokens of a request."""
 
