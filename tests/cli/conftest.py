@@ -35,7 +35,7 @@ search:
   pp: [1]
   max_num_seqs: [64, 128]
   max_num_batched_tokens: [2048]
-  requests: 200
+  requests: 60
   confirm: {draws: 0}
 """
 

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -34,6 +35,12 @@ FILES = {
 }  # fmt: skip
 
 Call = Callable[..., Any]
+
+
+@pytest.fixture
+def earlier_run(desk: Any, tiny_run: Path) -> None:
+    """A finished search of the study of the desk, in the folder `run`."""
+    shutil.copytree(tiny_run, desk.folder / "run")
 
 
 def test_run_directory_holds_exactly_the_documented_files(tiny_run: Path, bytes_of: Call) -> None:
@@ -89,7 +96,9 @@ def test_two_processes_with_different_hash_seeds_write_the_same_bytes(typed: Cal
     desk.study("  tp: [1, 2]\n  pp: [1]", "  tp: [1, 2]\n  pp: [1, 2]")
     first = typed("optimize", "study.yaml", "--out", "one", "--jobs", 1, PYTHONHASHSEED="1")
     second = typed("optimize", "study.yaml", "--out", "two", "--jobs", 2, PYTHONHASHSEED="2", **ELSEWHERE)
-    assert (first.code, first.err) == (second.code, second.err) == (0, "")
+    assert (first.code, second.code) == (0, 0)
+    # Progress is for searches of more than 20 s, which a busy machine makes of any.
+    assert all(line.startswith("plans: ") for line in (first.err + second.err).splitlines()), (first.err, second.err)
     assert first.out.replace("one/", "two/") == second.out
     one, two = bytes_of(desk.folder / "one"), bytes_of(desk.folder / "two")
     assert set(one) == set(two) == FILES
@@ -104,12 +113,13 @@ def test_two_processes_with_different_hash_seeds_write_the_same_bytes(typed: Cal
     assert manifests[0] == manifests[1]
 
 
-def test_manifest_distinguishes_inputs(desk: Any) -> None:
+def test_manifest_distinguishes_inputs(desk: Any, tiny_run: Path) -> None:
     def inputs(out: str, *more: str) -> Any:
         assert desk.optimize("--out", out, *more).code == 0
         return json.loads((desk.folder / out / "manifest.json").read_text())
 
-    first, again, other = inputs("a"), inputs("b"), inputs("c", "--seed", "3")
+    first = json.loads((tiny_run / "manifest.json").read_text())
+    again, other = inputs("b"), inputs("c", "--seed", "3")
     assert first["inputs"] == again["inputs"]
     changed = {key for key in first["inputs"] if first["inputs"][key] != other["inputs"][key]}
     assert changed == {"study:tiny"}
@@ -131,9 +141,9 @@ def test_simulate_accepts_the_plan_and_gives_the_chosen_result_again(desk: Any) 
     """At the workload's own rate optimize and simulate run the very same thing."""
     desk.write("study.yaml", (desk.folder / "study.yaml").read_text() + "objective: e2el\n")
     assert desk.optimize().code == 0
-    said = desk.simulate("--plan", "run/plan.yaml", "--json")
-    assert said.code == 0
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
+    said = desk.simulate("--plan", "run/plan.yaml", "--json", "--requests", summary["requests"])
+    assert said.code == 0
     again = said.json
     assert again["plan"] == summary["plan"]
     assert again["metrics"] == summary["metrics"]
@@ -167,8 +177,8 @@ def test_simulate_at_the_rate_found_meets_the_slo_and_well_above_it_does_not(des
     assert tpot_p99_s(rate) <= limit_s < tpot_p99_s(1.3 * rate)
 
 
+@pytest.mark.usefixtures("earlier_run")
 def test_report_draws_the_same_page_again(typed: Call, desk: Any, bytes_of: Call) -> None:
-    assert desk.optimize().code == 0
     before = bytes_of(desk.folder / "run")
     (desk.folder / "run" / "report.html").unlink()
     said = typed("report", "run", PYTHONHASHSEED="5")
@@ -191,8 +201,8 @@ def test_a_simulation_leaves_a_run_directory_too(desk: Any, bytes_of: Call, call
 # --- what is there already --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("earlier_run")
 def test_an_earlier_run_is_kept_without_force_and_replaced_with_it(desk: Any, bytes_of: Call) -> None:
-    assert desk.optimize().code == 0
     message = desk.refused(desk.optimize, "--seed", 5)
     assert message == "run: holds an earlier run; give --force to replace it, or name another folder"
     (desk.folder / "run" / "left.over").touch()
@@ -302,8 +312,8 @@ def test_an_interrupted_report_leaves_the_old_page(desk: Any, call: Call, monkey
         desk.refused(call, "report", "run", code=130)
 
 
+@pytest.mark.usefixtures("earlier_run")
 def test_an_interrupt_before_there_is_a_plan_writes_nothing(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert desk.optimize().code == 0
     monkeypatch.setattr("simtune.tuner.search.front.answer", breaking(best_first.optimize, KeyboardInterrupt(), 1))
     assert desk.refused(desk.optimize, "--force", code=130) == "interrupted; what was not finished was not written"
 
