@@ -33,6 +33,8 @@ LONG_BESIDES = frozenset(
         "tests/docs/test_site.py::test_the_functions_of_the_api_are_described",
         "tests/tuner/test_classes.py::test_worths_that_prove_nothing_rule_nothing_out",
         "tests/tuner/test_certificate.py::test_certify_refuses",
+        "tests/tuner/test_front.py::test_whatever_is_changed_is_refused",
+        "tests/profiling/test_profile_run.py::test_sentinels_come_at_even_distances",
         "tests/tuner/test_margin.py::test_more_confidence_is_a_lower_rate_that_more_worlds_keep",
         "tests/package/test_wheel.py::test_the_wheel_brings_no_other_top_level_name",
         "tests/validation/test_closed_loop.py::test_a_folder_is_one_studys",
