@@ -86,7 +86,7 @@ def _sweep(out: Path) -> None:
 
 
 def _reproduce(out: Path) -> None:
-    systems = ("sarathi", "dms", "medusa")
+    systems = ("blasst", "dms", "markov-transformers")
     kept = ("--journal", str(out / "findings.jsonl"), "--html", str(out / "page.html"), "--force")
     _simtune("reproduce", *systems, *kept, "--jobs", "1", "--quiet")
 
