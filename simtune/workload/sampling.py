@@ -100,41 +100,12 @@ def lengths_at(lengths: Lengths, levels: Array) -> Ints:
 
 
 def normal_quantiles(levels: Array) -> Array:
-    """Return quantiles of the standard normal distribution at levels in [0, 1), those of `NormalDist().inv_cdf` to the
-    last bit: a seed names the same lengths whatever computes them.
+    """Return quantiles of the standard normal distribution at levels in [0, 1).
 
     Not by scipy.special, whose import takes longer than a short simulation.
     """
-    q = levels - 0.5
-    r = 0.180625 - q * q
-    # The operations of CPython's `inv_cdf`, in its order, on all levels at once.
-    quantiles: Array = _horner(_NUMERATOR, r) * q / _horner(_DENOMINATOR, r)
-    tails = np.abs(q) > _CENTRE
-    if tails.any():
-        # One by one: numpy's logarithm may differ from the C library's in the last bit.
-        quantile = NormalDist().inv_cdf
-        quantiles[tails] = [quantile(level) if level > 0 else -math.inf for level in levels[tails].tolist()]
-    return quantiles
-
-
-_CENTRE = 0.425
-"""Distance from the median up to which one rational function gives normal quantiles: Wichura, algorithm AS 241, Applied
-Statistics 37 (1988). The coefficients are its `PPND16`, highest power first."""
-_NUMERATOR = (
-    2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
-    1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0,
-)  # fmt: skip
-_DENOMINATOR = (
-    5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
-    5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0,
-)  # fmt: skip
-
-
-def _horner(coefficients: Sequence[float], x: Array) -> Array:
-    value = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        value = value * x + coefficient
-    return value
+    quantile = NormalDist().inv_cdf
+    return np.array([quantile(level) if level > 0 else -math.inf for level in levels.tolist()])
 
 
 def _sample(lengths: Lengths, uniforms: Array, trace: Trace | None, side: str, first: int = 0) -> Ints:
