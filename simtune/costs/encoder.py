@@ -23,6 +23,7 @@ import numpy as np
 
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Profile
+from simtune.costs.remembered import RememberedProfile
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, FloatDtype
 from simtune.specs.hardware import Hardware
@@ -63,7 +64,7 @@ class EncoderCosts:
     ) -> None:
         """`factor` multiplies all times, for a world in which they are off. `profile` replaces that of the hardware, to
         record which operators are used."""
-        profile = profile or Profile(hardware)
+        profile = profile or RememberedProfile.of(hardware)
         kinds = model.towers.kinds if pool.encoder is None else pool.encoder.kinds(model.towers)
         self._of_kind = {kind: self._tower_costs(model, profile, pool, kind) for kind in kinds}
         self._factor = factor

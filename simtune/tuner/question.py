@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.results.result import WHOLE, Result
-from simtune.sim.deployment import Deployment, deploy, length_limit
+from simtune.sim.deployment import Deployment, deploy, max_model_len_for, shortest_and_longest
 from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
@@ -203,19 +203,27 @@ class Question:
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
-        return max(length_limit(model, stream) for stream in self._longest_draws(candidates) for model in self.models)
+        lengths = self._longest_draws(candidates)
+        return max(max_model_len_for(model, *of_draw) for of_draw in lengths for model in self.models)
 
     def longest_request(self, candidates: Iterable[Candidate]) -> int:
         """Return the tokens of the longest request that may be simulated, prompt and output."""
-        streams = self._longest_draws(candidates)
-        return max(int((stream.prompt_tokens + stream.output_tokens).max()) for stream in streams)
+        return max(longest for _, longest in self._longest_draws(candidates))
 
-    def _longest_draws(self, candidates: Iterable[Candidate]) -> Iterator[RequestStream]:
-        """Yield every draw of the requests, as long as a run may become."""
+    def _longest_draws(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
+        """Return the tokens of the shortest and the longest request of every draw, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
         requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
-        for draw in range(1 + self.study.search.confirm.draws):
-            yield self.draws.stream(requests, draw)
+        # several parts of a search ask, and each draw takes longer than a simulation of few requests
+        if requests not in self._drawn_lengths:
+            draws = range(1 + self.study.search.confirm.draws)
+            self._drawn_lengths[requests] = [shortest_and_longest(self.draws.stream(requests, draw)) for draw in draws]
+        return self._drawn_lengths[requests]
+
+    @cached_property
+    def _drawn_lengths(self) -> dict[int, list[tuple[int, int]]]:
+        """Tokens of the shortest and the longest request of each draw, by the number of requests."""
+        return {}
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from simtune.workload.sampling import MEDIA, ItemStreams, Span, drawn
 
 _NAMED = 1 << 62
 """Names of blocks with items are at least this; those of prefixes are smaller."""
+MOST_SIZES = 1 << 16
+"""Sizes of items of one load whose shapes are kept."""
 _KIND = 1 << 56
 """Distance of the names of items of different kinds; those of images begin at 0."""
 
@@ -178,7 +181,7 @@ def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedi
     size, tower = size[present], towers.of(load.kind)
     shape = np.zeros((len(size), 4), dtype=np.int64)
     if tower is not None and len(size):
-        shape = np.array([_shape(load, towers, *row) for row in size.tolist()]).astype(np.int64)
+        shape = _shapes(load, towers, size)
     number = MEDIA_KINDS.index(load.kind)
     return RequestMedia(
         begin=np.concatenate([[0], np.cumsum(per_request)]),
@@ -192,7 +195,25 @@ def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedi
     )
 
 
-@lru_cache(maxsize=1 << 14)
+def _shapes(load: LoadMedia, towers: Towers, size: Array) -> Ints:
+    """Return the sizes of items as rows of `MediaShape`. Raises ValueError for an item that makes no token."""
+    shapes = _shapes_of_sizes(load, towers)
+    rows = []
+    for row in map(tuple, size.tolist()):
+        if row not in shapes:
+            if len(shapes) >= MOST_SIZES:
+                shapes.clear()
+            shapes[row] = _shape(load, towers, *row)
+        rows.append(shapes[row])
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=4 * len(rows)).reshape(-1, 4)
+
+
+@lru_cache(maxsize=8)
+def _shapes_of_sizes(load: LoadMedia, towers: Towers) -> dict[tuple[float, ...], MediaShape]:
+    """Shapes of the items of a load by their sizes, for all of its draws: a search draws the same requests often."""
+    return {}
+
+
 def _shape(load: LoadMedia, towers: Towers, width: float, height: float, seconds: float) -> MediaShape:
     """Raise ValueError for an item that makes no token."""
     try:

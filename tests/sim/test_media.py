@@ -16,6 +16,7 @@ from simtune.specs.plan import Plan
 from simtune.specs.tower import media_words
 from simtune.specs.towers import Towers
 from simtune.specs.workload import Workload
+from simtune.workload import media as media_of_loads
 from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
 from tests.sim.test_images import same
@@ -224,3 +225,17 @@ def test_an_item_without_a_token_is_refused(media: dict[str, Any], why: str) -> 
 def test_impossible_media_are_refused(media: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         load(**media)
+
+
+def test_items_are_sized_as_the_encoder_sizes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that come again, in one draw or in the next one, are looked up; more of them than are kept change
+    nothing."""
+    monkeypatch.setattr(media_of_loads, "MOST_SIZES", 3)
+    vision, sides = MODEL.towers.vision, {"levels": [0, 1], "pixels": [28, 1900]}
+    assert vision is not None
+    for seed in (0, 1, 0):
+        drawn = build_stream(load(images={"sizes": [{"width": sides, "height": 448}]}), None, requests=40, seed=seed,
+                             towers=MODEL.towers).media  # fmt: skip
+        assert drawn is not None
+        expected = [vision.shape(int(width), int(height)) for width, height, _ in drawn.size.tolist()]
+        assert [tuple(row) for row in drawn.shape.tolist()] == expected
