@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.results.result import WHOLE, Result
-from simtune.sim.deployment import Deployment, deploy, max_model_len_for, shortest_and_longest
+from simtune.sim.deployment import Deployment, deploy, max_model_len_for
 from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
@@ -25,9 +25,10 @@ from simtune.tuner.candidate_costs import ShareKey, idle_j_per_token, of_all, pa
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
-from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
+from simtune.tuner.search.draws import MOST_REQUESTS, DrawnLengths, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
+from simtune.workload.trace_media import media_kinds
 
 CAPACITY_REQUESTS = 8000
 """Least number of requests whose mean lengths a capacity is of."""
@@ -213,17 +214,11 @@ class Question:
     def _longest_draws(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
         """Return the tokens of the shortest and the longest request of every draw, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
-        requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
-        # several parts of a search ask, and each draw takes longer than a simulation of few requests
-        if requests not in self._drawn_lengths:
-            draws = range(1 + self.study.search.confirm.draws)
-            self._drawn_lengths[requests] = [shortest_and_longest(self.draws.stream(requests, draw)) for draw in draws]
-        return self._drawn_lengths[requests]
+        return self._drawn_lengths.of(max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS)))
 
     @cached_property
-    def _drawn_lengths(self) -> dict[int, list[tuple[int, int]]]:
-        """Tokens of the shortest and the longest request of each draw, by the number of requests."""
-        return {}
+    def _drawn_lengths(self) -> DrawnLengths:
+        return DrawnLengths(self.draws, 1 + self.study.search.confirm.draws)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in
@@ -234,7 +229,7 @@ class Question:
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        settings |= {"encoder": {}} if self.workload.media and shape.role != "decode" else {}
+        settings |= {"encoder": {}} if media_kinds(self.workload, self.trace) and shape.role != "decode" else {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

@@ -47,6 +47,14 @@ class PromptItem(NamedTuple):
     kind: MediaKind
 
 
+class ItemCounts(NamedTuple):
+    """Items of one kind that requests are stated to have."""
+
+    per_request: Ints
+    most: int
+    """Most items of one request of the whole load, by which draws are numbered."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMedia:
     """Media of requests, one array item each, in order of requests and of their prompts.
@@ -110,6 +118,23 @@ class RequestMedia:
             start=self.start[at], shape=self.shape[at],
         )  # fmt: skip
 
+    def largest_requests(self) -> RequestMedia:
+        """Return the items of the requests that need most of an engine: with the most items of each kind, and with the
+        largest item."""
+        if not len(self):
+            return self.rows(np.zeros(1, dtype=np.int64))
+        owner = np.repeat(np.arange(len(self.per_request)), self.per_request)
+        most = [int(np.bincount(owner[self.kind == kind]).argmax()) for kind in np.unique(self.kind)]
+        return self.rows(np.array([*most, owner[self.shape[:, 2].argmax()]]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[RequestMedia]) -> RequestMedia:
+        """Return the items of the requests of several parts, one part after another."""
+        columns = ("kind", "name", "repeated", "size", "start", "shape")
+        counts = np.concatenate([part.per_request for part in parts])
+        together = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
+        return cls(np.concatenate([[0], np.cumsum(counts)]), **together, sized=all(part.sized for part in parts))
+
     def kept(self, seen: NDArray[np.bool_]) -> RequestMedia:
         """Return the items of the requests for which `seen` is true."""
         return self.rows(np.flatnonzero(seen))
@@ -129,24 +154,28 @@ _REMEDIES: dict[MediaKind, tuple[str, str]] = {
 """Key of a load, and the cause and remedy if a model does not read its items, by kind."""
 
 
-def check_sees(towers: Towers, workload: Workload, model: str) -> None:
-    """Raise UsageError if a load has items for which the model has no encoder."""
-    for media in workload.media:
-        if towers.of(media.kind) is None:
-            key, why = _REMEDIES[media.kind]
+def check_sees(towers: Towers, workload: Workload, model: str, kinds: Sequence[MediaKind]) -> None:
+    """Raise UsageError if a load has items of `kinds`, and the model has no encoder for one of them."""
+    for kind in kinds:
+        if towers.of(kind) is None:
+            key, why = _REMEDIES[kind]
             raise UsageError(
                 f"workload {workload.name} has {key}, and model {model} {why}, use a config.json of a family that is "
                 f"read (docs/inputs.md), or remove {key}"
             )
 
 
-def draw_media(loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span) -> RequestMedia:
+def draw_media(
+    loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span, image_counts: ItemCounts | None = None
+) -> RequestMedia:
     """Return the items of a range of requests; sized if the facts of a model are given, except for `start`, which
-    counts from the first item of each request.
+    counts from the first item of each request. `image_counts` are the images of each request, in place of those that
+    would be drawn.
 
     Raises ValueError for a video or recording that is too short for a token of the prompt.
     """
-    media = _together([_draw(load, towers, seed, span) for load in loads])
+    counts = {"image": image_counts}
+    media = _together([_draw(load, towers, seed, span, counts.get(load.kind)) for load in loads])
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
     first = np.repeat(media.begin[:-1], media.per_request)
     return replace(media, start=before - before[first] if len(before) else before)
@@ -164,13 +193,20 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
     return together._items(begin, np.argsort(owner, kind="stable"))
 
 
-def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedia:
-    """Return the items of one kind."""
-    streams = MEDIA[load.kind]
-    counts = np.array(load.per_request, dtype=np.int64)
+def _per_request(load: LoadMedia, seed: int, span: Span) -> Ints:
+    """Return the number of items of each request, drawn."""
+    streams, counts = MEDIA[load.kind], np.array(load.per_request, dtype=np.int64)
     pick = np.minimum((drawn(seed, streams.number, span) * len(counts)).astype(np.int64), len(counts) - 1)
-    per_request = np.where(drawn(seed, streams.share, span) < load.share, counts[pick], 0)
-    most, slots = load.most, Span(span.first * load.most, span.end * load.most)
+    per_request: Ints = np.where(drawn(seed, streams.share, span) < load.share, counts[pick], 0)
+    return per_request
+
+
+def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span, counts: ItemCounts | None) -> RequestMedia:
+    """Return the items of one kind; `counts` are those of each request unless they are drawn."""
+    streams = MEDIA[load.kind]
+    per_request = _per_request(load, seed, span) if counts is None else counts.per_request
+    most = load.most if counts is None else counts.most
+    slots = Span(span.first * most, span.end * most)
     present = (np.arange(most) < per_request[:, None]).reshape(-1)
     name, size = _names(load, seed, slots), _sizes(load, seed, slots, streams.new)
     repeated = np.zeros(len(name), dtype=bool)

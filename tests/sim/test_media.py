@@ -19,6 +19,7 @@ from simtune.specs.workload import Workload
 from simtune.workload import media as media_of_loads
 from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.trace_media import media_kinds
 from tests.sim.test_images import same
 
 SEES, HEARS, H100 = load_model("qwen2.5-vl-7b"), load_model("voxtral-mini-3b"), load_hardware("h100-sxm")
@@ -192,7 +193,7 @@ def test_an_instance_that_takes_nothing_is_refused() -> None:
 )
 def test_a_model_that_does_not_read_a_kind_is_refused(model: Any, media: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why.replace(".", r"\.")):
-        check_sees(model.towers, load(**media), model.name)
+        check_sees(model.towers, load(**media), model.name, media_kinds(load(**media), None))
 
 
 @pytest.mark.parametrize(
