@@ -212,7 +212,6 @@ class Question:
         return max(longest for _, longest in self._longest_draws(candidates))
 
     def _longest_draws(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
-        """Return the tokens of the shortest and the longest request of every draw, as long as a run may become."""
         widest = max(candidates, key=self.num_requests)
         return self._drawn_lengths.of(max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS)))
 
