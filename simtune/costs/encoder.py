@@ -153,7 +153,7 @@ class TowerCosts:
         if shards > 1:
             layers += 2 * tower.layers * self._all_reduce_s(patches * tower.hidden_size)
         stem = sum(self._gemm_s(math.ceil(patches * rows), n, k) for rows, n, k in tower.stem)
-        return layers + stem + tower.num_projectors * self._projector_s(vectors)
+        return layers + stem + tower.num_projectors * self._projector_s(tower.projected(patches, vectors))
 
     def _projector_s(self, vectors: int) -> float:
         """Seconds of one projector: over ranks, products are divided by columns and by rows in turn."""

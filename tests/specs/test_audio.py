@@ -19,12 +19,8 @@ from pydantic import ValidationError
 from simtune.specs.audio import Audio
 from simtune.specs.catalog import load_model
 from tests.specs.test_hf_config import read
-from tests.specs.test_vision import TEXT
+from tests.specs.test_vision import EXPERTS, TEXT
 
-EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
-}  # fmt: skip
 QWEN2 = ("Qwen2AudioForConditionalGeneration", "qwen2", {"d_model": 1280})
 VOXTRAL = ("VoxtralForConditionalGeneration", "llama", {"hidden_size": 1280, "intermediate_size": 5120})
 OMNI25 = ("Qwen2_5OmniModel", "qwen2_5_omni_text", {"d_model": 1280, "output_dim": 3584})
