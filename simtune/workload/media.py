@@ -33,7 +33,8 @@ _NAMED = 1 << 62
 MOST_SIZES = 1 << 16
 """Sizes of items of one load whose shapes are kept."""
 _KIND = 1 << 56
-"""Distance of the names of items of different kinds; those of images begin at 0."""
+"""Distance of the names of items of different kinds; those of images begin at 0, those of the sound of videos behind
+all kinds."""
 
 
 class PromptItem(NamedTuple):
@@ -159,6 +160,8 @@ def check_sees(towers: Towers, workload: Workload, model: str, kinds: Sequence[M
     for kind in kinds:
         if towers.of(kind) is None:
             key, why = _REMEDIES[kind]
+            if kind == "audio" and workload.audio is None and workload.videos is not None and workload.videos.sound:
+                key = "videos.sound"
             raise UsageError(
                 f"workload {workload.name} has {key}, and model {model} {why}, use a config.json of a family that is "
                 f"read (docs/inputs.md), or remove {key}"
@@ -175,7 +178,12 @@ def draw_media(
     Raises ValueError for a video or recording that is too short for a token of the prompt.
     """
     counts = {"image": image_counts}
-    media = _together([_draw(load, towers, seed, span, counts.get(load.kind)) for load in loads])
+    of_loads: list[RequestMedia] = []
+    for load in loads:
+        of_loads.append(_draw(load, towers, seed, span, counts.get(load.kind)))
+        if isinstance(load, LoadVideos) and load.sound:
+            of_loads.append(_sound_of(of_loads[-1], towers))
+    media = _together(of_loads)
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
     first = np.repeat(media.begin[:-1], media.per_request)
     return replace(media, start=before - before[first] if len(before) else before)
@@ -191,6 +199,26 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
     begin = np.sum([media.begin for media in of_kinds], axis=0)
     together = RequestMedia(begin, **joined, sized=all(media.sized for media in of_kinds))
     return together._items(begin, np.argsort(owner, kind="stable"))
+
+
+def _sound_of(videos: RequestMedia, towers: Towers) -> RequestMedia:
+    """Return the sound of videos: a recording for each, which is the same one where the video is."""
+    seconds, audio = videos.size[:, 2], towers.audio
+    shape = np.zeros((len(videos), 4), dtype=np.int64)
+    if audio is not None and len(videos):
+        lengths, of_length = np.unique(seconds, return_inverse=True)
+        try:
+            shape = np.array([audio.shape(length) for length in lengths.tolist()], dtype=np.int64)[of_length]
+        except ValueError as error:
+            raise ValueError(f"videos.seconds: {error}") from None
+    return replace(
+        videos,
+        kind=np.full(len(videos), MEDIA_KINDS.index("audio"), dtype=np.int64),
+        name=videos.name + (len(MEDIA_KINDS) - MEDIA_KINDS.index("video")) * _KIND,
+        size=videos.size * np.array([0.0, 0.0, 1.0]),
+        shape=shape,
+        sized=audio is not None,
+    )
 
 
 def _per_request(load: LoadMedia, seed: int, span: Span) -> Ints:

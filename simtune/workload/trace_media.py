@@ -32,6 +32,8 @@ def replays_rows(workload: Workload, trace: Trace | None) -> bool:
 def media_kinds(workload: Workload, trace: Trace | None) -> tuple[MediaKind, ...]:
     """Return the kinds of media in the requests of a load, its own or those of the trace that it replays."""
     kinds: set[MediaKind] = {media.kind for media in workload.media}
+    if workload.videos is not None and workload.videos.sound:
+        kinds.add("audio")
     if trace is not None and trace.media is not None and replays_rows(workload, trace):
         kinds |= _kinds_of(trace)
     return tuple(kind for kind in MEDIA_KINDS if kind in kinds)

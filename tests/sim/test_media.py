@@ -122,6 +122,39 @@ def test_items_of_different_kinds_are_not_the_same() -> None:
     assert len(clip.hash_ids[0]) == (12 * 100 + 2) // 16
 
 
+def test_the_sound_of_a_video_is_a_recording_of_its_length() -> None:
+    """It stands behind the video, takes what such a recording takes, and comes again with the video."""
+    clip = {**CLIP, "seconds": 12}
+    silent, heard, alone = (
+        requests(1, videos=clip),
+        requests(1, videos={**clip, "sound": True}),
+        requests(1, audio={"seconds": 12}),
+    )
+    assert heard.media is not None
+    assert alone.media is not None
+    video, sound = heard.media.of(0)
+    (recording,) = alone.media.of(0)
+    assert (video.kind, sound.kind, sound.shape, sound.start) == ("video", "audio", recording.shape, video.shape.tokens)
+    assert sound.name not in (video.name, recording.name)
+    assert heard.prompt_tokens[0] == silent.prompt_tokens[0] + recording.shape.tokens
+    costs = EncoderCosts(MODEL, H100, deployed({}).plan.pools[0])
+    works = [Work.of(item.shape, item.kind) for item in (video, sound)]
+    assert costs.seconds(works) == pytest.approx(sum(costs.seconds([work]) for work in works))
+    again = requests(60, videos={**clip, "sound": True, "repeats": {"share": 1.0, "items": 2}}).media
+    assert again is not None
+    assert {(video.name, sound.name) for video, sound in map(again.of, range(60))} == {
+        (name, name + sound.name - video.name) for name in (video.name, video.name + 1)
+    }
+    (work,) = deployed({}).simulate(requests(60, videos={**clip, "sound": True})).summary().encoders
+    assert work.encoded_images == 120
+
+
+def test_the_sound_of_videos_needs_a_model_that_hears() -> None:
+    workload = load(videos={**CLIP, "sound": True})
+    with pytest.raises(UsageError, match=r"w has videos\.sound, and model qwen2\.5-vl-7b states no audio encoder"):
+        check_sees(SEES.towers, workload, SEES.name, media_kinds(workload, None))
+
+
 def test_a_request_has_the_same_items_whatever_else_is_drawn() -> None:
     few, many = requests(40, **LENGTHS), requests(400, **LENGTHS)
     assert few.media is not None
