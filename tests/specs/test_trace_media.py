@@ -18,6 +18,7 @@ from simtune.specs.trace_media import TraceItem
 from simtune.specs.trace_write import trace_text
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
+from simtune.workload.load_fit import fit_workload
 from simtune.workload.requests import build_stream
 from tests.specs.test_traces import problems, written
 
@@ -132,6 +133,11 @@ def test_cuts_take_the_items_along_and_files_share_none() -> None:
     assert scaled(trace, 2.0).media == trace.media
     names = [[item.name for item in items] for items in merged([trace, trace]).media or ()]
     assert sorted(names) == sorted([["0:logo"], ["1:logo"], [], [], ["0:logo"], ["1:logo"]])
+
+
+def test_a_fitted_spec_says_that_it_has_no_items() -> None:
+    trace = made([[TraceItem("image", None, 28, 28)] for _ in range(40)])
+    assert "40 images in 40 of 40 requests; replay the trace itself" in fit_workload(trace, "t").lost
 
 
 # --- replayed ---------------------------------------------------------------------------------------------
