@@ -104,7 +104,7 @@ def encoder_files(
     assert stage is not None
     if problems := [*refusals(plan, model, stage, devices_per_node)]:
         raise UsageError("\n".join(problems))
-    changes: dict[str, Any] = {"name": stage.name, "instances": stage.instances, "spare": 0}
+    changes: dict[str, Any] = {"name": stage.name, "instances": stage.instances, "spare": 0, "autoscaling": None}
     changes["parallelism"] = Parallelism(tp=stage.devices)
     encoders = plan.pools[0].model_copy(update={**changes, "speculation": None, "lora": None})
     servers = plan.model_copy(update={"pools": (encoders, *plan.pools)})
@@ -115,6 +115,8 @@ def encoder_files(
 def refusals(plan: Plan, model: Model, stage: Stage, devices_per_node: int) -> Iterator[str]:
     """Yield the reasons why SGLang would not run the stage of a plan beside its pool."""
     where, vision = f"{plan.name}: stage {stage.name}", model.vision
+    if any(pool.name == stage.name for pool in plan.pools):
+        yield f"{where}: its settings and those of the pool would be one file; give the stage another name"
     if len(plan.pools) > 1 or plan.pools[0].role != "mixed":
         yield f"{where}: encoder servers are written in front of one pool with role mixed; start the others by hand"
     elif plan.num_devices > devices_per_node:
