@@ -51,6 +51,7 @@ from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
 from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.trace_media import media_kinds
 
 if TYPE_CHECKING:
     # A simulation needs no tuner: importing it takes a third of the time in which a command starts.
@@ -258,7 +259,7 @@ def set_up(
 ) -> Experiment:
     """Draw the requests and deploy the plan, which names what it is deployed on. See `simulate`."""
     workload, trace, towers = specs.workload, specs.trace, specs.model.towers
-    check_sees(towers, workload, specs.model.name)
+    check_sees(towers, workload, specs.model.name, media_kinds(workload, trace))
     stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed, towers=towers)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
@@ -276,8 +277,10 @@ def stream(
 ) -> tuple[Deployment, StreamedResult]:
     """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
     within `simtune.results.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
-    workload = specs.workload
-    load = StreamedLoad(workload, specs.trace, requests=requests or workload.requests, seed=seed, rate_rps=rate_rps)
+    workload, trace, towers = specs.workload, specs.trace, specs.model.towers
+    check_sees(towers, workload, specs.model.name, media_kinds(workload, trace))
+    number = requests or workload.requests
+    load = StreamedLoad(workload, trace, requests=number, seed=seed, rate_rps=rate_rps, towers=towers)
     deployment = _deployed(specs, load.extremes, costs)
     return deployment, simulate_streamed(deployment, load, seed=seed, watch=watch)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Profile
+from simtune.costs.remembered import RememberedProfile
 from simtune.errors import Infeasible
 from simtune.specs.base import DTYPE_BYTES, FloatDtype
 from simtune.specs.hardware import Hardware
@@ -63,7 +64,7 @@ class EncoderCosts:
     ) -> None:
         """`factor` multiplies all times, for a world in which they are off. `profile` replaces that of the hardware, to
         record which operators are used."""
-        profile = profile or Profile(hardware)
+        profile = profile or RememberedProfile.of(hardware)
         kinds = model.towers.kinds if pool.encoder is None else pool.encoder.kinds(model.towers)
         self._of_kind = {kind: self._tower_costs(model, profile, pool, kind) for kind in kinds}
         self._factor = factor
@@ -152,7 +153,7 @@ class TowerCosts:
         if shards > 1:
             layers += 2 * tower.layers * self._all_reduce_s(patches * tower.hidden_size)
         stem = sum(self._gemm_s(math.ceil(patches * rows), n, k) for rows, n, k in tower.stem)
-        return layers + stem + tower.num_projectors * self._projector_s(vectors)
+        return layers + stem + tower.num_projectors * self._projector_s(tower.projected(patches, vectors))
 
     def _projector_s(self, vectors: int) -> float:
         """Seconds of one projector: over ranks, products are divided by columns and by rows in turn."""

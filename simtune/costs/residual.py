@@ -179,10 +179,17 @@ class Process:
         return _cholesky(self._covariance(self.points), self.hyper.noise)
 
     def _covariance(self, x: Array) -> Array:
-        a, b = x / self.hyper.length, self.points / self.hyper.length
-        squares = (a * a).sum(1)[:, None] + (b * b).sum(1)
-        squares -= 2 * a @ b.T
+        points, norms = self._scaled
+        a = x / self.hyper.length
+        squares = (a * a).sum(1)[:, None] + norms
+        squares -= 2 * a @ points.T
         return self.hyper.kernel(squares)
+
+    @cached_property
+    def _scaled(self) -> tuple[Array, Array]:
+        """Points in units of the lengths, and their squared norms, which every prediction needs."""
+        scaled = self.points / self.hyper.length
+        return scaled, (scaled * scaled).sum(1)
 
 
 def fit_process(by_name: dict[str, Array], z: Array, like: Process | None = None) -> Process | None:

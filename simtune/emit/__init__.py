@@ -101,7 +101,7 @@ def engine_files(
     its servers are not made of.
     """
     emitter = _writer(plan)
-    if emitter is None or plan.stages:
+    if emitter is None or not emitter.takes_stages(plan):
         return {}
     drafting = [
         (emitter.of(pool.engine), pool.speculation, draft_models.get(pool.speculation.drafter.own_model or ""))
@@ -125,12 +125,13 @@ def why_none(plan: Plan) -> str:
     """Why there are no settings for any engine."""
     if any(pool.engine == NO_ENGINE for pool in plan.pools):
         return "the plan is for no engine (engine: none)"
-    if plan.stages:
+    writer = _writer(plan)
+    if plan.stages and not (writer is not None and writer.takes_stages(plan)):
         return "no engine has settings for the stages that its requests go through"
     policies = sorted({p.batching.policy for p in plan.pools if engine_for(p.batching.policy) is None})
     if policies:
         return f"no engine has policy {' or '.join(policies)}"
-    if _writer(plan) is None:
+    if writer is None:
         return "no engine schedules and preempts as the plan does"
     return "no engine has settings for its drafts"
 

@@ -153,6 +153,10 @@ class Emitter(ABC):
         """
         raise UsageError(f"{self.title}: only speculative-decoding settings can be emitted")
 
+    def takes_stages(self, plan: Plan) -> bool:
+        """Return True if the engine has servers for what requests go through before or beside it."""
+        return not plan.stages
+
     def server_files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
     ) -> EngineFiles:

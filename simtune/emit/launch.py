@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from simtune.specs.model import Model
@@ -29,6 +30,8 @@ class Server(NamedTuple):
     """Notes on prefill and decode instances apart."""
     apart_options: str = ""
     """Shell text that follows the command if prefill and decode instances are apart."""
+    more: Mapping[str, str] = MappingProxyType({})
+    """Shell text that follows the number of an instance, as argument $4, by the name of its settings file."""
     multi_node: str = "see its page on multi-node serving"
 
     def settings_file(self, pool: Pool) -> str:
@@ -71,7 +74,8 @@ def _nodes(plan: Plan, devices_per_node: int, server: Server) -> list[list[str]]
     nodes: list[list[str]] = [[] for _ in range(placed[-1].node + 1)]
     for pool, node, number, device in placed:
         visible = ",".join(str(d) for d in range(device, device + pool.model_devices))
-        nodes[node].append(f"start {server.settings_file(pool)} {visible} {number}")
+        file = server.settings_file(pool)
+        nodes[node].append(f"start {file} {visible} {number}{server.more.get(file, '')}")
     return nodes
 
 

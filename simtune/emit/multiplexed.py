@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from simtune.emit.emitter import EngineFiles, LaunchArgs
+from simtune.emit.encoder_servers import encoder_files, encoder_stage
 from simtune.emit.releases import ReleaseNumber
 from simtune.emit.serving import ServingEmitter
 from simtune.emit.sglang import NEWEST, Sglang
@@ -99,9 +100,13 @@ class MultiplexedSglang(Sglang):
 
 
 class SglangServers(Sglang):
-    """SGLang, also for prefill and decode pools on the same GPUs."""
+    """SGLang, also for prefill and decode pools on the same GPUs, and with encoders on servers of their own."""
 
     knows = Sglang.knows | {"share"}
+
+    def takes_stages(self, plan: Plan) -> bool:
+        """See `Emitter.takes_stages`."""
+        return not plan.stages or encoder_stage(plan) is not None
 
     def files(
         self, plan: Plan, model: Model, devices_per_node: int = 8, draft_models: Mapping[str, Model] | None = None
@@ -109,6 +114,8 @@ class SglangServers(Sglang):
         """See `Sglang.files`."""
         if any(pool.share is not None for pool in plan.pools):
             return _shared_files(plan, model, devices_per_node, draft_models)
+        if plan.stages:
+            return encoder_files(plan, model, devices_per_node, draft_models)
         return super().files(plan, model, devices_per_node, draft_models)
 
 

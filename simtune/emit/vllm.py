@@ -79,6 +79,7 @@ OPTIONS: dict[str, Option] = {
     "mm-encoder-tp-mode": Option(str, "encoder.tp_mode", unless="weights"),
     "disable-chunked-mm-input": Option(bool, "encoder.disable_chunked_mm_input", unless=False),
     "limit-mm-per-prompt": Option(str),
+    "video-pruning-rate": Option(float),
     "stream-interval": Option(int, "stream_interval"),
     "kv-offloading-size": Option(float),
     "enable-lora": Option(bool),
@@ -309,7 +310,7 @@ class Vllm(Emitter):
         yield from _parallelism_refusals(pool, model, self._release)
         if pool.cascade_attention and not shares_prefixes(self._release):
             yield f"cascade_attention: vLLM {self.version} has none; take release 0.28, or remove it"
-        yield from _encoder_refusals(pool, self.knows, self.version)
+        yield from _encoder_refusals(pool, model, self.knows, self.version)
         yield from placement_refusals(pool, model, self.title)
         yield from vllm_lora_refusals(pool, model, self._release)
         if pool.parallelism.elastic_experts and "enable_elastic_ep" not in self.knows:
@@ -393,7 +394,7 @@ class Vllm(Emitter):
             async_scheduling=pool.schedules_async,
             kv_transfer_config=None if pool.role == "mixed" else _NIXL,
             speculative_config=self._speculative_config(pool, drafts),
-            **{"limit_mm_per_prompt": _media_limits(pool), **later},
+            **{"limit_mm_per_prompt": _media_limits(pool), "video_pruning_rate": _pruning_rate(pool, model), **later},
         )
         assert all(isinstance(value, OPTIONS[option].type) for option, value in settings.items())
         # `option: false` is dropped without a word by some vLLM versions; `no-option: true` is understood by all.
@@ -404,6 +405,12 @@ def _media_limits(pool: Pool) -> str | None:
     """Return the most items of each kind in one prompt, as vLLM reads them; None if any number is taken."""
     limits = {} if pool.encoder is None else pool.encoder.limit_per_prompt.model_dump(exclude_none=True)
     return json.dumps(limits) if limits else None
+
+
+def _pruning_rate(pool: Pool, model: Model) -> float | None:
+    """Return the share of the embeddings of videos that are dropped; None if all stay, or if the pool takes none."""
+    video = None if model.vision is None else model.vision.video
+    return None if video is None or pool.encoder is None else video.pruning_rate or None
 
 
 # --- what vLLM refuses ------------------------------------------------------------------------------------
@@ -438,7 +445,9 @@ def _batching_refusals(pool: Pool, model: Model) -> Iterator[str]:
         )
 
 
-def _encoder_refusals(pool: Pool, known_keys: Container[str], version: str) -> Iterator[str]:
+def _encoder_refusals(pool: Pool, model: Model, known_keys: Container[str], version: str) -> Iterator[str]:
+    if _pruning_rate(pool, model) is not None and "video_pruning_rate" not in known_keys:
+        yield f"model.vision.video.pruning_rate: was not checked in vLLM {version}; take release 0.33, or set it to 0"
     if pool.encoder is not None and pool.encoder.tp_mode == "data" and "mm_encoder_tp_mode" not in known_keys:
         yield f"encoder.tp_mode: data was not checked in vLLM {version}; take release 0.28, or use weights"
     if _media_limits(pool) is not None and "limit_mm_per_prompt" not in known_keys:

@@ -24,6 +24,7 @@ _OPTIONS: Mapping[str, ReleaseNumber] = {
     # First release whose option was checked; earlier ones may have it. So of those that follow.
     "mm_encoder_tp_mode": (0, 28),
     "limit_mm_per_prompt": (0, 28),
+    "video_pruning_rate": (0, 33),
     "enable_eplb": (0, 12),
     "eplb_config": (0, 12),
     "data_parallel_backend": (0, 12),

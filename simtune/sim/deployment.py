@@ -384,9 +384,18 @@ def length_limit(model: Model, stream: RequestStream) -> int:
 
     Raises UsageError if that is below every request.
     """
+    return max_model_len_for(model, *shortest_and_longest(stream))
+
+
+def shortest_and_longest(stream: RequestStream) -> tuple[int, int]:
+    """Return the tokens of the shortest and of the longest request, prompt and output."""
     tokens = stream.prompt_tokens + stream.output_tokens
-    longest = int(tokens.max())
-    if tokens.min() > model.max_position:
+    return int(tokens.min()), int(tokens.max())
+
+
+def max_model_len_for(model: Model, shortest: int, longest: int) -> int:
+    """Return a max_model_len for requests of `shortest` to `longest` tokens, as `length_limit` does."""
+    if shortest > model.max_position:
         raise UsageError(
             f"every request is longer than max_model_len ({model.max_position} tokens), the longest of model "
             f"{model.name}: shorten the requests, or use a model with a longer context"

@@ -14,6 +14,7 @@ from simtune.engine import Request
 from simtune.engine.media import MediaItem
 from simtune.errors import UsageError
 from simtune.sim.agenda import ARRIVAL, Agenda
+from simtune.workload.media import RequestMedia
 from simtune.workload.requests import RequestStream
 
 LONGEST_S = 2.0**62 / TICKS_PER_SECOND
@@ -131,12 +132,7 @@ class RequestSource:
 
     def _media_of(self, number: int) -> tuple[MediaItem, ...]:
         """Return the media of a request as engines see them."""
-        if self._media is None:
-            return ()
-        return tuple(
-            MediaItem(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches), kind)
-            for start, name, shape, kind in self._media.of(number)
-        )
+        return () if self._media is None else media_items(self._media, number)
 
     def _allowed(self, number: int) -> int:
         """Return the output tokens that the client of a request allows: its output unless the load states more."""
@@ -190,6 +186,14 @@ class RequestSource:
                 tick = self._due[number]
             self.arrival[number] = tick
             self._agenda.post((tick, ARRIVAL, number, 0))
+
+
+def media_items(media: RequestMedia, number: int) -> tuple[MediaItem, ...]:
+    """Return the items of a request as engines see them; `number` counts the requests of `media`."""
+    return tuple(
+        MediaItem(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches), kind)
+        for start, name, shape, kind in media.of(number)
+    )
 
 
 def _compact(values: NDArray[np.int64] | NDArray[np.float64]) -> array[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,17 @@ from simtune.results.summary import Distribution, Metric
 from simtune.sim import plan_parts
 from simtune.sim.agenda import ARRIVAL, Agenda
 from simtune.sim.deployment import Deployment
+from simtune.sim.encoding import check_media
 from simtune.sim.pool_power import power_of
 from simtune.sim.recorder import COLUMNS, Recorder
-from simtune.sim.source import LONGEST_S, RequestSource
+from simtune.sim.source import LONGEST_S, RequestSource, media_items
 from simtune.sim.watch import Watch, watched
 from simtune.sim.wiring import wire
 from simtune.sim.world import World
+from simtune.specs.towers import NO_TOWERS, Towers
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Slo, TraceArrivals, Workload
+from simtune.workload.media import RequestMedia
 from simtune.workload.requests import RequestStream, draw, unit_arrivals
 from simtune.workload.sampling import Span
 
@@ -51,18 +54,16 @@ class StreamedLoad:
     """The requests of a workload, drawn as they are needed; identical to those of `build_stream`."""
 
     def __init__(
-        self, workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None
-    ) -> None:
-        """Draw all requests once to find their rate and the longest one. Raise UsageError for workloads that cannot be
-        drawn a few at a time."""
+        self, workload: Workload, trace: Trace | None, *, requests: int, seed: int, rate_rps: float | None = None,
+        towers: Towers = NO_TOWERS,
+    ) -> None:  # fmt: skip
+        """Draw all requests once to find their rate and the longest one; `towers` are the encoders of the model. Raise
+        UsageError for workloads that cannot be drawn a few at a time."""
         if workload.sessions is not None:
             raise UsageError(
                 f"workload {workload.name}: turns of a conversation depend on those before, so its requests cannot be "
                 "drawn a few at a time; leave --stream out"
             )
-        if workload.media:
-            keys, verb = workload.media_keys, "needs" if workload.media_keys == "audio" else "need"
-            raise UsageError(f"workload {workload.name}: {keys} {verb} kept requests; leave --stream out")
         if workload.warm_up:
             raise UsageError(f"workload {workload.name}: warm_up needs kept requests; leave --stream out")
         if workload.max_in_flight is not None:
@@ -75,17 +76,20 @@ class StreamedLoad:
                 f"workload {workload.name}: requests of a family wait for one another, so they cannot be drawn a few "
                 "at a time; leave --stream out"
             )
-        self.workload, self.trace, self.seed = workload, trace, seed
+        self.workload, self.trace, self.seed, self.towers = workload, trace, seed, towers
         self._requests, self._stretch = requests, 1.0
         self.head = next(self.chunks())
         self.shortest = self.longest = _row(self.head, 0)
-        last = 0.0
+        last, media = 0.0, list[RequestMedia]()
         # Drawn twice: their rate and the longest one must be known before the first one arrives.
         for chunk in self.chunks():
             last = 0.0 if chunk.arrival_s is None else float(chunk.arrival_s[-1])
             tokens = chunk.prompt_tokens + chunk.output_tokens
             self.shortest = min(self.shortest, _row(chunk, int(tokens.argmin())), key=sum)
             self.longest = max(self.longest, _row(chunk, int(tokens.argmax())), key=sum)
+            if chunk.media is not None:
+                media.append(chunk.media.largest_requests())
+        self._largest_media = RequestMedia.joined(media) if media else None
         span = 0.0 if self.head.arrival_s is None else last - float(self.head.arrival_s[0])
         self.offered_rate_rps = (requests - 1) / span if span > 0 else None
         if rate_rps is not None:
@@ -110,17 +114,19 @@ class StreamedLoad:
         arrivals, unit = self.workload.arrivals, 0.0
         for first in range(0, self._requests, CHUNK):
             span = Span(first, min(first + CHUNK, self._requests), unit)
-            chunk = draw(self.workload, self.trace, span, self.seed)
+            chunk = draw(self.workload, self.trace, span, self.seed, self.towers)
             if not isinstance(arrivals, (ClosedLoop, TraceArrivals)):
                 unit = float(unit_arrivals(arrivals, self.seed, span)[-1])
             yield chunk if chunk.arrival_s is None else replace(chunk, arrival_s=chunk.arrival_s * self._stretch)
 
     @property
     def extremes(self) -> RequestStream:
-        """The shortest and the longest request: the range that a plan must support."""
+        """The shortest and the longest request, and the media of requests with the most and the largest of them: the
+        range that a plan must support."""
         prompt, output = np.array([self.shortest, self.longest], dtype=np.int64).T
         none = np.zeros(2, dtype=np.int64)
-        return RequestStream(None, prompt, output, none, none, self.head.class_names, self.head.slos)
+        head, media = self.head, self._largest_media
+        return RequestStream(None, prompt, output, none, none, head.class_names, head.slos, media=media)
 
 
 def _row(stream: RequestStream, row: int) -> tuple[int, int]:
@@ -194,7 +200,9 @@ class StreamedSource(RequestSource):
 
     def arrive(self, number: int) -> Request:
         """Return the request that arrives now, and announce the next one."""
-        _, self._prompt[number], self._output[number], self._priority[number], kind, adapter, blocks = self._ahead
+        _, self._prompt[number], self._output[number], self._priority[number], kind, adapter, blocks, media = (
+            self._ahead
+        )
         if kind:
             self._class[number] = kind
         if number + 1 < self._count:
@@ -205,6 +213,8 @@ class StreamedSource(RequestSource):
         request.max_tokens, request.adapter = self._allowed(number), adapter
         if blocks is not None:
             request.blocks = blocks
+        if media is not None:
+            request.media = media_items(*media)
         return request
 
     def forget(self, number: int) -> tuple[int, int, int, int]:
@@ -214,8 +224,12 @@ class StreamedSource(RequestSource):
         return arrivals.pop(number, -1), prompts.pop(number, 0), outputs.pop(number, 0), classes.pop(number, 0)
 
 
-def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, int, tuple[int, ...] | None]]:
-    """Yield arrival, prompt tokens, output tokens, priority, class, adapter and blocks of every request."""
+_Row = tuple[int, int, int, int, int, int, tuple[int, ...] | None, tuple[RequestMedia, int] | None]
+
+
+def _rows(load: StreamedLoad) -> Iterator[_Row]:
+    """Yield arrival, prompt tokens, output tokens, priority, class, adapter, blocks and place of the media of every
+    request."""
     for chunk in load.chunks():
         n = len(chunk)
         arrival = np.zeros(n) if chunk.arrival_s is None else np.rint(chunk.arrival_s * TICKS_PER_SECOND)
@@ -228,7 +242,8 @@ def _rows(load: StreamedLoad) -> Iterator[tuple[int, int, int, int, int, int, tu
             np.full(n, NO_ADAPTER) if chunk.adapter is None else chunk.adapter,
         )
         blocks = [None] * n if chunk.hash_ids is None else chunk.hash_ids
-        yield from zip(*(column.tolist() for column in columns), blocks, strict=True)
+        media = repeat(None, n) if chunk.media is None else zip(repeat(chunk.media, n), range(n), strict=True)
+        yield from zip(*(column.tolist() for column in columns), blocks, media, strict=True)
 
 
 @dataclass
@@ -507,6 +522,7 @@ def simulate_streamed(
                          "at once; leave --stream out")  # fmt: skip
     if plan.stages:
         raise UsageError(f"plan {plan.name}: its stages see all requests at once; leave --stream out")
+    check_media(plan, deployment.model, load.extremes)
     brought = plan_parts.brought(plan, [pool.costs for pool in deployment.pools])
     with plan_parts.blamed(brought):
         wiring = wire(plan, deployment.model, deployment.pools, load.head, slo, seed)

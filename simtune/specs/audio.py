@@ -3,7 +3,8 @@
 Sound becomes frames of a mel spectrogram, convolutions halve their number, and some of what remains is put together or
 averaged to a token. Formulas are those of `_get_feat_extract_output_lengths` in
 vllm/model_executor/models/qwen2_audio.py and qwen3_omni_moe_thinker.py, of
-vllm/transformers_utils/processors/voxtral.py (release 0.32), and of the encoders in transformers.
+vllm/transformers_utils/processors/voxtral.py (release 0.32), of ultravox_processing.py of the checkpoints of Ultravox
+(0.5), and of the encoders in transformers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class Audio(Tower):
         description="channels of convolutions over frames and mel bins, joined by a product; over frames alone, as "
         "wide as the encoder, unless given",
     )
+    whole_tokens: bool = Field(
+        False,
+        description="each chunk makes whole tokens, the last of them of fewer patches; chunks after the first are "
+        "filled up with silence, which makes none",
+    )
     pool: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="patches that make one token of the prompt")
     pooled: bool = Field(False, description="these patches are averaged, not put beside one another")
+    gated_projector: bool = Field(False, description="half of the columns of a product gate the other half")
     positions: Annotated[int, Field(ge=0, le=2**24)] = Field(0, description="rows of its table of positions")
     markers: Markers = Field(0, description="tokens around a recording")
     ranks: Literal["share", "share_if_even", "repeat"] = Field(
@@ -53,6 +60,10 @@ class Audio(Tower):
             raise ValueError(f"a padded chunk has {self.chunk_patches} patches; pool ({self.pool}) must divide them")
         if self.padded and self.window is not None:
             raise ValueError("the patches of padded chunks attend to one another; remove window")
+        if self.whole_tokens and (self.padded or self.window is not None or self.max_frames is not None):
+            raise ValueError(
+                "whole_tokens is of chunks that attend to themselves; remove padded, window and max_frames"
+            )
         return self
 
     def patches_of(self, frames: int) -> int:
@@ -71,6 +82,8 @@ class Audio(Tower):
         frames = math.ceil(round(seconds * self.frames_per_s, 6))
         frames = frames if self.max_frames is None else min(frames, self.max_frames)
         chunks, tail = divmod(frames, self.chunk)
+        if self.whole_tokens:
+            return self._in_whole_tokens(chunks, tail)
         vectors = (chunks * self.chunk_patches + self.patches_of(tail)) // self.pool
         if self.padded and self.max_frames is None:
             # silence has tokens too, unless recordings are cut at one chunk
@@ -85,16 +98,32 @@ class Audio(Tower):
             shape = MediaShape(1, chunks * self.chunk_patches + self.patches_of(tail), vectors, vectors)
         return shape._replace(tokens=vectors + self.markers)
 
+    def _in_whole_tokens(self, chunks: int, tail: int) -> MediaShape:
+        """Return the sizes of whole chunks and a last one of `tail` frames."""
+        vectors = chunks * -(-self.chunk_patches // self.pool) + -(-self.patches_of(tail) // self.pool)
+        sequences = chunks + (tail > 0)
+        patches = self.chunk_patches if chunks else self.patches_of(tail)
+        return MediaShape(sequences, patches, vectors, vectors + self.markers)
+
     def largest_recording(self, max_model_len: int) -> MediaShape:
         """Return the sizes of the recording for which engines keep room."""
         vectors = max_model_len if self.reserved is None else self.reserved
-        chunks = -(-vectors * self.pool // self.chunk_patches)
+        of_chunk = -(-self.chunk_patches // self.pool)
+        chunks = -(-vectors // of_chunk) if self.whole_tokens else -(-vectors * self.pool // self.chunk_patches)
         return MediaShape(chunks, self.chunk_patches, vectors, vectors + self.markers)
 
     @property
     def joined(self) -> int:
         """Values that the projector reads for each vector: those of all patches, unless these are averaged."""
         return self.hidden_size * (1 if self.pooled else self.pool)
+
+    @property
+    def projector_products(self) -> list[tuple[int, int]]:
+        """(n, k) of the products of the projector."""
+        products = super().projector_products
+        if not self.gated_projector:
+            return products
+        return [products[0], *((n, k // 2) for n, k in products[1:])]
 
     @property
     def stem(self) -> list[StemProduct]:

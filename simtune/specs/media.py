@@ -184,6 +184,11 @@ class LoadVideos(LoadMedia):
         None,
         description="frames that clients send in place of a file, evenly spread over its seconds; none unless given",
     )
+    sound: bool = Field(
+        False,
+        description="the sound of each video is read too, as a recording of its length (use_audio_in_video of Omni "
+        "models)",
+    )
     repeats: RepeatedItems | None = Field(None, description="videos that come again; every video is new unless given")
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ class MediaShape(NamedTuple):
     patches: int
     """Patches of each part: tokens of the encoder, before they are merged."""
     vectors: int
-    """Embeddings that the encoder delivers for the item."""
+    """Embeddings that the encoder delivers for the item, of a video those that are not dropped again."""
     tokens: int
     """Tokens in the prompt: one for each vector, and those that mark the item, its rows, tiles or frames."""
 
@@ -88,6 +88,10 @@ class Tower(Part):
     def stem(self) -> list[StemProduct]:
         """Products that make patches, in order."""
         raise NotImplementedError
+
+    def projected(self, patches: int, vectors: int) -> int:
+        """Return the rows of the projector for items of that number of patches and embeddings."""
+        return vectors
 
     @property
     def num_projectors(self) -> int:

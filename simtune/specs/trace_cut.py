@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints, Mask
 from simtune.errors import UsageError
 from simtune.specs.input_files import shortened
+from simtune.specs.trace_media import TraceItem, renamed
 from simtune.specs.trace_turns import TraceTurns, joined
 from simtune.specs.traces import LONGEST_TRACE_S, Trace
 from simtune.specs.workload import Workload
@@ -99,6 +100,8 @@ def of_rows(trace: Trace, kept: Mask, arrival_s: Array | None, note: str) -> Tra
         session=None if trace.session is None else np.unique(trace.session[kept], return_inverse=True)[1],
         turns=None if trace.turns is None else trace.turns.kept(kept),
         adapter=None if trace.adapter is None else trace.adapter[kept],
+        media=None if trace.media is None else tuple(compress(trace.media, kept.tolist())),
+        num_images=None if trace.num_images is None else trace.num_images[kept],
         began_s=began_s,
         notes=(*trace.notes, f"{note}: {int(kept.sum()):,} of {len(trace):,} requests"),
     )
@@ -164,8 +167,8 @@ def _of_day_s(clock: str) -> float:
 def merged(traces: Sequence[Trace]) -> Trace:
     """Return several traces as one, by the time of day if all contain it, else each from its own start.
 
-    Sessions, prefixes and adapters stay those of their own file. Raises UsageError if some have times or prefixes and
-    others have not.
+    Sessions, prefixes, adapters and names of media stay those of their own file. Raises UsageError if some have times
+    or prefixes and others have not.
     """
     if len(traces) == 1:
         return traces[0]
@@ -186,6 +189,8 @@ def merged(traces: Sequence[Trace]) -> Trace:
         session=None if session is None else session[order],
         turns=None if waiting is None else joined(waiting, order),
         adapter=adapter,
+        media=_media_of_all(traces, order),
+        num_images=_image_counts_of_all(traces, order),
         began_s=min(clock) if clock else None,
         notes=tuple(f"{trace.file}: {note}" for trace in traces for note in trace.notes),
     )
@@ -201,6 +206,24 @@ def _adapters_of_all(traces: Sequence[Trace], order: Ints) -> Ints | None:
         columns.append(np.where(of_file < 0, of_file, of_file + first))
         first += int(of_file.max()) + 1
     return np.concatenate(columns)[order]
+
+
+def _media_of_all(traces: Sequence[Trace], order: Ints) -> tuple[tuple[TraceItem, ...], ...] | None:
+    """Return the media of all traces in an order, each file with names of its own; None if none has any."""
+    if all(trace.media is None for trace in traces):
+        return None
+    rows: list[tuple[TraceItem, ...]] = []
+    for number, trace in enumerate(traces):
+        rows += [()] * len(trace) if trace.media is None else renamed(trace.media, f"{number}:")
+    return tuple(rows[i] for i in order.tolist())
+
+
+def _image_counts_of_all(traces: Sequence[Trace], order: Ints) -> Ints | None:
+    """Return the numbers of images of all traces in an order, 0 for those that state none; None if none states any."""
+    if all(trace.num_images is None for trace in traces):
+        return None
+    counts = [np.zeros(len(t), dtype=np.int64) if t.num_images is None else t.num_images for t in traces]
+    return np.concatenate(counts)[order]
 
 
 def _from_the_first(arrival_s: Array | None, order: Ints) -> Array | None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from simtune.errors import UsageError
+from simtune.specs.trace_media import media_cells, media_entries
 from simtune.specs.traces import Trace
 
 SUFFIXES = (".csv", ".jsonl")
@@ -16,12 +17,17 @@ def trace_text(trace: Trace, name: str) -> str:
     if name.endswith(".csv"):
         if trace.hash_ids is not None or trace.session is not None:
             raise UsageError(f"{name}: this trace says what its prompts share; end the name in .jsonl")
-        columns = _requests(trace)
+        cells = {} if trace.media is None else media_cells(trace.media)
+        if cells is None:
+            raise UsageError(
+                f"{name}: this trace says how videos are sampled, or has names with spaces; end the name in .jsonl"
+            )
+        columns = _requests(trace) | cells
         rows = (",".join("" if x is None else str(x) for x in row) for row in zip(*columns.values(), strict=True))
         return "\n".join([",".join(columns), *rows]) + "\n"
     if not name.endswith(".jsonl"):
         raise UsageError(f"{name}: end the name in .csv or .jsonl")
-    columns = _requests(trace) | _shared(trace)
+    columns = _requests(trace) | _shared(trace) | ({} if trace.media is None else media_entries(trace.media))
     return "".join(
         json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in zip(*columns.values(), strict=True)
     )
@@ -35,6 +41,8 @@ def _requests(trace: Trace) -> dict[str, list[Any]]:
     columns |= {"prompt_tokens": trace.prompt_tokens.tolist(), "output_tokens": trace.output_tokens.tolist()}
     if trace.adapter is not None:
         columns["adapter"] = [None if number < 0 else f"adapter-{number}" for number in trace.adapter.tolist()]
+    if trace.num_images is not None:
+        columns["num_images"] = trace.num_images.tolist()
     return columns
 
 

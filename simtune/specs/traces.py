@@ -40,6 +40,7 @@ from simtune.specs.input_files import (
     read_bytes,
     unpacked,
 )
+from simtune.specs.media import MOST_ITEMS
 from simtune.specs.scrapes import is_scrape
 from simtune.specs.text_blocks import TextBlocks
 from simtune.specs.trace_formats import (
@@ -58,6 +59,7 @@ from simtune.specs.trace_formats.clocks import EARLIEST_S
 from simtune.specs.trace_formats.log_rows import first_value, look_up
 from simtune.specs.trace_formats.mooncake_sessions import has_delays, read_sessions
 from simtune.specs.trace_formats.session_rows import SessionLog, turns_of
+from simtune.specs.trace_media import IMAGE_COUNTS, MEDIA_COLUMNS, TraceItem, media_note, read_media
 from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.workload import MAX_TOKENS
 
@@ -77,6 +79,8 @@ COLUMNS = {
 
 ADAPTER = "adapter"
 """Name of the column of LoRA adapters."""
+NUM_IMAGES = "num_images"
+"""Field of the number of images of each request."""
 
 _CACHED = ("cached_tokens", "num_cached_tokens", "prompt_cached_tokens")
 """Names of a column of prompt tokens that were found in a prefix cache."""
@@ -106,6 +110,10 @@ class Trace:
     the session. None if every request has a time of its own."""
     adapter: Ints | None = None
     """LoRA adapter of each request, numbered by first request, -1 for the base model; None if the file names none."""
+    media: tuple[tuple[TraceItem, ...], ...] | None = None
+    """Images, videos and recordings of each request, which prompt_tokens does not count; None if the file has none."""
+    num_images: Ints | None = None
+    """Number of images of each request, if the file states no more of them; their sizes are those of a workload."""
     began_s: float | None = None
     """Time of day of the first request, in seconds since 1970 UTC; None if the file has none."""
     notes: tuple[str, ...] = ()
@@ -182,8 +190,8 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
     turns = table.turns
     if turns is None and "after" in table.values:
         turns = turns_of(table.values, table.lines, problems)
-    adapter = _adapters(table, problems)
-    for column in (arrival_s, prompt_tokens, output_tokens, session, adapter):
+    adapter, media, num_images = _adapters(table, problems), _media(table, problems), _image_counts(table, problems)
+    for column in (arrival_s, prompt_tokens, output_tokens, session, adapter, num_images):
         if column is not None:
             column.flags.writeable = False
     return Trace(
@@ -197,8 +205,10 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
         session=session,
         turns=turns,
         adapter=adapter,
+        media=media,
+        num_images=num_images,
         began_s=began_s,
-        notes=tuple(table.notes),
+        notes=(*table.notes, *([] if media is None else [media_note(media)]), *_counts_note(num_images)),
         ignored=table.ignored,
     )
 
@@ -225,6 +235,43 @@ def adapter_numbers(names: Sequence[Any]) -> Ints:
     numbers: dict[Any, int] = {}
     column = [-1 if name is None or name == "" else numbers.setdefault(name, len(numbers)) for name in names]
     return np.array(column, dtype=np.int64)
+
+
+def _media(table: _TraceTable, problems: _Faults) -> tuple[tuple[TraceItem, ...], ...] | None:
+    """Return the media of each request. Stops if something else in the file goes by blocks or turns."""
+    media = read_media(table.values, table.lines, problems)
+    if media is None:
+        return None
+    column = next(column for column in MEDIA_COLUMNS if column in table.values)
+    if "hash_ids" in table.values:
+        problems.stop("items name the blocks that prompts share; remove hash_ids, or the items", table.lines[0], column)
+    if table.turns is not None or "after" in table.values:
+        problems.stop("items of turns that wait for answers are not read; remove them", table.lines[0], column)
+    problems.raise_if_any()
+    return media
+
+
+def _counts_note(num_images: Ints | None) -> list[str]:
+    if num_images is None:
+        return []
+    number, requests = f"{int(num_images.sum()):,}", f"{int((num_images > 0).sum()):,} of {len(num_images):,}"
+    return [
+        f"{number} images in {requests} requests, without their sizes: a workload with this trace and with images: "
+        "{sizes: ...} has them, others leave them out"
+    ]
+
+
+def _image_counts(table: _TraceTable, problems: _Faults) -> Ints | None:
+    """Return the number of images of each request; None if the file does not state it alone."""
+    if NUM_IMAGES not in table.values:
+        return None
+    counts = _numbers(table, NUM_IMAGES, problems)
+    for i in np.flatnonzero((counts < 0) | (counts > MOST_ITEMS) | (counts != np.floor(counts))).tolist():
+        value = f"{counts[i]:.17g}"
+        message = f"must be a whole number of images from 0 to {MOST_ITEMS:,}, not {value}"
+        problems.add(message, table.lines[i], table.names[NUM_IMAGES])
+    problems.raise_if_any()
+    return counts.astype(np.int64)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -341,8 +388,7 @@ def _csv_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trace
         rows, lines = [rows[i] for i in complete], [lines[i] for i in complete]
         if len(rows) == 1:
             problems.raise_if_any()
-    if ADAPTER in header:
-        names[ADAPTER] = ADAPTER
+    names |= {name: name for name in (ADAPTER, *MEDIA_COLUMNS) if name in header} | _counts_column(header)
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
     values: dict[str, Sequence[str]] = {field: columns[name] for field, name in names.items()}
     # Spreadsheets that separate cells by semicolons write decimal commas.
@@ -351,6 +397,12 @@ def _csv_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trace
     table = _TraceTable(names, values, lines[1:], is_json=False, ignored=_ignored(header, names))
     cached = next((column for name, column in columns.items() if name.lower() in _CACHED), ())
     return replace(table, notes=[*_unread(table), *cached_note(cached, values["prompt"])], unit=_unit(names, asked))
+
+
+def _counts_column(columns: Iterable[str]) -> dict[str, str]:
+    """Return the column with the number of images, if there is one and no column with the images themselves."""
+    counts = [name for name in columns if name.lower() in IMAGE_COUNTS]
+    return {NUM_IMAGES: counts[0]} if counts and "images" not in columns else {}
 
 
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -393,9 +445,13 @@ def _json_table(text: str, problems: _Faults, asked: Mapping[str, str]) -> _Trac
         return _log_table(read_sessions(rows, lines, problems))
     rows = _with_dotted(rows, asked)
     names = _named_columns(list(rows[0]), asked, problems, lines[0])
-    names |= _optional(rows)
+    names |= _optional(rows) | _counts_column(list(rows[0]))
     rows, lines = _complete_rows(rows, lines, names, problems)
     values = {field: [row[name] for row in rows] for field, name in names.items()}
+    # a line without such a key has no items
+    media = {name: name for name in MEDIA_COLUMNS if any(name in row for row in rows)}
+    values |= {name: [row.get(name) for row in rows] for name in media}
+    names |= media
     ignored = _ignored(chain.from_iterable(rows), names)
     block_tokens = _block_tokens(rows[0], lines[0], problems)
     table = _TraceTable(names, values, lines, is_json=True, block_tokens=block_tokens, ignored=ignored)

@@ -51,6 +51,11 @@ class VideoSizing(Part):
     timestamps: bool = Field(False, description="the time of each group of frames is written before it")
     group_markers: Markers = Field(0, description="tokens around each group of frames")
     markers: Markers = Field(2, description="tokens around a video")
+    pruning_rate: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of the embeddings of a video that an engine drops once they are made (vLLM's "
+        "video-pruning-rate); those of one group of frames stay",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -112,7 +117,15 @@ class VideoSizing(Part):
         beside = self.group_markers * groups + self.markers
         if self.timestamps:
             beside += sum(timestamp_tokens((start + end) / 2) for start, end in zip(starts, ends, strict=True))
-        return MediaShape(groups, vectors * merge**2, groups * vectors, groups * vectors + beside)
+        retained = self.retained(groups, vectors)
+        return MediaShape(groups, vectors * merge**2, retained, retained + beside)
+
+    def retained(self, groups: int, vectors: int) -> int:
+        """Return the embeddings that stay of a clip of groups of frames with `vectors` each.
+
+        `compute_retained_tokens_count` of vllm/multimodal/video_prune/evs.py (release 0.33).
+        """
+        return max(vectors, int(groups * vectors * (1 - self.pruning_rate))) if self.pruning_rate else groups * vectors
 
     def most_vectors(self, of_image: int, unit: int, group: int, max_model_len: int) -> int:
         """Return the embeddings of the video for which vLLM keeps room, given those of the largest image.

@@ -208,6 +208,10 @@ class Vision(Tower):
         """Products that make patches: one of the pixels."""
         return [StemProduct(1, self.hidden_size, self.patch_values)]
 
+    def projected(self, patches: int, vectors: int) -> int:
+        """Return the rows of the projector: those of videos are dropped behind it."""
+        return vectors if self.video is None or not self.video.pruning_rate else patches // self.merge**2
+
     @property
     def num_projectors(self) -> int:
         """Projectors, each behind a layer of its own."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 from simtune.costs.protocol import StepCosts
 from simtune.results.result import WHOLE, Result
-from simtune.sim.deployment import Deployment, deploy, length_limit
+from simtune.sim.deployment import Deployment, deploy, max_model_len_for
 from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
@@ -25,9 +25,10 @@ from simtune.tuner.candidate_costs import ShareKey, idle_j_per_token, of_all, pa
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
 from simtune.tuner.question_checks import check
-from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
+from simtune.tuner.search.draws import MOST_REQUESTS, DrawnLengths, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
+from simtune.workload.trace_media import media_kinds
 
 CAPACITY_REQUESTS = 8000
 """Least number of requests whose mean lengths a capacity is of."""
@@ -203,19 +204,20 @@ class Question:
 
     def length_limit(self, candidates: Iterable[Candidate]) -> int:
         """Return a max_model_len for all requests that may be simulated: of every draw, as long as a run may become."""
-        return max(length_limit(model, stream) for stream in self._longest_draws(candidates) for model in self.models)
+        lengths = self._longest_draws(candidates)
+        return max(max_model_len_for(model, *of_draw) for of_draw in lengths for model in self.models)
 
     def longest_request(self, candidates: Iterable[Candidate]) -> int:
         """Return the tokens of the longest request that may be simulated, prompt and output."""
-        streams = self._longest_draws(candidates)
-        return max(int((stream.prompt_tokens + stream.output_tokens).max()) for stream in streams)
+        return max(longest for _, longest in self._longest_draws(candidates))
 
-    def _longest_draws(self, candidates: Iterable[Candidate]) -> Iterator[RequestStream]:
-        """Yield every draw of the requests, as long as a run may become."""
+    def _longest_draws(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
         widest = max(candidates, key=self.num_requests)
-        requests = max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS))
-        for draw in range(1 + self.study.search.confirm.draws):
-            yield self.draws.stream(requests, draw)
+        return self._drawn_lengths.of(max(self.num_requests(widest), self.num_requests(widest, MOST_REQUESTS)))
+
+    @cached_property
+    def _drawn_lengths(self) -> DrawnLengths:
+        return DrawnLengths(self.draws, 1 + self.study.search.confirm.draws)
 
     def settings_of(self, shape: PoolShape) -> Mapping[str, Any]:
         """Return the settings that pools of a hardware profile, a dtype of weights and a number of stages have in
@@ -226,7 +228,7 @@ class Question:
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        settings |= {"encoder": {}} if self.workload.media and shape.role != "decode" else {}
+        settings |= {"encoder": {}} if media_kinds(self.workload, self.trace) and shape.role != "decode" else {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

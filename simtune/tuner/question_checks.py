@@ -14,6 +14,7 @@ from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
 from simtune.workload.media import check_sees
+from simtune.workload.trace_media import media_kinds
 
 
 class LoadedEngine(Protocol):
@@ -76,7 +77,8 @@ def check(question: LoadedStudy) -> None:
     """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
     have."""
     study, name = question.study, question.study.name
-    check_sees(question.model.towers, question.workload, study.model)
+    workload = question.workload
+    check_sees(question.model.towers, workload, study.model, media_kinds(workload, question.trace))
     for setting, objective in (
         ("objective", question.objective),
         *(("limit", limit.objective) for limit in question.limits),

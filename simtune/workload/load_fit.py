@@ -9,6 +9,7 @@ import numpy as np
 
 from simtune.arrays import Array
 from simtune.errors import UsageError
+from simtune.specs.trace_media import media_note
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -173,4 +174,6 @@ def _lost(trace: Trace) -> tuple[str, ...]:
         lost.append(f"{shared:.1%} of prompt tokens were seen before; the spec shares nothing")
     if trace.session is not None:
         lost.append(f"{len(np.unique(trace.session)):,} conversations; the spec has none")
+    if trace.media is not None and any(trace.media):
+        lost.append(f"{media_note(trace.media)}; replay the trace itself")
     return tuple(lost)

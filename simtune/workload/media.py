@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +30,11 @@ from simtune.workload.sampling import MEDIA, ItemStreams, Span, drawn
 
 _NAMED = 1 << 62
 """Names of blocks with items are at least this; those of prefixes are smaller."""
+MOST_SIZES = 1 << 16
+"""Sizes of items of one load whose shapes are kept."""
 _KIND = 1 << 56
-"""Distance of the names of items of different kinds; those of images begin at 0."""
+"""Distance of the names of items of different kinds; those of images begin at 0, those of the sound of videos behind
+all kinds."""
 
 
 class PromptItem(NamedTuple):
@@ -42,6 +46,14 @@ class PromptItem(NamedTuple):
     """Identity: equal names, equal items."""
     shape: MediaShape
     kind: MediaKind
+
+
+class ItemCounts(NamedTuple):
+    """Items of one kind that requests are stated to have."""
+
+    per_request: Ints
+    most: int
+    """Most items of one request of the whole load, by which draws are numbered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +119,23 @@ class RequestMedia:
             start=self.start[at], shape=self.shape[at],
         )  # fmt: skip
 
+    def largest_requests(self) -> RequestMedia:
+        """Return the items of the requests that need most of an engine: with the most items of each kind, and with the
+        largest item."""
+        if not len(self):
+            return self.rows(np.zeros(1, dtype=np.int64))
+        owner = np.repeat(np.arange(len(self.per_request)), self.per_request)
+        most = [int(np.bincount(owner[self.kind == kind]).argmax()) for kind in np.unique(self.kind)]
+        return self.rows(np.array([*most, owner[self.shape[:, 2].argmax()]]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[RequestMedia]) -> RequestMedia:
+        """Return the items of the requests of several parts, one part after another."""
+        columns = ("kind", "name", "repeated", "size", "start", "shape")
+        counts = np.concatenate([part.per_request for part in parts])
+        together = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
+        return cls(np.concatenate([[0], np.cumsum(counts)]), **together, sized=all(part.sized for part in parts))
+
     def kept(self, seen: NDArray[np.bool_]) -> RequestMedia:
         """Return the items of the requests for which `seen` is true."""
         return self.rows(np.flatnonzero(seen))
@@ -126,24 +155,35 @@ _REMEDIES: dict[MediaKind, tuple[str, str]] = {
 """Key of a load, and the cause and remedy if a model does not read its items, by kind."""
 
 
-def check_sees(towers: Towers, workload: Workload, model: str) -> None:
-    """Raise UsageError if a load has items for which the model has no encoder."""
-    for media in workload.media:
-        if towers.of(media.kind) is None:
-            key, why = _REMEDIES[media.kind]
+def check_sees(towers: Towers, workload: Workload, model: str, kinds: Sequence[MediaKind]) -> None:
+    """Raise UsageError if a load has items of `kinds`, and the model has no encoder for one of them."""
+    for kind in kinds:
+        if towers.of(kind) is None:
+            key, why = _REMEDIES[kind]
+            if kind == "audio" and workload.audio is None and workload.videos is not None and workload.videos.sound:
+                key = "videos.sound"
             raise UsageError(
                 f"workload {workload.name} has {key}, and model {model} {why}, use a config.json of a family that is "
                 f"read (docs/inputs.md), or remove {key}"
             )
 
 
-def draw_media(loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span) -> RequestMedia:
+def draw_media(
+    loads: Sequence[LoadMedia], towers: Towers, seed: int, span: Span, image_counts: ItemCounts | None = None
+) -> RequestMedia:
     """Return the items of a range of requests; sized if the facts of a model are given, except for `start`, which
-    counts from the first item of each request.
+    counts from the first item of each request. `image_counts` are the images of each request, in place of those that
+    would be drawn.
 
     Raises ValueError for a video or recording that is too short for a token of the prompt.
     """
-    media = _together([_draw(load, towers, seed, span) for load in loads])
+    counts = {"image": image_counts}
+    of_loads: list[RequestMedia] = []
+    for load in loads:
+        of_loads.append(_draw(load, towers, seed, span, counts.get(load.kind)))
+        if isinstance(load, LoadVideos) and load.sound:
+            of_loads.append(_sound_of(of_loads[-1], towers))
+    media = _together(of_loads)
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
     first = np.repeat(media.begin[:-1], media.per_request)
     return replace(media, start=before - before[first] if len(before) else before)
@@ -161,13 +201,40 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
     return together._items(begin, np.argsort(owner, kind="stable"))
 
 
-def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedia:
-    """Return the items of one kind."""
-    streams = MEDIA[load.kind]
-    counts = np.array(load.per_request, dtype=np.int64)
+def _sound_of(videos: RequestMedia, towers: Towers) -> RequestMedia:
+    """Return the sound of videos: a recording for each, which is the same one where the video is."""
+    seconds, audio = videos.size[:, 2], towers.audio
+    shape = np.zeros((len(videos), 4), dtype=np.int64)
+    if audio is not None and len(videos):
+        lengths, of_length = np.unique(seconds, return_inverse=True)
+        try:
+            shape = np.array([audio.shape(length) for length in lengths.tolist()], dtype=np.int64)[of_length]
+        except ValueError as error:
+            raise ValueError(f"videos.seconds: {error}") from None
+    return replace(
+        videos,
+        kind=np.full(len(videos), MEDIA_KINDS.index("audio"), dtype=np.int64),
+        name=videos.name + (len(MEDIA_KINDS) - MEDIA_KINDS.index("video")) * _KIND,
+        size=videos.size * np.array([0.0, 0.0, 1.0]),
+        shape=shape,
+        sized=audio is not None,
+    )
+
+
+def _per_request(load: LoadMedia, seed: int, span: Span) -> Ints:
+    """Return the number of items of each request, drawn."""
+    streams, counts = MEDIA[load.kind], np.array(load.per_request, dtype=np.int64)
     pick = np.minimum((drawn(seed, streams.number, span) * len(counts)).astype(np.int64), len(counts) - 1)
-    per_request = np.where(drawn(seed, streams.share, span) < load.share, counts[pick], 0)
-    most, slots = load.most, Span(span.first * load.most, span.end * load.most)
+    per_request: Ints = np.where(drawn(seed, streams.share, span) < load.share, counts[pick], 0)
+    return per_request
+
+
+def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span, counts: ItemCounts | None) -> RequestMedia:
+    """Return the items of one kind; `counts` are those of each request unless they are drawn."""
+    streams = MEDIA[load.kind]
+    per_request = _per_request(load, seed, span) if counts is None else counts.per_request
+    most = load.most if counts is None else counts.most
+    slots = Span(span.first * most, span.end * most)
     present = (np.arange(most) < per_request[:, None]).reshape(-1)
     name, size = _names(load, seed, slots), _sizes(load, seed, slots, streams.new)
     repeated = np.zeros(len(name), dtype=bool)
@@ -178,7 +245,7 @@ def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedi
     size, tower = size[present], towers.of(load.kind)
     shape = np.zeros((len(size), 4), dtype=np.int64)
     if tower is not None and len(size):
-        shape = np.array([_shape(load, towers, *row) for row in size.tolist()]).astype(np.int64)
+        shape = _shapes(load, towers, size)
     number = MEDIA_KINDS.index(load.kind)
     return RequestMedia(
         begin=np.concatenate([[0], np.cumsum(per_request)]),
@@ -192,7 +259,25 @@ def _draw(load: LoadMedia, towers: Towers, seed: int, span: Span) -> RequestMedi
     )
 
 
-@lru_cache(maxsize=1 << 14)
+def _shapes(load: LoadMedia, towers: Towers, size: Array) -> Ints:
+    """Return the sizes of items as rows of `MediaShape`. Raises ValueError for an item that makes no token."""
+    shapes = _shapes_of_sizes(load, towers)
+    rows = []
+    for row in map(tuple, size.tolist()):
+        if row not in shapes:
+            if len(shapes) >= MOST_SIZES:
+                shapes.clear()
+            shapes[row] = _shape(load, towers, *row)
+        rows.append(shapes[row])
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=4 * len(rows)).reshape(-1, 4)
+
+
+@lru_cache(maxsize=8)
+def _shapes_of_sizes(load: LoadMedia, towers: Towers) -> dict[tuple[float, ...], MediaShape]:
+    """Shapes of the items of a load by their sizes, for all of its draws: a search draws the same requests often."""
+    return {}
+
+
 def _shape(load: LoadMedia, towers: Towers, width: float, height: float, seconds: float) -> MediaShape:
     """Raise ValueError for an item that makes no token."""
     try:

@@ -66,10 +66,13 @@ from simtune.workload.session_draws import (
     turns_of,
 )
 from simtune.workload.sessions import SessionTurns
+from simtune.workload.trace_media import image_counts, media_kinds, repeats_items, replayed_media, replays_rows
 
 _REQUEST_BYTES = 450.0
 """Bytes of a request in a simulation and in its result."""
 _FEWER = "ask for fewer: --requests, or search.requests of a study"
+MEDIA_BLOCK_TOKENS = 16
+"""Tokens of a block in which what prompts share by the items of a trace is counted."""
 _NAME_BYTES = 40.0
 """Bytes of a named block of a prompt."""
 
@@ -305,34 +308,43 @@ def draw(workload: Workload, trace: Trace | None, span: Span, seed: int, towers:
         batch=workload.batch,
         max_tokens=workload.max_tokens,
     )
-    if workload.media:
-        stream = _with_media(stream, workload, in_trace, towers, (seed, span))
+    media = _media_of(workload, trace, in_trace, towers, (seed, span))
+    if media is not None:
+        stream = _with_media(stream, workload, trace, media)
     return _with_adapters(stream, workload, trace, span, seed)
 
 
-def _with_media(
-    stream: RequestStream,
-    workload: Workload,
-    in_trace: RepeatedBlocks | None,
-    towers: Towers,
-    drawn_by: tuple[int, Span],
-) -> RequestStream:
-    """Return requests with their media, whose tokens stand behind the prefix that prompts share. Raise UsageError if a
-    trace names what prompts share, or an item is too short for a token."""
-    loads, prefix = workload.media, workload.shared_prefix
+def _media_of(
+    workload: Workload, trace: Trace | None, in_trace: RepeatedBlocks | None, towers: Towers, drawn_by: tuple[int, Span]
+) -> RequestMedia | None:
+    """Return the media of a range of requests, drawn or those of the trace that is replayed; None for text alone. Raise
+    UsageError if both state them, if a trace names what prompts share, or if an item is too short for a token."""
+    kinds, (seed, span) = media_kinds(workload, trace), drawn_by
+    if trace is not None and trace.media is not None and replays_rows(workload, trace) and kinds:
+        if workload.media:
+            raise UsageError(f"{workload.trace}: the trace names media already; remove {workload.media_keys}")
+        return replayed_media(trace, towers, span)
+    if not workload.media:
+        return None
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove {workload.media_keys}")
     try:
-        media = draw_media(loads, towers, *drawn_by)
+        return draw_media(workload.media, towers, seed, span, image_counts(workload, trace, span))
     except ValueError as error:
         raise UsageError(f"workload {workload.name}: {error}") from None
+
+
+def _with_media(stream: RequestStream, workload: Workload, trace: Trace | None, media: RequestMedia) -> RequestStream:
+    """Return requests with their media, whose tokens stand behind the prefix that prompts share."""
     if not media.sized:
         return replace(stream, media=media)
-    size = loads[0].block_tokens if prefix is None else prefix.block_tokens
+    prefix, loads = workload.shared_prefix, workload.media
+    size = prefix.block_tokens if prefix is not None else loads[0].block_tokens if loads else MEDIA_BLOCK_TOKENS
     media = placed(media, stream.hash_ids, size)
     prompt_tokens = stream.prompt_tokens + media.added_tokens()
     stream = replace(stream, media=media, prompt_tokens=prompt_tokens)
-    if all(load.repeats is None for load in loads):
+    # by the load, not by these requests: all parts of it name blocks, or none does
+    if all(load.repeats is None for load in loads) and (loads or not repeats_items(needed_trace(trace))):
         return stream
     _room_for_names(workload, prompt_tokens // size)
     return replace(stream, hash_ids=named_blocks(media, stream.hash_ids, size), block_tokens=size)

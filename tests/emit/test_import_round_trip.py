@@ -53,10 +53,13 @@ DRAFTS = [
 ]  # fmt: skip
 
 
-def plan_of(folder: Path, engine: str, *pools: dict[str, Any], model: str = DENSE) -> Plan:
+def plan_of(
+    folder: Path, engine: str, *pools: dict[str, Any], model: str = DENSE, stage: dict[str, Any] | None = None
+) -> Plan:
     rows = [{"hardware": "h100-sxm", "engine": engine, "instances": 1, **pool} for pool in pools]
     link: dict[str, Any] = {"link": {}} if len(pools) > 1 else {}
     data = {"schema": "simtune/plan@1", "name": "some.plan", "model": model, "pools": rows, **link}
+    data |= {} if stage is None else {"stages": [{"name": "see", "pool": "mixed", **stage}]}
     (folder / "plan.yaml").write_text(yaml.safe_dump(data))
     return load_plan(str(folder / "plan.yaml"))
 
@@ -192,6 +195,16 @@ def test_prefill_and_decode(tmp_path: Path, engine: str, devices_per_node: int) 
     front = {"name": "front", "role": "prefill", "instances": 2, "parallelism": {"tp": 2}}
     back = {"name": "back.end", "role": "decode", "instances": 3, "parallelism": {"tp": 4}}
     same(tmp_path, plan_of(tmp_path, engine, front, {**back, "kv_cache": {"num_blocks": 40_000}}), devices_per_node)
+
+
+@pytest.mark.parametrize("engine", ["sglang-0.5", "sglang-0.5.23"])
+@pytest.mark.parametrize(
+    "stage", [{"encoder": "weights", "devices": 1}, {"encoder": "data", "devices": 2, "instances": 2}]
+)
+def test_servers_that_encode(tmp_path: Path, engine: str, stage: dict[str, Any]) -> None:
+    pool = {"instances": 2, "parallelism": {"tp": 2}}
+    imported = same(tmp_path, plan_of(tmp_path, engine, pool, model="qwen2.5-vl-7b", stage=stage))
+    assert not [note for note in imported.notes if not note.startswith("ignored: ")]
 
 
 @pytest.mark.parametrize(("engine", "drafter", "scheme"), DRAFTS)

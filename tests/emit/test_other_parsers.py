@@ -78,6 +78,13 @@ def plan_of(engine: str, pool: dict[str, Any], named: str | None = "") -> Plan:
     return Plan.model_validate({"name": "p", "model": MODEL.name, "pools": pools, **link})
 
 
+def encoding_plan(engine: str, named: str | None) -> Plan:
+    """A plan with servers of their own that encode."""
+    stage = {"name": "see", "pool": "mixed", "encoder": "data", "devices": 2}
+    plan = plan_of(engine, {}, named)
+    return Plan.model_validate({**plan.to_data(), "model": "qwen2.5-vl-7b", "stages": [stage]})
+
+
 def ended(command: list[str | Path], path: str = "") -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": path} if path else {}
     return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
@@ -99,13 +106,18 @@ def test_sglang_reads_every_setting(tmp_path: Path, engine: str | None) -> None:
                 path = tmp_path / f"{len(said)}.yaml"
                 path.write_text(text)
                 said.append((name, yaml.safe_load(text), path))
+    for file, text in engine_files(encoding_plan("sglang-0.5", engine), load_model("qwen2.5-vl-7b"), 8, {}).items():
+        if file.endswith(".yaml"):
+            path = tmp_path / f"{len(said)}.yaml"
+            path.write_text(text)
+            said.append((file, yaml.safe_load(text), path))
     (bad := tmp_path / "bad.yaml").write_text("max-running-requestz: 8\n")
     packages = os.pathsep.join(map(str, folders))
     run = ended([PYTHON, HERE / "read_by_sglang.py", *(path for _, _, path in said), bad], packages)
     assert run.returncode == 0, run.stderr[-4000:]
     *answers, refused = json.loads(run.stdout.splitlines()[-1])
     assert "error" in refused
-    assert len(said) == len(POOLS) + 1 + len(DRAFTS)
+    assert len(said) == len(POOLS) + 1 + len(DRAFTS) + 2
     for (name, settings, _), found in zip(said, answers, strict=True):
         read = {key: found.get(key.replace("-", "_"), found.get("error")) for key in settings}
         assert read == settings, name

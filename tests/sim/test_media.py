@@ -16,8 +16,10 @@ from simtune.specs.plan import Plan
 from simtune.specs.tower import media_words
 from simtune.specs.towers import Towers
 from simtune.specs.workload import Workload
+from simtune.workload import media as media_of_loads
 from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
+from simtune.workload.trace_media import media_kinds
 from tests.sim.test_images import same
 
 SEES, HEARS, H100 = load_model("qwen2.5-vl-7b"), load_model("voxtral-mini-3b"), load_hardware("h100-sxm")
@@ -120,6 +122,39 @@ def test_items_of_different_kinds_are_not_the_same() -> None:
     assert len(clip.hash_ids[0]) == (12 * 100 + 2) // 16
 
 
+def test_the_sound_of_a_video_is_a_recording_of_its_length() -> None:
+    """It stands behind the video, takes what such a recording takes, and comes again with the video."""
+    clip = {**CLIP, "seconds": 12}
+    silent, heard, alone = (
+        requests(1, videos=clip),
+        requests(1, videos={**clip, "sound": True}),
+        requests(1, audio={"seconds": 12}),
+    )
+    assert heard.media is not None
+    assert alone.media is not None
+    video, sound = heard.media.of(0)
+    (recording,) = alone.media.of(0)
+    assert (video.kind, sound.kind, sound.shape, sound.start) == ("video", "audio", recording.shape, video.shape.tokens)
+    assert sound.name not in (video.name, recording.name)
+    assert heard.prompt_tokens[0] == silent.prompt_tokens[0] + recording.shape.tokens
+    costs = EncoderCosts(MODEL, H100, deployed({}).plan.pools[0])
+    works = [Work.of(item.shape, item.kind) for item in (video, sound)]
+    assert costs.seconds(works) == pytest.approx(sum(costs.seconds([work]) for work in works))
+    again = requests(60, videos={**clip, "sound": True, "repeats": {"share": 1.0, "items": 2}}).media
+    assert again is not None
+    assert {(video.name, sound.name) for video, sound in map(again.of, range(60))} == {
+        (name, name + sound.name - video.name) for name in (video.name, video.name + 1)
+    }
+    (work,) = deployed({}).simulate(requests(60, videos={**clip, "sound": True})).summary().encoders
+    assert work.encoded_images == 120
+
+
+def test_the_sound_of_videos_needs_a_model_that_hears() -> None:
+    workload = load(videos={**CLIP, "sound": True})
+    with pytest.raises(UsageError, match=r"w has videos\.sound, and model qwen2\.5-vl-7b states no audio encoder"):
+        check_sees(SEES.towers, workload, SEES.name, media_kinds(workload, None))
+
+
 def test_a_request_has_the_same_items_whatever_else_is_drawn() -> None:
     few, many = requests(40, **LENGTHS), requests(400, **LENGTHS)
     assert few.media is not None
@@ -191,7 +226,7 @@ def test_an_instance_that_takes_nothing_is_refused() -> None:
 )
 def test_a_model_that_does_not_read_a_kind_is_refused(model: Any, media: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why.replace(".", r"\.")):
-        check_sees(model.towers, load(**media), model.name)
+        check_sees(model.towers, load(**media), model.name, media_kinds(load(**media), None))
 
 
 @pytest.mark.parametrize(
@@ -224,3 +259,17 @@ def test_an_item_without_a_token_is_refused(media: dict[str, Any], why: str) -> 
 def test_impossible_media_are_refused(media: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         load(**media)
+
+
+def test_items_are_sized_as_the_encoder_sizes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that come again, in one draw or in the next one, are looked up; more of them than are kept change
+    nothing."""
+    monkeypatch.setattr(media_of_loads, "MOST_SIZES", 3)
+    vision, sides = MODEL.towers.vision, {"levels": [0, 1], "pixels": [28, 1900]}
+    assert vision is not None
+    for seed in (0, 1, 0):
+        drawn = build_stream(load(images={"sizes": [{"width": sides, "height": 448}]}), None, requests=40, seed=seed,
+                             towers=MODEL.towers).media  # fmt: skip
+        assert drawn is not None
+        expected = [vision.shape(int(width), int(height)) for width, height, _ in drawn.size.tolist()]
+        assert [tuple(row) for row in drawn.shape.tolist()] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from simtune.errors import UsageError
 from simtune.results.sketch import ERROR, Sketch
 from simtune.sim import streamed
 from simtune.sim.streamed import StreamedLoad
-from simtune.specs.catalog import load_workload
+from simtune.specs.catalog import load_model, load_workload
 from simtune.workload.requests import build_stream
 
 CLASSES = """\
@@ -67,6 +68,34 @@ def specs(tmp_path: Path, workload: str, plan: str) -> Any:
     (tmp_path / "w.yaml").write_text(workload)
     (tmp_path / "p.yaml").write_text("schema: simtune/plan@1\nname: p\nmodel: llama-3.1-8b\n" + plan)
     return load_specs(None, None, str(tmp_path / "w.yaml"), str(tmp_path / "p.yaml"))
+
+
+ENCODING = MIXED.replace("max_model_len: 4096", "max_model_len: 16384, encoder: {}").replace(": 512", ": 4096")
+PICTURES = """\
+schema: simtune/workload@1
+name: pictures
+requests: 300
+arrivals: {kind: poisson, rate_rps: 7}
+prompt: {kind: fixed, tokens: 100}
+output: {kind: fixed, tokens: 20}
+shared_prefix: {tokens: 64, groups: 2, block_tokens: 16}
+images:
+  share: 0.8
+  per_request: [1, 2]
+  sizes: [{width: {levels: [0, 1], pixels: [100, 900]}, height: 300}]
+  repeats: {share: 0.5, images: 5}
+"""
+
+
+TINY_TRACE = """\
+schema: simtune/workload@1
+name: replayed
+requests: 201
+trace: t.csv
+arrivals: {kind: trace}
+prompt: {kind: trace}
+output: {kind: trace}
+"""
 
 
 def close(ours: Any, theirs: Any, error: float) -> None:
@@ -194,3 +223,34 @@ def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         main([*given, "--stream", "--out", str(tmp_path / "run")])
     assert done.value.code == 2
     assert "--stream keeps no requests, which --out would need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_trace", [False, True], ids=["drawn", "replayed"])
+def test_media_come_to_the_same(tmp_path: Path, of_trace: bool) -> None:
+    """Names of blocks, items that come again and the largest item are those of the load, not of a part of it."""
+    workload = PICTURES
+    if of_trace:
+        rows = [f"{0.2 * i},90,20,{'640x300#a' if i > 200 else f'{100 + i}x300'}" for i in range(299)]
+        rows.append("59.8,80,20,2000x1500#a 640x300#a")
+        (tmp_path / "t.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,images", *rows]))
+        workload = TINY_TRACE.replace("201", "450")
+    given = replace(specs(tmp_path, workload, ENCODING), model=load_model("qwen2.5-vl-7b"))
+    experiment = set_up(given, seed=3)
+    assert experiment.stream.media is not None
+    whole = experiment.run().summary()
+    _, found = stream(given, seed=3)
+    assert whole.encoders
+    assert whole.encoders[0].encoded_images < len(experiment.stream.media), "those that come again are found"
+    assert found.summary().encoders == whole.encoders
+    close(found.summary().to_data(), whole.to_data(), 1.01 * ERROR)
+
+
+def test_media_that_an_instance_rejects_are_refused_wherever_they_come(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens,images\n" + "0,90,20,640x300\n" * 200 + "0,90,20,640x300 640x300\n"
+    )
+    given = specs(tmp_path, TINY_TRACE, ENCODING.replace("encoder: {}", "encoder: {limit_per_prompt: {image: 1}}"))
+    with pytest.raises(UsageError, match="takes 1 images in one prompt, and the load has up to 2"):
+        stream(replace(given, model=load_model("qwen2.5-vl-7b")))
+    with pytest.raises(UsageError, match="states no vision encoder"):
+        stream(given)

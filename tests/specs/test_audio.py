@@ -16,15 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from simtune.errors import SpecError
 from simtune.specs.audio import Audio
 from simtune.specs.catalog import load_model
 from tests.specs.test_hf_config import read
-from tests.specs.test_vision import TEXT
+from tests.specs.test_vision import EXPERTS, TEXT
 
-EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
-}  # fmt: skip
 QWEN2 = ("Qwen2AudioForConditionalGeneration", "qwen2", {"d_model": 1280})
 VOXTRAL = ("VoxtralForConditionalGeneration", "llama", {"hidden_size": 1280, "intermediate_size": 5120})
 OMNI25 = ("Qwen2_5OmniModel", "qwen2_5_omni_text", {"d_model": 1280, "output_dim": 3584})
@@ -87,6 +84,69 @@ def test_parameters_of_encoders_are_the_published_ones() -> None:
     assert omni3.parameters / 1e6 == pytest.approx(650, abs=5)
 
 
+WHISPER = {
+    # matrices and tables of WhisperEncoder of transformers 5.24, made of the published sizes without memory; with
+    # biases and norms the largest one has 636,968,960 parameters
+    "openai/whisper-large-v3-turbo": 636_472_320, "openai/whisper-medium": 306_917_376,
+    "openai/whisper-small": 88_040_448,
+}  # fmt: skip
+ULTRAVOX: dict[str, Any] = {
+    "architectures": ["UltravoxModel"], "model_type": "ultravox", "audio_model_id": "openai/whisper-large-v3-turbo",
+    "hidden_size": 4096, "projector_act": "swiglu", "projector_ln_mid": True, "stack_factor": 8,
+    "text_config": {"model_type": "llama", **TEXT},
+}  # fmt: skip
+
+
+def ultravox(**changes: Any) -> Audio | None:
+    return read({**ULTRAVOX, **changes}).audio
+
+
+@pytest.mark.parametrize(
+    ("seconds", "of_chunks"),
+    [
+        # ceil(frames / 16) of each chunk of 3,000 frames, as ultravox_processing.py counts them
+        (0.05, [1]), (1.0, [7]), (2.0, [13]), (29.99, [188]), (30.0, [188]), (30.01, [188, 1]), (61.3, [188, 188, 9]),
+        (100.0, [188, 188, 188, 63]),
+    ],
+)  # fmt: skip
+def test_tokens_of_ultravox(seconds: float, of_chunks: list[int]) -> None:
+    encoder = ultravox()
+    assert encoder is not None
+    shape = encoder.shape(seconds)
+    assert (shape.sequences, shape.vectors, shape.tokens) == (len(of_chunks), sum(of_chunks), sum(of_chunks))
+    # a short recording is encoded as it is; of a long one every chunk is filled up
+    assert shape.patches == (1500 if len(of_chunks) > 1 else -(-round(seconds * 100) // 2))
+    assert encoder.largest_recording(16384) == (16, 1500, 16 * 188, 16 * 188)
+
+
+@pytest.mark.parametrize(("name", "parameters"), WHISPER.items())
+def test_parameters_of_ultravox_are_those_of_transformers_and_its_projector(name: str, parameters: int) -> None:
+    encoder = ultravox(audio_model_id=name)
+    assert encoder is not None
+    first, second = encoder.projector_products
+    assert (first, second) == ((4096, 8 * encoder.hidden_size), (4096, 2048))
+    of_projector = 4096 * (8 * encoder.hidden_size + 2048)
+    assert encoder.parameters - of_projector == parameters
+    plain = ultravox(projector_act="gelu")
+    assert plain is not None
+    assert plain.projector_products == [(4096, 8 * 1280), (4096, 4096)]
+
+
+def test_ultravox_around_other_encoders() -> None:
+    small = ultravox(audio_model_id="openai/whisper-small")
+    assert small is not None
+    assert (small.hidden_size, small.layers, small.heads, small.mel_bins) == (768, 12, 12, 80)
+    assert ultravox(audio_config={"model_type": "whisper", "d_model": 1024, "encoder_attention_heads": 16}) is not None
+    assert ultravox(num_projector_layers=2) is None
+    assert ultravox(audio_model_id="facebook/wav2vec2-base") is None
+
+
+def test_a_language_part_that_is_elsewhere_is_named() -> None:
+    elsewhere = {key: value for key, value in ULTRAVOX.items() if key != "text_config"}
+    with pytest.raises(SpecError, match=r"meta-llama/L, is not in this file; add its config\.json as text_config"):
+        read({**elsewhere, "text_model_id": "meta-llama/L"})
+
+
 def test_convolutions_of_sound() -> None:
     """Whisper: two patches' worth of frames pass the first one. Qwen3-Omni: 128 bins and 100 frames become 16 and
     13, by three halvings, 480 channels wide."""
@@ -132,6 +192,7 @@ def test_a_recording_without_a_token_is_refused() -> None:
         ({"heads": 7}, r"hidden_size \(1280\) must be a multiple of heads \(7\)"),
         ({"pool": 7}, r"a padded chunk has 1500 patches; pool \(7\) must divide them"),
         ({"window": 10}, "remove window"),
+        ({"whole_tokens": True}, "remove padded, window and max_frames"),
         ({"chunk": 0}, "greater than or equal to 1"),
         ({"ranks": "one"}, "'share', 'share_if_even' or 'repeat'"),
     ],

@@ -126,3 +126,35 @@ def test_a_patch_of_more_frames_than_are_sampled_is_refused() -> None:
     sizes = vision(*QWEN25).model_dump()
     with pytest.raises(ValidationError, match=r"video\.max_frames \(1\) is below frames \(2\)"):
         Vision.model_validate({**sizes, "video": {**sizes["video"], "min_frames": 1, "max_frames": 1}})
+
+
+@pytest.mark.parametrize(
+    ("groups", "vectors", "rate", "retained"),
+    [
+        # compute_retained_tokens_count of vllm/multimodal/video_prune/evs.py (0.33), called with these numbers
+        (10, 100, 0.0, 1000), (10, 100, 0.5, 500), (10, 100, 0.95, 100), (1, 100, 0.5, 100), (7, 299, 0.3, 1465),
+        (10, 880, 0.7, 2640), (3, 17, 0.9, 17),
+    ],
+)  # fmt: skip
+def test_embeddings_that_stay_of_a_pruned_video(groups: int, vectors: int, rate: float, retained: int) -> None:
+    assert pruned(rate, QWEN25).retained(groups, vectors) == retained
+
+
+def pruned(rate: float, of: tuple[str, dict[str, Any], str]) -> VideoSizing:
+    video = vision(*of).video
+    assert video is not None
+    return video.model_copy(update={"pruning_rate": rate})
+
+
+@pytest.mark.parametrize("of", [QWEN25, QWEN3], ids=lambda of: of[0])
+def test_a_pruned_video_is_encoded_whole(of: tuple[str, dict[str, Any], str]) -> None:
+    """Its prompt has fewer tokens; times and marks of frames stay."""
+    whole, clip = vision(*of), Clip(1280, 720, 10.0, 30.0)
+    half = whole.model_copy(update={"video": pruned(0.5, of)})
+    before, after = whole.clip_shape(clip), half.clip_shape(clip)
+    assert (after.sequences, after.patches) == (before.sequences, before.patches)
+    assert after.vectors == before.vectors // 2
+    assert after.tokens - after.vectors == before.tokens - before.vectors
+    # the projector makes all embeddings
+    assert half.projected(after.sequences * after.patches, after.vectors) == before.vectors
+    assert half.largest_video(32768) == whole.largest_video(32768)

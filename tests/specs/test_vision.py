@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from simtune.specs.catalog import load_model
 from simtune.specs.tower import MediaShape
+from simtune.specs.video import Clip
 from simtune.specs.vision import NativeSizing, Vision
 from tests.specs.published.configs import PUBLISHED
 from tests.specs.test_hf_config import read
@@ -41,6 +42,16 @@ MISTRAL = ("Mistral3ForConditionalGeneration", {"hidden_size": 1024, "image_size
 INTERN = ("InternVLChatModel", {"hidden_size": 1024}, "qwen3")
 KIMI = ("KimiVLForConditionalGeneration", {"hidden_size": 1152}, "llama")
 LLAMA4 = ("Llama4ForConditionalGeneration", {"hidden_size": 1408}, "llama4_text")
+OMNI25 = ("Qwen2_5OmniModel", {"hidden_size": 1280, "out_hidden_size": 3584}, "qwen2_5_omni_text")
+OMNI3 = (
+    "Qwen3OmniMoeForConditionalGeneration",
+    {"hidden_size": 1152, "out_hidden_size": 2048},
+    "qwen3_omni_moe_text",
+)
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
+}  # fmt: skip
 GEMMA3 = ("Gemma3ForConditionalGeneration", {"hidden_size": 1152}, "gemma3_text")
 
 
@@ -103,6 +114,52 @@ def test_parameters_of_encoders_are_the_published_ones() -> None:
     assert (gemma.parameters - 1152 * 5376) / 1e6 == pytest.approx(417, abs=1)
     matrices = 34 * 12 * 1408**2 + 5632 * 4096 + 4096 * 4096 + 4096 * 5120
     assert llama.parameters == matrices + 1408 * (3 * 14 * 14 + 577)
+
+
+@pytest.mark.parametrize(
+    ("of", "parameters"),
+    [
+        # transformers 5.24, modules made of the published sizes without memory: all parameters, biases and norms too
+        (OMNI25, 676_550_144),
+        (OMNI3, 538_631_408),
+    ],
+)  # fmt: skip
+def test_parameters_of_omni_encoders_are_those_of_transformers(
+    of: tuple[str, dict[str, Any], str], parameters: int
+) -> None:
+    assert omni(*of).parameters == pytest.approx(parameters, rel=1e-3)
+
+
+def omni(architecture: str, block: dict[str, Any], model_type: str) -> Vision:
+    """Read the vision encoder of the thinker of an Omni model."""
+    text = {"model_type": model_type, **TEXT, **(EXPERTS if "Moe" in architecture else {})}
+    model = read({"architectures": [architecture], "thinker_config": {"text_config": text, "vision_config": block}})
+    assert model.vision is not None
+    assert model.source is not None
+    assert model.source.endswith(", language and vision parts")
+    return model.vision
+
+
+@pytest.mark.parametrize(
+    ("sides", "of_older", "of_newer"),
+    [
+        # tokens of an image, and of one group of frames of a video, by `smart_resize` of transformers 5.8.1
+        ((1280, 720), (1196, 720), (880, 720)),
+        ((640, 360), (299, 299), (220, 220)),
+        ((1920, 1080), (2691, 720), (2040, 720)),
+        ((320, 240), (99, 140), (80, 140)),
+        ((224, 224), (64, 144), (49, 144)),
+        ((100, 60), (8, 135), (6, 135)),
+        ((3840, 2160), (10549, 720), (8160, 720)),
+    ],
+)
+def test_tokens_of_omni_models(sides: tuple[int, int], of_older: tuple[int, int], of_newer: tuple[int, int]) -> None:
+    """Videos have limits of their own, and no times before their frames: 10 s at two frames a second are ten groups."""
+    for of, (image, group) in ((OMNI25, of_older), (OMNI3, of_newer)):
+        encoder = omni(*of)
+        assert encoder.shape(*sides) == (1, 4 * image, image, image + 2)
+        assert encoder.clip_shape(Clip(*sides, 10.0, 30.0)) == (10, 4 * group, 10 * group, 10 * group + 2)
+    assert omni(*OMNI3).projectors == 4
 
 
 def test_windows_of_qwen() -> None:

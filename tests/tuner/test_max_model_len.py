@@ -13,7 +13,9 @@ from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, certificate_of
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
-from tests.tuner.test_search import question
+from simtune.tuner.search.draws import LoadDraws
+from simtune.workload.requests import RequestStream
+from tests.tuner.test_search import candidates, question
 
 LOAD = Workload(
     name="load",
@@ -23,6 +25,8 @@ LOAD = Workload(
     output=FixedLength(tokens=50),
     max_tokens=100_000,
 )
+
+TWO_DRAWS = Confirmation(draws=2)
 
 
 def asked(*lengths: int, policy: Policy = "tensorrt-llm") -> Question:
@@ -49,3 +53,24 @@ def test_a_length_below_the_longest_request_does_not_fit() -> None:
     assert tuned.deployment.max_model_len == 1050
     with pytest.raises(Infeasible, match="exceeds the longest context"):
         optimize(asked(10**6, policy="vllm-fcfs"), jobs=1)
+
+
+def test_every_draw_is_drawn_once_for_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts of a search need the longest request of all draws."""
+    q = asked(2048)
+    q = replace(
+        q, study=q.study.model_copy(update={"search": q.study.search.model_copy(update={"confirm": TWO_DRAWS})})
+    )
+    plans = list(candidates(q))
+    draws: list[int] = []
+    stream = LoadDraws.stream
+
+    def counted(self: LoadDraws, requests: int, draw: int = 0) -> RequestStream:
+        draws.append(draw)
+        return stream(self, requests, draw)
+
+    monkeypatch.setattr(LoadDraws, "stream", counted)
+    assert q.length_limit(plans) == 1280
+    assert q.longest_request(plans) == 1050
+    assert q.length_limit(plans[:1]) == 1280
+    assert draws == [0, 1, 2]

@@ -170,6 +170,18 @@ def _media_limits(reader: OptionReader, draft: PoolDraft, launch: Launch, option
         draft.set(f"encoder.limit_per_prompt.{kind}", count)
 
 
+def _pruning_rate(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
+    """Leave out the share of embeddings of videos that are dropped, which is one of the model here."""
+    vision, rate = draft.model.vision, real_number(option)
+    video = None if vision is None else vision.video
+    if video is None:
+        draft.ignore(option, "the model reads no videos here")
+    elif video.pruning_rate != rate:
+        draft.ignore(
+            option, f"it is one of the model here; set it there: --set model.vision.video.pruning_rate={rate:g}"
+        )
+
+
 def _processor_settings(reader: OptionReader, draft: PoolDraft, launch: Launch, option: Given) -> None:
     """Leave out a setting of the processor, and name the keys of the model that have its effect."""
     if not draft.model.towers.kinds:
@@ -246,6 +258,7 @@ class VllmReader(OptionReader):
         "mm-encoder-tp-mode": _encoder_setting("tp_mode", ("weights", "data")),
         "disable-chunked-mm-input": _encoder_setting("disable_chunked_mm_input", (True, False)),
         "limit-mm-per-prompt": _media_limits,
+        "video-pruning-rate": _pruning_rate,
         "mm-processor-kwargs": _processor_settings,
         "disaggregation-mode": _words("role", {"agg": None, "prefill": "prefill", "decode": "decode"}, "roles"),
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simtune.emit.dynamo import ROUTER_MODES
-from simtune.emit.importing import division_read
+from simtune.emit.importing import division_read, encoders_read
 from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED
 from simtune.emit.importing.launches import Launch
@@ -104,7 +104,8 @@ def _imported(request: ImportRequest) -> Imported:
     notes: list[Note] = list(source.notes)
     problems: list[Problem] = []
     pools: list[dict[str, Any]] = []
-    for launch in _grouped(launches):
+    encoders, servers = encoders_read.parted(launches)
+    for launch in _grouped(servers):
         settings = preset.settings(device, load_model(model), _stages(launch))
         draft = PoolDraft(load_model(model), settings, request.acceptance, _reference, request.lenient)
         READERS[launch.family].read(draft, launch)
@@ -115,6 +116,7 @@ def _imported(request: ImportRequest) -> Imported:
         unique = list(dict.fromkeys(problems))
         raise SpecError(unique[:_MOST_PROBLEMS])
     data = _plan(request, source, model, pools)
+    data |= encoders_read.stages_of(encoders, pools[0]["name"], notes, lenient=request.lenient)
     return _checked(data, note_lines(notes), request)
 
 

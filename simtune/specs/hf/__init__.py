@@ -223,9 +223,11 @@ def _wrapped(config: Config, name: str) -> str:
     listed, model_type = part.get("architectures"), part.get("model_type")
     inner = str(listed[0]) if isinstance(listed, list) and listed else LANGUAGE_MODELS.get(str(model_type))
     if inner is None:
-        config.problem(
-            "architectures", f"the language part of this {name}, of model_type {model_type}, is not modelled"
-        )
+        elsewhere = config.data.get("text_model_id")
+        why = f"of model_type {model_type}, is not modelled"
+        if isinstance(elsewhere, str) and not part:
+            why = f"{elsewhere}, is not in this file; add its config.json as text_config"
+        config.problem("architectures", f"the language part of this {name}, {why}")
         config.raise_if_any()
     return str(inner)
 

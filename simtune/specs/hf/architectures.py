@@ -297,6 +297,7 @@ WRAPPERS = (
     "Qwen2_5OmniModel",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration",
+    "UltravoxModel",
 )
 """Multimodal models around any of these language models."""
 

@@ -113,6 +113,22 @@ def _qwen35(block: Block, data: Block, hidden: int) -> Block:
     return _qwen3(block, data, hidden, deepstack=0)
 
 
+def _qwen25_omni(block: Block, data: Block, hidden: int) -> Block:
+    return {**_qwen25(block, data, hidden), "video": _frames(128 * 28**2, 768 * 28**2)}
+
+
+def _qwen3_omni(block: Block, data: Block, hidden: int) -> Block:
+    # Qwen3-VL's encoder behind the processors of Qwen2-VL, which write no times
+    sizing = {"kind": "native", "min_pixels": 3136, "max_pixels": 12_845_056}
+    return {**_qwen3(block, data, hidden), "sizing": sizing, "video": _frames(128 * 32**2, 768 * 32**2)}
+
+
+def _frames(least: int, most: int) -> Block:
+    """Return limits of each frame: `videos_kwargs` of processing_qwen2_5_omni.py and processing_qwen3_omni_moe.py,
+    which replace those of preprocessor_config.json."""
+    return {"limits": "frame", "min_pixels": least, "max_pixels": most}
+
+
 def _gemma3(block: Block, data: Block, hidden: int) -> Block:
     sizes, side = _shared(block, 27, 16, 4304, 14), value_in(block, "image_size", 896)
     patches = side // sizes["patch"]
@@ -177,6 +193,9 @@ _FAMILIES: dict[str, Callable[[Block, Block, int], Block]] = {
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
+    "Qwen2_5OmniModel": _qwen25_omni,
+    "Qwen2_5OmniForConditionalGeneration": _qwen25_omni,
+    "Qwen3OmniMoeForConditionalGeneration": _qwen3_omni,
     "Qwen3_5ForConditionalGeneration": _qwen35,
     "Qwen3_5MoeForConditionalGeneration": _qwen35,
     "Gemma3ForConditionalGeneration": _gemma3,

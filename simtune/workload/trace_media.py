@@ -1,0 +1,107 @@
+"""Media of requests that a trace names, as those of a load: sized by the model, named by their file.
+
+A trace is repeated end to end if more requests are asked for; the items of each round are unlike those of the others,
+as the texts are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from simtune.errors import UsageError
+from simtune.specs.tower import MEDIA_KINDS, MediaKind, MediaShape
+from simtune.specs.towers import NO_TOWERS, Towers
+from simtune.specs.trace_media import TraceItem
+from simtune.specs.traces import Trace
+from simtune.specs.video import Clip
+from simtune.specs.workload import Workload
+from simtune.workload.media import ItemCounts, RequestMedia
+from simtune.workload.sampling import Span
+
+
+def replays_rows(workload: Workload, trace: Trace | None) -> bool:
+    """Return True if each request of a load is a row of a trace, with all that the row states."""
+    return trace is not None and not workload.classes and workload.prompt.kind == "trace"
+
+
+def media_kinds(workload: Workload, trace: Trace | None) -> tuple[MediaKind, ...]:
+    """Return the kinds of media in the requests of a load, its own or those of the trace that it replays."""
+    kinds: set[MediaKind] = {media.kind for media in workload.media}
+    if workload.videos is not None and workload.videos.sound:
+        kinds.add("audio")
+    if trace is not None and trace.media is not None and replays_rows(workload, trace):
+        kinds |= _kinds_of(trace)
+    return tuple(kind for kind in MEDIA_KINDS if kind in kinds)
+
+
+@lru_cache(maxsize=4)
+def _kinds_of(trace: Trace) -> frozenset[MediaKind]:
+    return frozenset(item.kind for items in trace.media or () for item in items)
+
+
+def image_counts(workload: Workload, trace: Trace | None, span: Span) -> ItemCounts | None:
+    """Return the numbers of images of a range of requests, if the load replays a trace that states them."""
+    if trace is None or trace.num_images is None or not replays_rows(workload, trace):
+        return None
+    return ItemCounts(trace.num_images[span.numbers % len(trace)], max(1, int(trace.num_images.max())))
+
+
+def repeats_items(trace: Trace) -> bool:
+    """Return True if a trace has the same item more than once."""
+    return bool(_of_round(trace, NO_TOWERS).repeated.any())
+
+
+def replayed_media(trace: Trace, towers: Towers, span: Span) -> RequestMedia:
+    """Return the items of a range of the requests of a trace; sized if the model's encoders are given.
+
+    Raises UsageError for a video or recording that is too short for a token of the prompt.
+    """
+    media = _of_round(trace, towers)
+    round_, row = np.divmod(span.numbers, len(trace))
+    chosen = media.rows(row)
+    return replace(chosen, name=chosen.name + np.repeat(round_, chosen.per_request) * max(1, len(media)))
+
+
+@lru_cache(maxsize=4)
+def _of_round(trace: Trace, towers: Towers) -> RequestMedia:
+    """Return the items of all requests of a trace, each once."""
+    assert trace.media is not None
+    items = list(chain.from_iterable(trace.media))
+    numbers: dict[tuple[MediaKind, str], int] = {}
+    names = [i if item.name is None else numbers.setdefault((item.kind, item.name), i) for i, item in enumerate(items)]
+    times = Counter(names)
+    begin = np.concatenate([[0], np.cumsum([len(row) for row in trace.media])])
+    sized = all(towers.of(kind) is not None for kind in {item.kind for item in items})
+    shapes = [tuple(_shape(trace, towers, item)) for item in items] if sized else [(0, 0, 0, 0)] * len(items)
+    shape = np.array(shapes, dtype=np.int64).reshape(-1, 4)
+    before = np.cumsum(shape[:, 3]) - shape[:, 3]
+    owner = np.repeat(np.arange(len(trace.media)), np.diff(begin))
+    return RequestMedia(
+        begin=begin,
+        kind=np.array([MEDIA_KINDS.index(item.kind) for item in items], dtype=np.int64),
+        name=np.array(names, dtype=np.int64),
+        repeated=np.array([times[name] > 1 for name in names], dtype=bool),
+        size=np.array([item[2:5] for item in items], dtype=np.float64).reshape(-1, 3),
+        start=before - before[begin[owner]] if len(items) else before,
+        shape=shape,
+        sized=sized,
+    )
+
+
+def _shape(trace: Trace, towers: Towers, item: TraceItem) -> MediaShape:
+    try:
+        if item.kind == "audio":
+            assert towers.audio is not None
+            return towers.audio.shape(item.seconds)
+        assert towers.vision is not None
+        if item.kind == "image":
+            return towers.vision.shape(item.width, item.height)
+        clip = Clip(item.width, item.height, item.seconds, item.frame_rate, item.fps, item.frames)
+        return towers.vision.clip_shape(clip)
+    except ValueError as error:
+        raise UsageError(f"{trace.file}: {error}") from None

@@ -1,0 +1,115 @@
+"""Servers of SGLang that only encode: what the script starts, what is refused in both directions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simtune.emit import engine_files, why_none
+from simtune.emit.importing import Imported, ImportRequest, import_plan
+from simtune.errors import SpecError, UsageError
+from simtune.specs.catalog import load_model
+from tests.emit.test_import_round_trip import plan_of
+from tests.emit.test_pools import calls
+
+SEES = "qwen2.5-vl-7b"
+STAGE: dict[str, Any] = {"encoder": "weights", "devices": 1, "instances": 3}
+ENCODES = "python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct --encoder-only --port 30001"
+SERVES = "python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct --language-only --port 30000"
+
+
+def files(folder: Path, stage: dict[str, Any], model: str = SEES, **pool: Any) -> dict[str, str]:
+    plan = plan_of(folder, "sglang-0.5.23", {"instances": 1, **pool}, model=model, stage=stage)
+    return engine_files(plan, load_model(model), 8, {})
+
+
+def imported(*commands: str, lenient: bool = False) -> Imported:
+    text = "\n".join(commands)
+    return import_plan(ImportRequest("h100-sxm", text, engine="sglang-0.5.23", lenient=lenient))
+
+
+def test_the_script_starts_every_server_with_the_addresses_of_those_that_encode(tmp_path: Path) -> None:
+    emitted = files(tmp_path, STAGE, instances=2, parallelism={"tp": 2})
+    settings = {name: yaml.safe_load(text) for name, text in emitted.items() if name.endswith(".yaml")}
+    assert settings["engine/sglang-see.yaml"] == {"encoder-only": True, "tp-size": 1}
+    assert settings["engine/sglang-mixed.yaml"]["language-only"] is True
+    started = calls(tmp_path, emitted, "launch.sh", ("python",), PORT="9000")
+    encoders = [call for call in started if "sglang-see.yaml" in call]
+    servers = [call for call in started if "sglang-mixed.yaml" in call]
+    assert len(started) == 5
+    assert [port in call for call, port in zip(sorted(encoders), ("9000", "9001", "9002"), strict=True)] == [True] * 3
+    urls = "|--encoder-urls|http://127.0.0.1:9000|http://127.0.0.1:9001|http://127.0.0.1:9002"
+    assert len(servers) == 2
+    assert all(urls in call for call in servers)
+    assert not any("encoder-urls" in call for call in encoders)
+
+
+def test_images_are_divided_by_an_option_of_the_command(tmp_path: Path) -> None:
+    """SGLang 0.5.23 refuses it in a file of settings."""
+    started = calls(tmp_path, files(tmp_path, {**STAGE, "encoder": "data"}), "launch.sh", ("python",))
+    assert ["--mm-enable-dp-encoder" in call for call in sorted(started)] == ["see" in call for call in sorted(started)]
+
+
+def test_a_rate_of_its_own_is_said_to_be_left_out(tmp_path: Path) -> None:
+    emitted = files(tmp_path, {**STAGE, "bytes_per_s": 1e10})
+    assert "# Not said here: stages.bytes_per_s: the network determines it." in emitted["engine/sglang-see.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "pool", "why"),
+    [
+        ({**STAGE, "instances": 8}, SEES, {}, "the plan has 9 devices and a node 8, and a plan does not name hosts"),
+        (
+            STAGE,
+            "gemma-3-27b",
+            {},
+            "SGLang has encoder servers for the vision models of Qwen and Kimi, and gemma-3-27b",
+        ),
+    ],
+)
+def test_what_sglang_would_not_run_is_refused(
+    tmp_path: Path, stage: dict[str, Any], model: str, pool: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        files(tmp_path, stage, model, **pool)
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.33", "sglang-0.5.23"])
+def test_other_stages_have_no_servers(tmp_path: Path, engine: str) -> None:
+    stage = {"seconds": 0.1} if engine.startswith("sglang") else STAGE
+    plan = plan_of(tmp_path, engine, {}, model=SEES, stage=stage)
+    assert engine_files(plan, load_model(SEES), 8, {}) == {}
+    assert "stages" in why_none(plan)
+
+
+def test_a_script_of_ones_own_is_read() -> None:
+    plan = imported(
+        f"{ENCODES} --tp 2 --mm-enable-dp-encoder --trust-remote-code",
+        f"{SERVES} --encoder-urls http://a:30001 http://b:30002 --encoder-transfer-backend zmq_to_scheduler --tp 4",
+    ).plan
+    (stage,), (pool,) = plan.stages or (), plan.pools
+    assert (stage.encoder, stage.devices, stage.instances, stage.pool) == ("data", 2, 1, pool.name)
+    assert pool.parallelism.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("commands", "why"),
+    [
+        ([ENCODES], r"starts servers that only encode; put those in that take their embeddings \(--language-only\)"),
+        ([ENCODES, SERVES.replace("--language-only ", "")], "this one encodes too; give it --language-only"),
+        ([SERVES], "takes embeddings of servers that are not started here"),
+        ([ENCODES, f"{ENCODES} --tp 2", SERVES], "servers that encode differ in their ranks"),
+        ([f"{ENCODES} --enable-prefix-mm-cache", SERVES], "a stage encodes every item; remove it, or give --lenient"),
+    ],
+)
+def test_half_a_deployment_is_refused(commands: list[str], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        imported(*commands)
+
+
+def test_a_cache_of_embeddings_is_left_out_on_request() -> None:
+    notes = imported(f"{ENCODES} --enable-prefix-mm-cache", SERVES, lenient=True).notes
+    assert any("--enable-prefix-mm-cache" in note for note in notes)
