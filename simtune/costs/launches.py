@@ -53,7 +53,10 @@ class Launches:
         large_s = layers_s * pool.graph_sizes.launch_s if pool.cuda_graphs and pool.graph_sizes is not None else 0.0
         return cls((plain_s, prompts_s), largest_graph(pool), large_s)
 
+    def launched_s(self, num_tokens: float) -> float:
+        """Seconds of launching the kernels of a step one by one that no graph holds; 0 of a step with a graph."""
+        return 0.0 if num_tokens <= self.largest_graph else self.large_s
+
     def least_s(self, num_tokens: float, prompts: bool) -> float:
         """Seconds of which no step of this many tokens is shorter."""
-        floor_s = self.floors_s[prompts]
-        return floor_s if num_tokens <= self.largest_graph else max(floor_s, self.large_s)
+        return max(self.floors_s[prompts], self.launched_s(num_tokens))
