@@ -232,9 +232,9 @@ class StepTables:
         return 1.0 if correction is None else correction.scale
 
     @property
-    def largest_graph(self) -> float:
-        """Tokens of the largest step with a graph."""
-        return self.model.launches.largest_graph
+    def largest_graphs(self) -> tuple[float, float]:
+        """Tokens of the largest step with a graph, without and with chunks."""
+        return self.model.launches.largest_graphs
 
     def launched(self, mixed: bool) -> int:
         """Return the ticks of launching the kernels of a larger step one by one."""
@@ -253,7 +253,7 @@ class StepTables:
     def floor(self, num_tokens: int, num_seqs: int, mixed: bool) -> int:
         """Return the least ticks of a step on the GPU."""
         floor = (self.mixed if mixed else self.pure).floor[num_seqs]
-        return floor if num_tokens <= self.largest_graph else max(floor, self.large[mixed][num_seqs])
+        return floor if num_tokens <= self.largest_graphs[mixed] else max(floor, self.large[mixed][num_seqs])
 
     def prompts(self, chunks: Sequence[tuple[int, int]]) -> int:
         """Return the ticks of attention to the prefill chunks of a step: of all that fill the device together, but no
@@ -438,7 +438,7 @@ class CompiledCosts:
         self._mixed_lists = tables.mixed[:4]
         self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
         self._among, self._cached_among = tables.among, tables.cached_among
-        self._largest, self._large = tables.largest_graph, tables.large[True]
+        self._largest, self._large = tables.largest_graphs[True], tables.large[True]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._compiled_from

@@ -378,7 +378,7 @@ class StepModel:
         correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        launched_s = self.launches.launched_s(batch.num_tokens)
+        launched_s = self.launches.launched_s(batch.num_tokens, bool(batch.chunks))
         return max(gpu + self.exposed_s(batch.num_seqs), self.host_s(batch.num_seqs) + launched_s)
 
     def beyond_kernels_s(self, kernels: float, batch: StepWork) -> float:

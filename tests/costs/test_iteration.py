@@ -595,6 +595,25 @@ def test_large_steps_are_launched_after_the_other_work_of_the_host() -> None:
         assert step_model.seconds(decodes) == in_graph
 
 
+def test_prompts_may_have_smaller_graphs_than_decodes() -> None:
+    sizes = GraphSizes(most=40, most_with_prompts=24, launch_s=0.5)
+    assert [sizes.largest(64, prompts) for prompts in (False, True)] == [40, 24]
+    few = GraphSizes(most=20, most_with_prompts=24, launch_s=0.5)
+    assert few.largest(64, True) == 20
+    limited = pool().model_copy(update={"graph_sizes": sizes})
+    step_model, costs = StepModel(model(), hardware(), limited), compile_costs(model(), hardware(), limited, 256)
+    launched_s = 0.5 * model().num_layers
+    for work, is_launched in (
+        (StepWork(40, 400, (), 40), False),
+        (StepWork(41, 410, (), 41), True),
+        (StepWork(16, 160, ((0, 8),), 17), False),
+        (StepWork(16, 160, ((0, 9),), 17), True),
+    ):
+        assert (step_model.seconds(work) >= launched_s) is is_launched
+        ticks = costs.mixed(work.num_decodes, work.context_tokens, work.chunks, work.num_samples)
+        assert (ticks >= launched_s * TICKS_PER_SECOND) is is_launched
+
+
 def test_no_graph_pads_a_step_that_is_larger_than_all() -> None:
     few = pool().model_copy(update={"graph_sizes": GraphSizes(most=100, launch_s=0.0)})
     limited, plain, eager = (StepModel(model(), hardware(), p) for p in (few, pool(), pool(cuda_graphs=False)))
