@@ -385,7 +385,7 @@ def _hidden_host(model: StepModel, seqs: int, with_chunks: bool) -> list[int]:
     """Ticks of the host that hide behind the GPU, by sequences up to `seqs`; 0 if none do or a log corrects steps."""
     if model.correction(with_chunks) is not None:
         return [0] * (seqs + 1)
-    return [to_ticks(model.host_s(n)) - to_ticks(model.exposed_s(n)) for n in range(seqs + 1)]
+    return [to_ticks(model.host.seconds(n)) - to_ticks(model.exposed_s(n)) for n in range(seqs + 1)]
 
 
 def _chunks(budget: int) -> list[int]:

@@ -183,6 +183,7 @@ class StepModel:
             self._overlap = pool.overlap if talks else None
         self._host_work = HostWork.of(model, hardware, pool)
         self.host = HostCosts.of(pool, hardware, self._factor(HOST))
+        self.exposed_s = partial(self.host.exposed_s, hides=pool.hides_host)
         # one kernel of attention in each layer, and all other calls
         every = (*self._linear, *self._shared, *self._routed, *self._head)
         kernels = model.num_layers + sum(part.times for part in every)
@@ -324,14 +325,6 @@ class StepModel:
         total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
         return total
 
-    def host_s(self, num_seqs: int) -> float:
-        """Seconds the engine's host side needs for a step with this many sequences."""
-        return self.host.seconds(num_seqs)
-
-    def exposed_s(self, num_seqs: int) -> float:
-        """Seconds of these that come on top of the GPU's: all, or what asynchronous scheduling does not hide."""
-        return self.host.exposed_s(num_seqs, self._pool.hides_host)
-
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
         by_tokens = self.linear(np.array([batch.num_tokens]), bool(batch.chunks))
@@ -370,16 +363,14 @@ class StepModel:
         return self.with_host_s(self.gpu_s(batch), batch)
 
     def with_host_s(self, gpu: float, batch: StepWork) -> float:
-        """Seconds of one step whose kernels and collectives take `gpu` seconds.
-
-        One thread prepares a step and launches its kernels (vLLM's gpu_model_runner.py; with one GPU it schedules too:
-        uniproc_executor.py), so a step that no graph holds takes at least the host's other work and the launches.
-        """
+        """Seconds of one step whose kernels and collectives take `gpu` seconds."""
         correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        launched_s = self.launches.launched_s(batch.num_tokens, bool(batch.chunks))
-        return max(gpu + self.exposed_s(batch.num_seqs), self.host_s(batch.num_seqs) + launched_s)
+        # One thread prepares a step and launches its kernels (vLLM's gpu_model_runner.py; with one GPU it schedules
+        # too: uniproc_executor.py), so launches that no graph saves come on top of the host's other work.
+        host_s = self.host.seconds(batch.num_seqs) + self.launches.launched_s(batch.num_tokens, bool(batch.chunks))
+        return max(gpu + self.exposed_s(batch.num_seqs), host_s)
 
     def beyond_kernels_s(self, kernels: float, batch: StepWork) -> float:
         """Seconds of one step beyond those of its kernels and collectives: launches, and the host that nothing hides; 0

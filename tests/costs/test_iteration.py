@@ -591,7 +591,7 @@ def test_large_steps_are_launched_after_the_other_work_of_the_host() -> None:
         assert costs.mixed(16, 160, [(0, 17)], 17) == pytest.approx(seconds * TICKS_PER_SECOND, rel=1e-6)
         kernels = sum(step_model.breakdown(large).values())
         assert kernels + step_model.beyond_kernels_s(kernels, large) == pytest.approx(seconds)
-        in_graph = max(step_model.gpu_s(decodes) + step_model.exposed_s(16), step_model.host_s(16))
+        in_graph = max(step_model.gpu_s(decodes) + step_model.exposed_s(16), step_model.host.seconds(16))
         assert step_model.seconds(decodes) == in_graph
 
 
