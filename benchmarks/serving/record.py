@@ -6,7 +6,8 @@ Every run of `silicon_dev.csv.gz` and `silicon_dev2.csv.gz` is predicted with wh
 engine, its release and the number formats: the plain preset of the release, without what launch files set besides
 (`benchmarks.serving.launches` has those) and without a rule that was chosen on runs. Loads are as in
 `benchmarks.serving.silicon`. `--like` shows what the facts of published launch files (`simtune list launches`) change,
-of the run's own card and of another one. Errors, not the measurements, are written to simtune/costs/accuracy.json.
+of the run's own card and of another one, and how much of the errors is common to a cell. Errors, not the measurements,
+are written to simtune/costs/accuracy.json.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import gzip
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import product, tee
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import simtune
 from benchmarks.serving import silicon
@@ -133,6 +137,11 @@ class PlainRun(Run):
         engine = self.row["engine"]
         return self.model, kind_of(model), self.hardware, engine, self.release, number_format(model)
 
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Release, parallelism and lengths: runs of a cell that share them differ by their number of users."""
+        return tuple(self.row[name] for name in ("engine_version", "tp", "attention_dp", "moe_ep", "isl", "osl"))
+
     def errors(self) -> dict[str, float]:
         """Predicted over measured means, less 1."""
         hardware = load_kernels(self.hardware, self.release)
@@ -235,6 +244,34 @@ def record_of(judgements: Iterator[tuple[tuple[str, ...], dict[str, float] | str
     return AccuracyRecord(schema_="simtune/accuracy-record@1", simtune=simtune.__version__, cells=cells)
 
 
+def print_spread(
+    runs: Sequence[PlainRun], judgements: Sequence[tuple[tuple[str, ...], dict[str, float] | str]]
+) -> None:
+    """Print how far off predictions are, by kind and metric: all, less the median of each cell, less that of each
+    series of numbers of users."""
+    done = [
+        (run, cell, errors) for run, (cell, errors) in zip(runs, judgements, strict=True) if isinstance(errors, dict)
+    ]
+    for kind, metric in product(("dense", "moe"), ("tpot", "ttft")):
+        of_kind = [(run, cell, errors[metric]) for run, cell, errors in done if cell[1] == kind]
+        off = [error for _, _, error in of_kind]
+        by_cell = less_medians((cell, error) for _, cell, error in of_kind)
+        by_series = less_medians(((*cell, *run.series), error) for run, cell, error in of_kind)
+        parts = (
+            f"{100 * np.median(np.abs(e)):.0f}/{100 * np.quantile(np.abs(e), 0.9):.0f}"
+            for e in (off, by_cell, by_series)
+        )
+        print(kind, metric, len(off), "runs, all, less cells, less series:", *parts, flush=True)
+
+
+def less_medians(errors: Iterable[tuple[tuple[str, ...], float]]) -> list[float]:
+    """Return errors (predicted / measured - 1) with each group's predictions divided by the group's median ratio."""
+    groups: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for group, off in errors:
+        groups[group].append(1 + off)
+    return [ratio / float(np.median(ratios)) - 1 for ratios in groups.values() for ratio in ratios]
+
+
 def print_launched(data: Path, jobs: int) -> None:
     """Print errors of the runs for which a launch file of their model, card, engine and format is known: plain, with
     the facts of it, and with those of another card.
@@ -250,7 +287,10 @@ def print_launched(data: Path, jobs: int) -> None:
         for title, kind_of_run in kinds.items():
             predicted = [kind_of_run(run.row) for run in runs]
             chosen = [run for run in predicted if not isinstance(run, LikeRun) or run.launch is not None]
-            record = record_of(iter(pool.map(judged, chosen, chunksize=1)))
+            judgements = list(pool.map(judged, chosen, chunksize=1))
+            record = record_of(iter(judgements))
+            print(title)
+            print_spread(chosen, judgements)
             for cell in record.cells:
                 same = record.accuracy(model=cell.model, hardware=cell.hardware, engine=cell.engine, format=cell.format)
                 assert same is not None
@@ -272,10 +312,12 @@ def main() -> None:
         return
     found: Any = list(plain_runs(options.data))
     with ProcessPoolExecutor(options.jobs) as pool:
-        record = record_of(iter(pool.map(judged, found, chunksize=1)))
+        judgements, again = tee(pool.map(judged, found, chunksize=1))
+        record = record_of(judgements)
     RECORD.write_text(json.dumps(record.to_data(), indent=1) + "\n", encoding="utf-8")
     for kind in ("dense", "moe"):
         print(kind, record.accuracy(kind=kind))
+    print_spread(found, list(again))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def show_steps(deployment: Deployment, steps: Sequence[TimedStep]) -> None:
         decodes, tokens = (f"{1 << bits >> 1}-{(1 << bits) - 1}" for bits in key)
         parts: dict[str, float] = {}
         for step in group:
-            said = {**costs.breakdown(step.batch), "host": costs.host_s(step.batch.num_seqs)}
+            said = {**costs.breakdown(step.batch), "host": costs.host.seconds(step.batch.num_seqs)}
             for kind, seconds in said.items():
                 parts[kind] = parts.get(kind, 0.0) + 1e3 * seconds / len(group)
         found, said_ms = 1e3 * sum(s.seconds for s in group) / len(group), sum(parts.values())

@@ -55,7 +55,7 @@ class AdaptedSteps(CompiledCosts):
             return self.decode(num_decodes, context_tokens)[0]
         linear, head, floors, after = self._plain_lists
         self._mixed_lists = linear, head, _Raised(floors, -self.extra), _Raised(after, self.extra)  # type: ignore[assignment]
-        self._large = self._plain_large - self.extra
+        self._large = _Raised(self._plain_large, -self.extra)  # type: ignore[assignment]
         return super().mixed(num_decodes, context_tokens, chunks, num_samples)
 
 

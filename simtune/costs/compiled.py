@@ -232,20 +232,28 @@ class StepTables:
         return 1.0 if correction is None else correction.scale
 
     @property
-    def largest_graph(self) -> float:
-        """Tokens of the largest step with a graph."""
-        return self.model.launches.largest_graph
+    def largest_graphs(self) -> tuple[float, float]:
+        """Tokens of the largest step with a graph, without and with chunks."""
+        return self.model.launches.largest_graphs
+
+    def launched(self, mixed: bool) -> int:
+        """Return the ticks of launching the kernels of a larger step one by one."""
+        return to_ticks(self.scale(mixed) * self.model.launches.large_s)
 
     @cached_property
-    def large(self) -> tuple[int, int]:
-        """(without, with chunks): least ticks of a larger step, whose kernels are launched one by one."""
-        pure, mixed = (to_ticks(self.scale(kind) * self.model.launches.large_s) for kind in (False, True))
+    def large(self) -> tuple[list[int], list[int]]:
+        """(without, with chunks), by sequences: least ticks of a larger step, whose kernels are launched one by one,
+        after the host's other work for it."""
+        pure, mixed = (
+            [self.launched(kind) + host for host in _hidden_host(self.model, self.max_num_seqs, kind)]
+            for kind in (False, True)
+        )
         return pure, mixed
 
     def floor(self, num_tokens: int, num_seqs: int, mixed: bool) -> int:
         """Return the least ticks of a step on the GPU."""
         floor = (self.mixed if mixed else self.pure).floor[num_seqs]
-        return floor if num_tokens <= self.largest_graph else max(floor, self.large[mixed])
+        return floor if num_tokens <= self.largest_graphs[mixed] else max(floor, self.large[mixed][num_seqs])
 
     def prompts(self, chunks: Sequence[tuple[int, int]]) -> int:
         """Return the ticks of attention to the prefill chunks of a step: of all that fill the device together, but no
@@ -349,7 +357,7 @@ def _token_tables(models: _Models, pool: Pool, max_samples: int, with_chunks: bo
             ]
     head = scale * models.dense(lambda model, x: _total(model.head(x)), samples)
     # A step takes max(GPU, floor) + after: the host hides behind the GPU or comes after it.
-    after_s = [model.host.exposed_s(n, pool.hides_host) for n in range(seqs + 1)]
+    after_s = [model.exposed_s(n) for n in range(seqs + 1)]
     if correction is not None:
         after_s = [correction.offset_s] * (seqs + 1)
     return TokenTables(
@@ -368,13 +376,16 @@ def _launched(pure: TokenTables, models: _Models, pool: Pool) -> TokenTables:
 
 def _floors(model: StepModel, pool: Pool, with_chunks: bool) -> list[int]:
     """Least ticks of a step by its sequences: the launch of its kernels, and the host if it hides behind the GPU."""
-    correction, seqs = model.correction(with_chunks), pool.batching.max_num_seqs
+    correction = model.correction(with_chunks)
     launch = to_ticks((1.0 if correction is None else correction.scale) * model.launches.floors_s[with_chunks])
-    if correction is not None or not pool.hides_host:
-        return [launch] * (seqs + 1)
-    return [
-        max(launch, to_ticks(model.host_s(n)) - to_ticks(model.host.exposed_s(n, hides=True))) for n in range(seqs + 1)
-    ]
+    return [max(launch, host) for host in _hidden_host(model, pool.batching.max_num_seqs, with_chunks)]
+
+
+def _hidden_host(model: StepModel, seqs: int, with_chunks: bool) -> list[int]:
+    """Ticks of the host that hide behind the GPU, by sequences up to `seqs`; 0 if none do or a log corrects steps."""
+    if model.correction(with_chunks) is not None:
+        return [0] * (seqs + 1)
+    return [to_ticks(model.host.seconds(n)) - to_ticks(model.exposed_s(n)) for n in range(seqs + 1)]
 
 
 def _chunks(budget: int) -> list[int]:
@@ -427,7 +438,7 @@ class CompiledCosts:
         self._mixed_lists = tables.mixed[:4]
         self._prefill, self._cached, self._call = tables.prefill, tables.cached, tables.prefill_call
         self._among, self._cached_among = tables.among, tables.cached_among
-        self._largest, self._large = tables.largest_graph, tables.large[True]
+        self._largest, self._large = tables.largest_graphs[True], tables.large[True]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._compiled_from
@@ -490,8 +501,8 @@ class CompiledCosts:
                 ticks += self._attention_beside(longest, num_decodes, context_tokens)
         num_seqs = num_decodes + len(chunks)
         floor = floors[num_seqs]
-        if tokens > self._largest and floor < self._large:
-            floor = self._large
+        if tokens > self._largest and floor < self._large[num_seqs]:
+            floor = self._large[num_seqs]
         return (ticks if ticks > floor else floor) + after[num_seqs]
 
     def imbalance(self, num_decodes: int, context_tokens: int, longest_context: int, with_chunks: bool) -> int:

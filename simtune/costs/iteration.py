@@ -11,9 +11,10 @@ summed over all layers and all pipeline stages. The tables were measured under C
 and token counts up to 512 are padded to the sizes for which vLLM captures graphs. Without graphs nothing is padded, and
 no step is shorter than the launches of its kernels: max(T_gpu, T_launch). The same holds of steps with prompts if an
 engine has graphs of decode steps only, and of steps larger than the largest graph (`graph_sizes`). Asynchronous engines
-hide the host: T = max(T_gpu, T_host); others add it. Where an engine's own log has corrected steps of this kind
-(`simtune.costs.calibration`), T = scale * T_gpu + offset replaces both. With pipeline parallelism T_gpu is the latency
-of one step through all stages and the sends between them.
+hide the host: T = max(T_gpu, T_host), or of a step larger than the largest graph max(T_gpu, T_host + T_launch); others
+add it. Where an engine's own log has corrected steps of this kind (`simtune.costs.calibration`),
+T = scale * T_gpu + offset replaces both. With pipeline parallelism T_gpu is the latency of one step through all stages
+and the sends between them.
 
 The cost of experts under a plan, and of exchanging tokens with those of other ranks, is in `simtune.costs.experts`.
 With data-parallel attention all groups are taken to have as many tokens as this one, to which engines pad them; the
@@ -182,6 +183,7 @@ class StepModel:
             self._overlap = pool.overlap if talks else None
         self._host_work = HostWork.of(model, hardware, pool)
         self.host = HostCosts.of(pool, hardware, self._factor(HOST))
+        self.exposed_s = partial(self.host.exposed_s, hides=pool.hides_host)
         # one kernel of attention in each layer, and all other calls
         every = (*self._linear, *self._shared, *self._routed, *self._head)
         kernels = model.num_layers + sum(part.times for part in every)
@@ -323,10 +325,6 @@ class StepModel:
         total: Array = np.sum([*self.linear(rows).values(), *self.head(rows).values()], axis=0)
         return total
 
-    def host_s(self, num_seqs: int) -> float:
-        """Seconds the engine's host side needs for a step with this many sequences."""
-        return self.host.seconds(num_seqs)
-
     def breakdown(self, batch: StepWork) -> dict[str, float]:
         """GPU seconds of one step by kind (`KINDS`); kinds without work are left out."""
         by_tokens = self.linear(np.array([batch.num_tokens]), bool(batch.chunks))
@@ -369,7 +367,10 @@ class StepModel:
         correction = self.correction(bool(batch.chunks))
         if correction is not None:
             return correction.scale * gpu + correction.offset_s
-        return max(gpu + self.host.exposed_s(batch.num_seqs, self._pool.hides_host), self.host_s(batch.num_seqs))
+        # One thread prepares a step and launches its kernels (vLLM's gpu_model_runner.py; with one GPU it schedules
+        # too: uniproc_executor.py), so launches that no graph saves come on top of the host's other work.
+        host_s = self.host.seconds(batch.num_seqs) + self.launches.launched_s(batch.num_tokens, bool(batch.chunks))
+        return max(gpu + self.exposed_s(batch.num_seqs), host_s)
 
     def beyond_kernels_s(self, kernels: float, batch: StepWork) -> float:
         """Seconds of one step beyond those of its kernels and collectives: launches, and the host that nothing hides; 0

@@ -12,11 +12,12 @@ LAUNCH_S = 7.5e-6
 """Seconds of one kernel launch without a CUDA graph. Assumed: 5-10 us are usual when Python launches kernels."""
 
 
-def largest_graph(pool: Pool) -> float:
-    """Return the tokens of the largest step with a CUDA graph; infinite without a limit, 0 without graphs."""
+def largest_graph(pool: Pool, prompts: bool) -> float:
+    """Return the tokens of the largest step with a CUDA graph, without prompts or with them; infinite without a limit,
+    0 without graphs."""
     if not pool.cuda_graphs:
         return 0.0
-    return inf if pool.graph_sizes is None else float(pool.graph_sizes.largest(pool.batching.max_num_seqs))
+    return inf if pool.graph_sizes is None else float(pool.graph_sizes.largest(pool.batching.max_num_seqs, prompts))
 
 
 def _each_s(model: Model, pool: Pool, kernels: int) -> float:
@@ -35,8 +36,8 @@ class Launches:
 
     floors_s: tuple[float, float]
     """Least seconds of a step that is no larger than the largest graph, without and with prompts."""
-    largest_graph: float
-    """Tokens of the largest step with a graph."""
+    largest_graphs: tuple[float, float]
+    """Tokens of the largest step with a graph, without and with prompts."""
     large_s: float
     """Least seconds of a larger step."""
 
@@ -51,9 +52,17 @@ class Launches:
         plain_s = max(factor * _each_s(model, pool, kernels), offloaded_s)
         prompts_s = max(plain_s, layers_s * (pool.prompt_launch_s or 0.0), factor * attention_s)
         large_s = layers_s * pool.graph_sizes.launch_s if pool.cuda_graphs and pool.graph_sizes is not None else 0.0
-        return cls((plain_s, prompts_s), largest_graph(pool), large_s)
+        return cls((plain_s, prompts_s), (largest_graph(pool, False), largest_graph(pool, True)), large_s)
+
+    @property
+    def largest_graph(self) -> float:
+        """Tokens of the largest step with a graph."""
+        return self.largest_graphs[False]
+
+    def launched_s(self, num_tokens: float, prompts: bool) -> float:
+        """Seconds of launching the kernels of a step one by one that no graph holds; 0 of a step with a graph."""
+        return 0.0 if num_tokens <= self.largest_graphs[prompts] else self.large_s
 
     def least_s(self, num_tokens: float, prompts: bool) -> float:
         """Seconds of which no step of this many tokens is shorter."""
-        floor_s = self.floors_s[prompts]
-        return floor_s if num_tokens <= self.largest_graph else max(floor_s, self.large_s)
+        return max(self.floors_s[prompts], self.launched_s(num_tokens, prompts))

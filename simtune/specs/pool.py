@@ -337,11 +337,19 @@ class GraphSizes(Part):
     per_seat: Count | None = Field(
         None, description="tokens for each of max_num_seqs, if that makes fewer; whatever max_num_seqs unless given"
     )
+    most_with_prompts: Count | None = Field(
+        None,
+        description="tokens of the largest step with prompts that graphs make no longer than its kernels, if fewer: "
+        "vLLM runs such steps in pieces of graphs and launches attention between them",
+    )
     launch_s: Seconds = Field(description="host seconds per layer of launching the kernels of a larger step")
 
-    def largest(self, max_num_seqs: int) -> int:
-        """Return the tokens of the largest step with a graph."""
-        return self.most if self.per_seat is None else min(self.most, self.per_seat * max_num_seqs)
+    def largest(self, max_num_seqs: int, prompts: bool = False) -> int:
+        """Return the tokens of the largest step with a graph, of steps with prompts if `prompts`."""
+        most = self.most
+        if prompts and self.most_with_prompts is not None:
+            most = min(most, self.most_with_prompts)
+        return most if self.per_seat is None else min(most, self.per_seat * max_num_seqs)
 
 
 class FrontEndTimes(Part):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.record import LikeRun, OtherCardRun, PlainRun, judged, plain_runs
+from benchmarks.serving.record import LikeRun, OtherCardRun, PlainRun, judged, less_medians, plain_runs
 from simtune.costs.accuracy_record import accuracy_record, base_name, kind_of, number_format, published_runs
 from simtune.report.hardware_page import facts
 from simtune.specs.catalog import load_hardware, load_model
@@ -104,3 +104,9 @@ def test_a_card_is_shown_with_its_runs() -> None:
     shown = [text for name, text in facts(load_hardware("h200-sxm")) if name == "published runs"]
     assert len(shown) == len(list(accuracy_record().of_card("h200-sxm"))) > 2
     assert facts(load_hardware("l4"))[-1] == ("published runs", "none of this card")
+
+
+def test_what_a_group_of_runs_has_in_common_is_taken_out() -> None:
+    """One group is twice too slow throughout; ratios of the other are 1.2, 1.8 and 0.6."""
+    errors = [(("a",), 1.0), (("a",), 1.0), (("b",), 0.2), (("b",), 0.8), (("b",), -0.4)]
+    assert less_medians(errors) == pytest.approx([0.0, 0.0, 0.0, 0.5, -0.5])

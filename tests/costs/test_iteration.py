@@ -576,6 +576,44 @@ def test_steps_larger_than_the_largest_graph_take_what_launching_them_takes() ->
     assert decodes.decode(16, 160)[0] < decodes.decode(17, 170)[0] == round(0.5 * model().num_layers * TICKS_PER_SECOND)
 
 
+def test_large_steps_are_launched_after_the_other_work_of_the_host() -> None:
+    """One thread prepares a step and launches its kernels, on one GPU the one that schedules: vLLM's
+    gpu_model_runner.py and uniproc_executor.py. Asynchronous scheduling hides neither behind the other."""
+    host = HostTimes(step_s=0.3, per_sequence_s=0.01)
+    launched_s, sizes = 0.5 * model().num_layers, GraphSizes(most=32, launch_s=0.5)
+    decodes, large = StepWork(16, 160, (), 16), StepWork(16, 160, ((0, 17),), 17)
+    for exposed, asynchronous in ((None, True), (HostTimes(step_s=0.1, per_sequence_s=0.002), True), (None, False)):
+        update = {"graph_sizes": sizes, "host": host, "exposed_host": exposed}
+        limited = pool(asynchronous=asynchronous).model_copy(update=update)
+        step_model, costs = StepModel(model(), hardware(), limited), compile_costs(model(), hardware(), limited, 256)
+        seconds = step_model.seconds(large)
+        assert seconds == pytest.approx(launched_s + host.step_s + 17 * host.per_sequence_s)
+        assert costs.mixed(16, 160, [(0, 17)], 17) == pytest.approx(seconds * TICKS_PER_SECOND, rel=1e-6)
+        kernels = sum(step_model.breakdown(large).values())
+        assert kernels + step_model.beyond_kernels_s(kernels, large) == pytest.approx(seconds)
+        in_graph = max(step_model.gpu_s(decodes) + step_model.exposed_s(16), step_model.host.seconds(16))
+        assert step_model.seconds(decodes) == in_graph
+
+
+def test_prompts_may_have_smaller_graphs_than_decodes() -> None:
+    sizes = GraphSizes(most=40, most_with_prompts=24, launch_s=0.5)
+    assert [sizes.largest(64, prompts) for prompts in (False, True)] == [40, 24]
+    few = GraphSizes(most=20, most_with_prompts=24, launch_s=0.5)
+    assert few.largest(64, True) == 20
+    limited = pool().model_copy(update={"graph_sizes": sizes})
+    step_model, costs = StepModel(model(), hardware(), limited), compile_costs(model(), hardware(), limited, 256)
+    launched_s = 0.5 * model().num_layers
+    for work, is_launched in (
+        (StepWork(40, 400, (), 40), False),
+        (StepWork(41, 410, (), 41), True),
+        (StepWork(16, 160, ((0, 8),), 17), False),
+        (StepWork(16, 160, ((0, 9),), 17), True),
+    ):
+        assert (step_model.seconds(work) >= launched_s) is is_launched
+        ticks = costs.mixed(work.num_decodes, work.context_tokens, work.chunks, work.num_samples)
+        assert (ticks >= launched_s * TICKS_PER_SECOND) is is_launched
+
+
 def test_no_graph_pads_a_step_that_is_larger_than_all() -> None:
     few = pool().model_copy(update={"graph_sizes": GraphSizes(most=100, launch_s=0.0)})
     limited, plain, eager = (StepModel(model(), hardware(), p) for p in (few, pool(), pool(cuda_graphs=False)))

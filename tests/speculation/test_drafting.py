@@ -76,7 +76,7 @@ def test_copying_costs_host_time_only() -> None:
 @pytest.mark.parametrize("drafter", [Ngram(lookup_max=3), Suffix(), Medusa(heads=4)])
 def test_the_host_waits_for_drafts_that_must_be_awaited(drafter: Drafter) -> None:
     """Whatever is asked for; without drafts it does not."""
-    host = StepModel(TARGET, HARDWARE, pool()).host_s(8)
+    host = StepModel(TARGET, HARDWARE, pool()).host.seconds(8)
     asynchronous, synchronous = costs(drafter), costs(drafter, async_scheduling=False)
     assert asynchronous(8, 1000, 4, 3, 1) == synchronous(8, 1000, 4, 3, 1)
     assert synchronous(8, 1000, 1) == pytest.approx(asynchronous(8, 1000, 1) + host)
@@ -88,7 +88,7 @@ def test_the_host_waits_for_drafts_that_must_be_awaited(drafter: Drafter) -> Non
 
 
 def test_a_waiting_host_is_paid_once_a_pass_without_graphs() -> None:
-    host = StepModel(TARGET, HARDWARE, pool()).host_s(4)
+    host = StepModel(TARGET, HARDWARE, pool()).host.seconds(4)
     plain = costs(Eagle(), async_scheduling=False)
     eager = costs(Eagle(), async_scheduling=False, cuda_graphs=False)
     assert plain(4, 1000, 4, 3, 1) == pytest.approx(plain.verify_s(4, 1000, 4) + plain.draft_s(4, 1000, 3) + host)

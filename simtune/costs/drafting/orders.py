@@ -53,7 +53,7 @@ class InTurn(RoundOrder):
         tables = target.tables
         self._linear, self._head, self._launch = tables.mixed.linear, tables.mixed.head, target.launch[True]
         self._prompts = tables.prompts
-        self._largest = tables.largest_graph
+        self._largest = tables.largest_graphs[True]
 
     def line(self, num_decodes: int, verify_tokens: int, depth: int) -> TickLine:
         """Return the sum of both."""

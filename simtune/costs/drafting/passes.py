@@ -83,7 +83,7 @@ class TargetPasses:
     def least(self, num_tokens: int, mixed: bool) -> int:
         """Return the least ticks of a pass over `num_tokens` tokens: those of launching its kernels without a graph."""
         launch = self.launch[mixed]
-        return launch if num_tokens <= self.tables.largest_graph else max(launch, self.tables.large[mixed])
+        return launch if num_tokens <= self.tables.largest_graphs[mixed] else max(launch, self.tables.launched(mixed))
 
     def beside_chunks(self, num_decodes: int, verify_tokens: int, context_tokens: int) -> int:
         """Ticks of a pass in a step with chunks, without the chunks' own part and without its least ticks."""

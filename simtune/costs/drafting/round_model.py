@@ -70,7 +70,7 @@ class RoundModel:
         """
         gpu = self.verify_s(batch, context, verify_tokens) + self.draft_s(batch, context, draft_depth, draft_width)
         correction = self._target.correction(with_chunks=False)
-        host = self._target.host_s(batch)
+        host = self._target.host.seconds(batch)
         hides = self._pool.async_scheduling and not (draft_depth and self._pool.awaits(self._drafter))
         passes = self._drafter.passes(draft_depth)
         if not self._target.host.states_drafting and not self._pool.cuda_graphs and not hides:

@@ -112,6 +112,7 @@ def _vllm_graphs(reader: OptionReader, draft: PoolDraft, launch: Launch, option:
     if draft.get("graph_sizes.launch_s") is None:
         draft.refuse(option, "which steps have CUDA graphs; no preset of this release states what others take")
     else:
+        draft.set("graph_sizes.most_with_prompts", draft.get("graph_sizes.most"))
         draft.set("graph_sizes.most", most)
         draft.set("graph_sizes.per_seat", None)
 
