@@ -107,8 +107,8 @@ def test_rates_go_up_and_down_together(record: Recorder) -> None:
             if abs(float(ratio.mean())) <= NEAR:
                 ratios[a.limits == b.limits].append(float(ratio.std(ddof=1)) * root)
     for name, values in (("alone", alone), ("same limit", ratios[True]), ("other limits", ratios[False])):
-        shown = f"median {statistics.median(values):.2f}, largest {max(values):.2f}" if values else "none"
-        print(f"\n{name:13} {len(values):3}: {shown}", end="")
+        words = f"median {statistics.median(values):.2f}, largest {max(values):.2f}" if values else "none"
+        print(f"\n{name:13} {len(values):3}: {words}", end="")
         if values:
             record(f"{name}, median deviation times the root of the requests", statistics.median(values), "", "lower")
     assert alone

@@ -36,14 +36,14 @@ FULL = Beginning(0, REQUESTS)
 
 
 def asked(**settings: Any) -> Question:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "workload": LOAD.model_copy(update={"requests": REQUESTS}),
         "slo": Slo(ttft_s={"p90": 0.4}, tpot_s={"p90": 0.02}),
         "pp": (1,),
         "max_num_seqs": (64, 128),
         "max_num_batched_tokens": (512, 1024, 2048),
     }
-    return question(**{**given, **settings})
+    return question(**{**defaults, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_certificate_that_states_less_is_refused(tuned: Tuned) -> None:
 
 @dataclass
 class Judged:
-    """What the rule reads of a plan."""
+    """A plan with the results that the rule reads."""
 
     plan: BoundedCandidate
 

@@ -408,8 +408,8 @@ class Audit:
             self.problems.same("best remaining bound", certificate.bound, bound)
             self.problems.same("gap", certificate.gap, gap)
             if certificate.gap_on_draw is not None:  # certificates of earlier versions claim nothing
-                gap = self._on_draw.gap(certificate.incumbent.value, self._resimulations)
-                self.problems.same("gap on the same requests", certificate.gap_on_draw, gap)
+                on_draw = self._on_draw.gap(certificate.incumbent.value, self._resimulations)
+                self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
         return not self.problems
 
     def _compare_inputs(self) -> None:
