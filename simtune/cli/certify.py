@@ -56,6 +56,7 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
                 "incumbent": certificate.incumbent.to_data(),
                 "bound": certificate.bound,
                 "gap": certificate.gap,
+                "gap_on_draw": certificate.gap_on_draw,
             }
         )
     else:
@@ -118,9 +119,8 @@ def _print(audit: Audit, holds: bool) -> None:
         click.echo("the certificate does not hold", err=True)
         return
     from simtune.specs.plan_words import in_words
+    from simtune.tuner.doubt.same_draw import gap_in_words
 
     incumbent = certificate.incumbent
-    click.echo(
-        f"{in_words(incumbent.plan)}: {incumbent.value:.4g} {certificate.unit}. No plan of this space is more than "
-        f"{certificate.gap:.1%} better under this cost model"
-    )
+    gap = gap_in_words(certificate.gap, certificate.gap_on_draw)
+    click.echo(f"{in_words(incumbent.plan)}: {incumbent.value:.4g} {certificate.unit}; {gap}")

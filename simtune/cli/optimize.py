@@ -398,6 +398,7 @@ def _print_json(tuned: Tuned, summary: Summary, out: Path) -> None:
                 "value": tuned.value,
                 "bound": tuned.bound,
                 "gap": tuned.gap,
+                **({} if tuned.gap_on_draw is None else {"gap_on_draw": tuned.gap_on_draw}),
                 **({} if tuned.confirmed is None else {"draws": list(tuned.confirmed.values)}),
             },
             **({} if tuned.ladder is None else {"front": [point.to_data() for point in tuned.ladder.points]}),
@@ -420,6 +421,7 @@ COLUMNS = ("plan", "GPUs", "requests/s", "per GPU", "TTFT p99 ms", "TPOT p99 ms"
 def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     from simtune.report.certainty import certainty
     from simtune.report.verdict import families_in_words, price_in_words
+    from simtune.tuner.doubt.same_draw import gap_in_words
 
     study, sure, statement = tuned.question.study, summary.confidence, certainty(summary)
     best = [tuned.chosen, *tuned.runners_up(4)]
@@ -438,7 +440,7 @@ def _print(tuned: Tuned, summary: Summary, out: Path) -> None:
     _print_variants(summary)
     _print_confirmed(tuned)
     if tuned.ladder is None:
-        click.echo(f"no plan in this space is more than {tuned.gap:.1%} better under this cost model")
+        click.echo(gap_in_words(tuned.gap, tuned.gap_on_draw))
         if unseen := Counter(row.allocation for row in tuned.rows if row.allocation):
             click.echo(
                 f"{unseen.total():,} of the plans were ruled out unseen, in {len(unseen)} classes of which no "

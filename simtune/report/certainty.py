@@ -147,5 +147,11 @@ def _gap(s: Summary) -> list[str]:
     """State how much better another plan of the space could be."""
     if s.objective is None or s.objective.gap is None:
         return []
-    better = f"another plan is at most {percent(s.objective.gap)} better" if s.objective.gap else "no plan is better"
+    same = s.objective.gap_on_draw
+    on_same = "" if same is None else f" ({percent(same)} on the same requests)"
+    better = (
+        f"another plan is at most {percent(s.objective.gap)}{on_same} better"
+        if s.objective.gap
+        else "no plan is better"
+    )
     return [f"{better} under this cost model"]

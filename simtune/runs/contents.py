@@ -193,7 +193,12 @@ def _objective_value(tuned: Tuned) -> ObjectiveValue:
     objective, single = tuned.question.objective, not tuned.ladder
     bound, gap = (tuned.bound, tuned.gap) if single else (None, None)
     value = ObjectiveValue(
-        name=tuned.question.study.objective, unit=objective.unit, value=tuned.value, bound=bound, gap=gap
+        name=tuned.question.study.objective,
+        unit=objective.unit,
+        value=tuned.value,
+        bound=bound,
+        gap=gap,
+        gap_on_draw=tuned.gap_on_draw,
     )
     between = None if tuned.confirmed is None else interval_of_draws(tuned.confirmed.values, LEVEL)
     if tuned.confirmed is None or between is None:

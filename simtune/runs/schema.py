@@ -117,6 +117,9 @@ class ObjectiveValue(Record):
     value: float
     bound: float | None = Field(None, description="no plan of the space reaches more, under the cost model")
     gap: NonNegative | None = Field(None, description="by how much a plan could be better at most, as a share of value")
+    gap_on_draw: NonNegative | None = Field(
+        None, description="the same on the requests of the search, with every plan held against the chosen one there"
+    )
     draws: Seq[float] | None = Field(None, description="on each fresh draw of the requests, if the load is given")
     low: float | None = Field(None, description="lower end of its interval (90 %) from one draw to another")
     high: float | None = Field(None, description="upper end of that interval")

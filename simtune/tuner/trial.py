@@ -153,6 +153,9 @@ class Tuned:
     """Best plan and bound over the course of the search."""
     confirmed: Confirmed | None = None
     """None if the study asks for no draws."""
+    gap_on_draw: float | None = None
+    """Share of the chosen plan's value by which another plan could be better at most on the same requests
+    (`simtune.tuner.doubt.same_draw`); None unless rates are searched."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Number of plans that have no row, by the constraint that they break or the reason why the engine would refuse
     them."""

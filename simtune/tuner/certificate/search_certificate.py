@@ -29,10 +29,11 @@ from simtune.specs.pool import Role
 from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
+from simtune.tuner.doubt.same_draw import Lengths, PlanOnDraw, decisive, gap_on_draw, rates_met, ruling
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
-from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter, as_full
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import (
     backlog_task,
@@ -44,6 +45,7 @@ from simtune.tuner.search.confirm import (
     part_requests,
 )
 from simtune.tuner.search.most_users import UserLoad, run_at_load
+from simtune.tuner.search.same_requests import lengths_of, plan_on_draw
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import left_out_names, space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
@@ -144,6 +146,11 @@ class Certificate(Record):
     incumbent: Incumbent
     bound: float = Field(description="no plan of the space reaches more, or less where less is better")
     gap: float = Field(description="from the incumbent to the bound, as a share of its value")
+    gap_on_draw: NonNegative | None = Field(
+        None,
+        description="the same, with each plan held against the incumbent on the same requests; null without rates",
+        exclude_if=_is_none,
+    )
     interrupted: bool
     confirmed: ConfirmedOnDraws | None = Field(None, description="the fresh draws that the incumbent was confirmed on")
     variants: Seq[str] = Field((), description="variants of the study by name; '' are the plans as they are")
@@ -182,6 +189,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
         ),
         bound=bound,
         gap=gap,
+        gap_on_draw=tuned.gap_on_draw,
         interrupted=tuned.interrupted,
         confirmed=ConfirmedOnDraws.of(tuned.confirmed),
         plans=tuple(plans),
@@ -318,6 +326,44 @@ class Resimulations:
         )
 
 
+class DrawComparison:
+    """Computes anew by how much another plan is better at most on the same requests than the chosen one."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._plans: list[PlanOnDraw] = []
+        """All plans but the chosen one that could reach a value."""
+        self.chosen: tuple[BoundedCandidate, PlanFate] | None = None
+        """The chosen plan and its claim."""
+
+    def add_unopened(self, best: float | None) -> None:
+        """Add a plan whose class was ruled out with the bound `best`."""
+        if best is not None:
+            self._plans.append(PlanOnDraw(best))
+
+    def add(self, plan: BoundedCandidate, fate: PlanFate, missed: Tried | None, simulated: BoundedCandidate) -> None:
+        """Add a plan that missed the SLO as in a simulation of the plan `simulated`, itself or another one."""
+        objective = self._question.objective
+        if isinstance(objective, RateObjective) and fate.best is not None:
+            run = ruling(missed, lengths_of(self._question, simulated))
+            self._plans.append(plan_on_draw(objective, plan, fate.best, run))
+
+    def gap(self, value: float, resimulations: Resimulations) -> float | None:
+        """Return the gap; every simulation of the chosen plan that shows it is made again."""
+        objective = self._question.objective
+        if not isinstance(objective, RateObjective) or self.chosen is None:
+            return None
+        plan, fate = self.chosen
+        lengths = lengths_of(self._question, plan)
+        beginnings = {rival.missed.on for rival in self._plans if rival.missed} | {(0, self._question.requests)}
+        met = rates_met(fate.simulated, lengths)
+        for run in fate.simulated:
+            beginning = lengths.of(run)
+            if run.met and not run.all_cores and beginning in beginnings and met[beginning] == run.rate_rps:
+                resimulations.finding(plan, run)
+        return gap_on_draw(self._plans, value, objective.worth(plan.facts), met, self._question.requests)
+
+
 class Audit:
     """Checks a certificate, and the `plan` that was reported with it, if given: computes both anew from the inputs."""
 
@@ -335,6 +381,7 @@ class Audit:
         self._kinds: dict[tuple[object, ...], list[BoundedCandidate]] = {}
         """Plans that differ in limits alone, until they are bounded together."""
         self._resimulations = Resimulations(question, self._plan_cache, self.problems)
+        self._on_draw = DrawComparison(question)
 
     @property
     def simulations(self) -> int:
@@ -360,6 +407,9 @@ class Audit:
             bound, gap = _remaining(certificate.plans, certificate.incumbent.value, self.question.objective)
             self.problems.same("best remaining bound", certificate.bound, bound)
             self.problems.same("gap", certificate.gap, gap)
+            if certificate.gap_on_draw is not None:  # certificates of earlier versions claim nothing
+                on_draw = self._on_draw.gap(certificate.incumbent.value, self._resimulations)
+                self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
         return not self.problems
 
     def _compare_inputs(self) -> None:
@@ -403,6 +453,7 @@ class Audit:
             gpus = candidate.num_gpus if isinstance(settled, Refused) else settled.num_gpus
             self.problems.same(f"{name}: GPUs", fate.num_gpus, gpus)
             self.problems.same(f"{name}: bound", fate.best, best)
+            self._on_draw.add_unopened(best)
 
     def _check_plans(self) -> None:
         """Check every plan of the space; plans whose claim rests on the simulation of another plan come last."""
@@ -439,7 +490,7 @@ class Audit:
     def _check_plan(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Check that a plan reaches at most its claimed bound, and that the chosen plan reaches its claimed value."""
         self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
-        if any(not self._of_its_load(attempt.rate_rps) for attempt in fate.simulated):
+        if any(not _of_its_load(self.question, attempt.rate_rps) for attempt in fate.simulated):
             self.problems.append(
                 f"{fate.plan} was not simulated under the load of objective {self.question.objective.name}"
             )
@@ -447,15 +498,18 @@ class Audit:
         self.bounds += 1
         if fate.simulated:
             self._resimulations.looked_at[fate.plan] = bounded_candidate, fate
-        decisive = _decisive(fate, self.question.num_requests(bounded_candidate.candidate), self.question.requests)
-        best = bounded_candidate.row.best if decisive else self._best_by_bound(bounded_candidate, fate)
-        for attempt in decisive:
+        runs = _decisive(fate, self.question.num_requests(bounded_candidate.candidate), self.question.requests)
+        best = bounded_candidate.row.best if runs else self._best_by_bound(bounded_candidate, fate)
+        for attempt in runs:
             best = self._after(
                 bounded_candidate, attempt.rate_rps, self._resimulations.finding(bounded_candidate, attempt), best
             )
         self.problems.at_most(fate.plan, fate.best, best)
         if fate.plan == self.certificate.incumbent.plan:
             self._confirm(bounded_candidate, fate)
+            self._on_draw.chosen = bounded_candidate, fate
+        else:
+            self._on_draw.add(bounded_candidate, fate, next(iter(runs), None), bounded_candidate)
 
     def _best_by_bound(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> float | None:
         """Return the bound of a plan: the first of its bounds that equals the claim, or else the last one.
@@ -493,23 +547,9 @@ class Audit:
                 self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
         bounded_candidate.row.take(finding.summary, rate)
-        if self._beyond_limits(bounded_candidate):
+        if _beyond_limits(self.question, bounded_candidate):
             return None
         return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
-
-    def _of_its_load(self, rate: float | None) -> bool:
-        """True if a plan was simulated under the load of the study: at some rate if the search varies the rate, and
-        else at the workload's own."""
-        return (rate is not None) == self.question.searches_rate
-
-    def _beyond_limits(self, bounded_candidate: BoundedCandidate) -> str:
-        """Return the limit of the study that the last simulation of a plan breaks, in words; empty if it breaks
-        none."""
-        limits = (
-            (limit, limit.objective.value(bounded_candidate.facts, bounded_candidate.row.judged))
-            for limit in self.question.limits
-        )
-        return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
     def _check_twin(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Check that a plan does the same as another plan, at the rate at which that one missed the SLO."""
@@ -519,6 +559,7 @@ class Audit:
             finding = self._resimulations.finding(simulated_plan, attempt)
             best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
             if near(fate.best, best) and bounded_candidate.ruled_out_by(simulated_plan, finding):
+                self._on_draw.add(bounded_candidate, fate, None if attempt.met else attempt, simulated_plan)
                 return
         self.problems.append(f"{fate.plan} is not bound to behave as {fate.same_as} does")
 
@@ -544,7 +585,7 @@ class Audit:
         incumbent, question = self.certificate.incumbent, self.question
         if self._handed_out not in (None, bounded_candidate.deployment.plan):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
-        if not self._of_its_load(incumbent.rate_rps):
+        if not _of_its_load(self.question, incumbent.rate_rps):
             self.problems.append(
                 f"{incumbent.plan} was not chosen under the load of objective {question.objective.name}"
             )
@@ -564,10 +605,22 @@ class Audit:
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
         bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
-        if wrong := self._beyond_limits(bounded_candidate):
+        if wrong := _beyond_limits(self.question, bounded_candidate):
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
         self.problems.same(f"{incumbent.plan}: value", incumbent.value, value)
+
+
+def _of_its_load(question: Question, rate: float | None) -> bool:
+    """True if a plan was simulated under the load of the study: at some rate if the search varies the rate, and else at
+    the workload's own."""
+    return (rate is not None) == question.searches_rate
+
+
+def _beyond_limits(question: Question, plan: BoundedCandidate) -> str:
+    """Return the limit of the study that the last simulation of a plan breaks, in words; empty if it breaks none."""
+    limits = ((limit, limit.objective.value(plan.facts, plan.row.judged)) for limit in question.limits)
+    return next((wrong for limit, value in limits if (wrong := limit.violated(value))), "")
 
 
 def _is_twin(fate: PlanFate) -> bool:
@@ -658,14 +711,8 @@ def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:
     met = [attempt for attempt in fate.simulated if attempt.met]
     if fate.best is None and met:
         return (max(met, key=_rate),)
-    # Of two at one rate the later one counts: that of all cores.
-    missed = [attempt for attempt in reversed(fate.simulated) if not attempt.met]
-
-    def proves_rps(tried: Tried) -> float:
-        simulated = tried.missed_by or (tried.requests or over_all) * requests // over_all
-        return as_full(Miss(_rate(tried), simulated), requests)
-
-    return (min(missed, key=proves_rps),) if missed else ()
+    run = decisive(fate.simulated, Lengths(requests, over_all))
+    return () if run is None else (run,)
 
 
 def _rate(tried: Tried) -> float:

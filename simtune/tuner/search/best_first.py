@@ -28,12 +28,13 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.choice_on_draws import best_on_draws
-from simtune.tuner.search.climb import LOWEST, SimulationFinding
+from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
 from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, out_of_time, praise, ranked
+from simtune.tuner.search.same_requests import compared_on_draw, ended_otherwise, show_on_draw, value_on_draw
 from simtune.tuner.search.scouting import favourite
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.variant_gains import to_show
@@ -145,6 +146,7 @@ class BestFirst:
         self.plan_cache = plan_cache or PlanCache(question, candidates)
         self.candidate_filter = CandidateFilter(question, self.plan_cache)
         self.step = 1 + question.study.search.rate_tolerance
+        self._tolerance = self.step - 1 if question.searches_rate else 0.0
         self.rows: list[Trial] = []
         self.plans: list[BoundedCandidate] = []
         self.best: BoundedCandidate | None = None
@@ -163,11 +165,10 @@ class BestFirst:
             while not self._confirm():
                 self._reopen()
                 self._decide_all()
+                self._judge_ended_otherwise()
             if self.confirmed is not None:
                 self.confirmed = best_on_draws(self.question, self._confirmer, self.confirmed, self._feasible())
-            # The table should tell of every drafter and variant how good it is, even if bounds ruled all its plans out.
-            for plans in to_show(self.question, self.plans):
-                self._show(plans)
+            self._show_all()
         except KeyboardInterrupt as stop:
             if self.best is None:
                 raise
@@ -179,7 +180,6 @@ class BestFirst:
 
     def _decide_all(self) -> None:
         """Decide plans in the order of their bounds, until no bound is better than the best plan."""
-        self._judge.slack = 1.0 if self.confirmed or not self.question.study.search.confirm.draws else self.step
         while (best := self._most_promising()) is not None and self._could_be_better(best):
             self.evaluator.check_time()
             if not self._scouted and self.best is None and self._open.best == best:
@@ -190,6 +190,15 @@ class BestFirst:
             else:
                 self._admit(self._classes.opened())
             self._report()
+
+    def _show_all(self) -> None:
+        """Simulate what the table of variants and the gap on the same requests state besides."""
+        best = self.best
+        for plan in to_show(self.question, self.plans):
+            self._judge.judge(plan, None)
+        self.best = best or self.best
+        if self.confirmed is not None:
+            show_on_draw(self.question, self._judge, self.confirmed.plan, self.plans)
 
     def _begin_well(self) -> None:
         """Judge the plan first that very short runs favour, so that there is a good plan to hold others against."""
@@ -214,6 +223,11 @@ class BestFirst:
             if plan.row.status == "infeasible" and best is not None and may_be_better:
                 plan.best = best
                 self._open.push([plan], "all there is")
+
+    def _judge_ended_otherwise(self) -> None:
+        """Judge plans again whose rate another limit ends than that of a confirmed plan."""
+        for plan, low in ended_otherwise(self.question, self.confirmed and self.confirmed.plan, self.plans):
+            self._judge.judge(plan, low)
 
     def _admit(self, candidates: Iterable[Candidate]) -> None:
         """Open the kinds of plans among candidates."""
@@ -257,7 +271,9 @@ class BestFirst:
 
     def _met(self, plan: BoundedCandidate) -> None:
         """Make a plan that meets the SLO the best one, if it is better, and report."""
-        if self.best is None or self.question.objective.better(self.value(plan), self.value(self.best)):
+        if self.best is None or self.question.objective.better(
+            self.value(plan), value_on_draw(self.question, self.best)
+        ):
             self.best = plan
         self._report()
 
@@ -267,25 +283,16 @@ class BestFirst:
 
     def _could_be_better(self, best: float) -> bool:
         """True if a bound exceeds the best plan by more than the tolerance."""
-        objective = self.question.objective
-        tolerance = self.step - 1 if objective.searches_rate else 0.0
-        return self.best is None or objective.better(best, self.value(self.best), tolerance)
+        return self.best is None or self.question.objective.better(
+            best, value_on_draw(self.question, self.best), self._tolerance
+        )
 
     def _low(self, plan: BoundedCandidate) -> float | None:
         """Return the rate at which a plan would beat the best one; None while there is no best plan."""
         objective = self.question.objective
         if self.best is None or not isinstance(objective, RateObjective):
             return None
-        return objective.rate_for(plan.facts, self.value(self.best)) * self.step
-
-    def _show(self, plans: Sequence[BoundedCandidate]) -> None:
-        """Simulate the most promising plan of a drafter or variant, unless one of its plans meets the SLO."""
-        promising = [plan for plan in plans if plan.bound_rps > 0]
-        if not promising or any(plan.row.status == "feasible" for plan in promising):
-            return
-        best, plan = self.best, min(promising, key=BoundedCandidate.order)
-        self._judge.judge(plan, None)
-        self.best = best or self.best
+        return objective.rate_for(plan.facts, value_on_draw(self.question, self.best)) * self.step
 
     def _close(self, why: str) -> None:
         """Write into the rows of all open plans why they were not simulated."""
@@ -330,7 +337,7 @@ class BestFirst:
         while self.confirmed is None and not self._confirm():
             pass
         if (confirmed := self.confirmed) is None:
-            self._look_at_nearest()
+            self._judge.look_at_nearest(self.plans)
             raise no_plan(self.question, self.rows)
         best = self.best = confirmed.plan
         value = self.value(best)
@@ -342,6 +349,7 @@ class BestFirst:
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
         tuned = Tuned(self.question, rows, confirmed.deployment, confirmed.result, value, bound, interrupted)
         tuned.classes, tuned.confirmed = tuple(self._classes.bounded), confirmed.draws
+        tuned.gap_on_draw = compared_on_draw(self.question, best, self.plans, rows)
         return tuned
 
     def _feasible(self) -> list[BoundedCandidate]:
@@ -359,26 +367,20 @@ class BestFirst:
             self.best = self.confirmed = None
             return True
         best = min(feasible, key=lambda plan: (-objective.sign * self.value(plan), plan.order()))
+        leader = None if self.confirmed is None else self.confirmed.plan
+        if leader is not None and not objective.better(self.value(best), self.value(leader), self._tolerance):
+            best = leader
         before = self.value(best)
         if self.confirmed is None or self.confirmed.plan is not best:
             confirmed = self._confirmer.confirm(best, self.confirmed)
             if confirmed is None:
-                self.best = max(self._feasible(), key=lambda plan: objective.sign * self.value(plan), default=None)
+                self.best = leader or max(
+                    self._feasible(), key=lambda plan: objective.sign * self.value(plan), default=None
+                )
                 return False
             self.confirmed = confirmed
-        self.best = max([best, *self._feasible()], key=lambda plan: objective.sign * self.value(plan))
-        return self.best is best and self.value(best) == before
-
-    def _look_at_nearest(self) -> None:
-        """Simulate one plan if bounds alone rule out all plans, to report how far the SLO is missed.
-
-        The plan is the one with the most GPUs per request, at a rate at which hardly any requests overlap.
-        """
-        if self.plans and all(row.summary is None for row in self.rows):
-            plan = max(self.plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
-            sustained = self.plan_cache.capacity(plan.candidate).rps
-            rate = sustained * LOWEST if self.question.searches_rate else None
-            self._judge.take(plan, rate, self._judge.simulated(plan, rate))
+        self.best = best
+        return self.value(best) == before
 
 
 def _best_of(question: Question, bounds: Iterable[float | None]) -> float | None:

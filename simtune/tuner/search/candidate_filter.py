@@ -41,6 +41,10 @@ class BoundedCandidate:
     missed: Miss | None = None
     """Simulation at the lowest rate at which the plan missed the SLO; None if there was none."""
 
+    met_rps: float | None = None
+    """Highest rate at which the plan met the SLO on the draw of the search; None if there was none."""
+    tightest: str = ""
+    """Metric of the limit of the SLO that the last run of full length used the largest share of; empty without one."""
     floors_s: dict[Floor, float] = field(default_factory=dict)
     """Lower bounds on latencies, in seconds, as they are computed."""
     given_up: bool = False

@@ -410,13 +410,14 @@ def _note(plan: BoundedCandidate, attempt: Attempt) -> None:
 def highest_rung(holds: Callable[[int], bool], most: int) -> int | None:
     """Return the least k in 0, 1, ..., `most` that holds, if all above it do; None if none holds.
 
-    The search goes in growing strides, then by halves.
+    The search goes through 0, 1, 2, 4, ..., then by halves. Rung 2 follows 1, since draws at the rate of rung 1 also
+    decide on rung 2 if that is near the capacity (`FreshDraws`).
     """
-    low, high, stride = -1, 0, 1
+    low, high = -1, 0
     while not holds(high):
         if high >= most:
             return None
-        low, high, stride = high, min(most, high + stride), 2 * stride
+        low, high = high, min(most, max(1, 2 * high))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

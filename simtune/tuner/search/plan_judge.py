@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from simtune.results.summary import SimulationSummary
 from simtune.tuner.objectives import Miss
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
-from simtune.tuner.search.climb import Climb, Rung, Simulation, SimulationFinding
+from simtune.tuner.search.climb import LOWEST, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
@@ -42,9 +43,6 @@ class PlanJudge:
         """Rows of plans that were simulated, or that were compared with a simulated plan."""
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
-        self.slack = 1.0
-        """Factor by which short runs rule plans out at a lower rate than they need to: fresh draws mostly take a step
-        off the rate of the best plan, and a plan that misses with slack need not be looked at again then."""
         self._full_to_short = 1.0
         """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which
         both are known: short runs end before they feel a rate that is a little too high."""
@@ -111,12 +109,13 @@ class PlanJudge:
         plan.row.simulations += 1
         finding = self._evaluator.finding((plan.candidate.name, rate, 0), self.task(plan, rate), self._upcoming())
         plan.row.tried.append(Attempt(rate, finding.met))
+        plan.tightest = tightest(finding.summary)
         return finding
 
     def _misses_when_shorter(self, plan: BoundedCandidate, low: float, requests: int) -> bool:
         """Rule a plan out by a short run that proves as much as a full one at the rate `low`; return False if the short
         run meets the SLO."""
-        rate = lower_rate(low / self.slack, self.question.requests, requests)
+        rate = lower_rate(low, self.question.requests, requests)
         finding = self.simulated_shorter(plan, rate, requests)
         if finding.met:
             return False
@@ -169,7 +168,7 @@ class PlanJudge:
         lengths = short_lengths(self.question, plan.candidate)
         climb = Climb(plan.ceiling_rps, self._step, low)
         if low is not None and lengths:
-            return self._shorter(plan, lower_rate(low / self.slack, self.question.requests, lengths[0]), lengths[0])
+            return self._shorter(plan, lower_rate(low, self.question.requests, lengths[0]), lengths[0])
         rate = climb.rate_rps
         assert rate is not None
         return (plan.candidate.name, rate, 0), self.task(plan, rate)
@@ -203,12 +202,24 @@ class PlanJudge:
             row.best = objective.value(plan.facts, row.judged)
         elif rate is not None:
             self.seen.remember_met(plan, rate, finding)
+            plan.met_rps = max(rate, plan.met_rps or 0.0)
         for limit in self.question.limits:
             if wrong := limit.violated(limit.objective.value(plan.facts, row.judged)):
                 row.status, row.reason = "infeasible", wrong
                 return
         row.status, row.reason = "feasible", ""
         self._met(plan)
+
+    def look_at_nearest(self, plans: Sequence[BoundedCandidate]) -> None:
+        """Simulate one plan if bounds alone rule out all plans, to report how far the SLO is missed.
+
+        The plan is the one with the most GPUs per request, at a rate at which hardly any requests overlap.
+        """
+        if plans and all(plan.row.summary is None for plan in plans):
+            plan = max(plans, key=lambda plan: (plan.candidate.gpus_per_instance, -plan.best))
+            sustained = self.plan_cache.capacity(plan.candidate).rps
+            rate = sustained * LOWEST if self.question.searches_rate else None
+            self.take(plan, rate, self.simulated(plan, rate))
 
     def imply(self, plan: BoundedCandidate, result: tuple[SeenPlan, str]) -> None:
         """Write into the row of a plan what the simulation of another plan implies."""
@@ -223,3 +234,9 @@ class PlanJudge:
         row.best = None
         if rate is not None and self.question.searches_rate:
             plan.miss(Miss(rate, finding.missed_by))
+
+
+def tightest(summary: SimulationSummary) -> str:
+    """Return the metric of the limit of which a run used the largest share; empty if no limit has a value."""
+    lines = [(line.value_s / line.limit_s, line.metric) for line in summary.slo if line.value_s is not None]
+    return max(lines)[1] if lines else ""

@@ -5,10 +5,10 @@ and what no plan of it exceeds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from simtune.tuner.question import Question
-from simtune.tuner.space.candidates import Candidate
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.trial import Trial, Tuned
 
 MOST_SHOWN = 12
@@ -44,26 +44,18 @@ class FamilyGain(NamedTuple):
     at_most: float | None
 
 
-class HasCandidate(Protocol):
-    """A plan of a search."""
-
-    @property
-    def candidate(self) -> Candidate:
-        """Candidate of the plan."""
-
-
-P = TypeVar("P", bound=HasCandidate)
-
-
-def to_show(question: Question, plans: Sequence[P]) -> Iterator[list[P]]:
-    """Yield the plans of each drafter, then of each variant if there are several and not too many: one plan of each is
-    simulated whatever its bound.
+def to_show(question: Question, plans: Sequence[BoundedCandidate]) -> Iterator[BoundedCandidate]:
+    """Yield the most promising plan of each drafter, then of each variant if there are several and not too many, unless
+    one of its plans meets the SLO by then: it is simulated whatever its bound.
     """
-    for label in question.labels:
-        yield [plan for plan in plans if plan.candidate.drafter == label]
+    groups = [[plan for plan in plans if plan.candidate.drafter == label] for label in question.labels]
     variants = [variant.label for variant in question.study.variants]
     for variant in variants if 1 < len(variants) <= MOST_SHOWN else ():
-        yield [plan for plan in plans if plan.candidate.decoding.shape.variant == variant]
+        groups.append([plan for plan in plans if plan.candidate.decoding.shape.variant == variant])
+    for group in groups:
+        promising = [plan for plan in group if plan.bound_rps > 0]
+        if promising and all(plan.row.status != "feasible" for plan in promising):
+            yield min(promising, key=BoundedCandidate.order)
 
 
 def variant_gains(tuned: Tuned) -> list[VariantGain]:

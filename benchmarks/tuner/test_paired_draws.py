@@ -1,0 +1,115 @@
+"""Do the highest rates of two plans go up and down together from draw to draw of the requests?
+
+    python -m pytest benchmarks/tuner/test_paired_draws.py -m benchmark_only -s
+
+Of random studies (llama-3.1-8b on two h100-sxm; lengths, SLO and number of requests drawn) four plans each are bisected
+to their highest rate on six draws. Printed is the standard deviation, over draws, of the logarithm of one plan's rate
+and of the ratio of two, each times the root of the requests: of pairs within 5 % of each other on the mean, apart by
+whether the same limit of the SLO ends both rates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from benchmarks.results import Recorder
+from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.study import HardwareCount, Search, Study
+from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.plan_cache import PlanCache
+from simtune.tuner.question import Question
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.climb import Simulation
+from simtune.tuner.search.plan_judge import tightest
+from simtune.tuner.space.expressible import space_for
+
+pytestmark = pytest.mark.benchmark_only
+
+STUDIES, PLANS, DRAWS, NEAR, CLOSE = 12, 4, 6, 0.05, 1.003
+
+
+class OverDraws(NamedTuple):
+    """The highest rates of a plan on draws, and the limits that end them."""
+
+    log_rates: np.ndarray[tuple[int], np.dtype[np.float64]]
+    limits: tuple[str, ...]
+
+
+def random_study(seed: int) -> Question:
+    """Two cards, mixed pools or a prefill and a decode pool."""
+    draw = np.random.default_rng((77, seed))
+    statistic = str(draw.choice(["p99", "p90", "mean"]))
+    workload = Workload(
+        name="load",
+        requests=int(draw.choice([400, 1000, 2000])),
+        arrivals=Poisson(rate_rps=5.0),
+        prompt=Lognormal(mean_tokens=float(draw.uniform(100, 4000)), sigma=0.8, max_tokens=8000),
+        output=Lognormal(mean_tokens=float(draw.uniform(50, 400)), sigma=0.8, max_tokens=1500),
+    )
+    study = Study(
+        name=f"study-{seed}",
+        model="llama-3.1-8b",
+        hardware=(HardwareCount(profile="h100-sxm", devices=2),),
+        workload=workload.name,
+        slo=Slo(
+            ttft_s={statistic: float(draw.uniform(0.2, 3.0))}, tpot_s={statistic: float(draw.uniform(0.010, 0.04))}
+        ),
+        objective="goodput",
+        search=Search(
+            layouts=("mixed", "prefill-decode"),
+            tp=(1, 2),
+            pp=(1,),
+            max_num_seqs=(64, 256),
+            max_num_batched_tokens=(1024, 8192),
+        ),
+        seed=seed,
+    )
+    return Question(study, load_model("llama-3.1-8b"), (load_hardware("h100-sxm"),), workload, None)
+
+
+def over_draws(question: Question, plan: BoundedCandidate) -> OverDraws | None:
+    """Return the highest rates of a plan; None if it misses the SLO at any."""
+    rates, limits = [], []
+    for draw in range(DRAWS):
+        stream = question.draws.stream(question.num_requests(plan.candidate), draw)
+        low, high, limit = plan.bound_rps * 0.02, plan.bound_rps * 1.05, ""
+        if not Simulation(plan.deployment, stream, question.study.slo, low).run().met:
+            return None
+        while high > low * CLOSE:
+            rate = math.sqrt(low * high)
+            finding = Simulation(plan.deployment, stream, question.study.slo, rate).run()
+            limit = tightest(finding.summary) or limit
+            low, high = (rate, high) if finding.met else (low, rate)
+        rates.append(math.log(low))
+        limits.append(limit)
+    return OverDraws(np.array(rates), tuple(limits))
+
+
+def test_rates_go_up_and_down_together(record: Recorder) -> None:
+    alone: list[float] = []
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for seed in range(100, 100 + STUDIES):
+        question = random_study(seed)
+        candidates = space_for(question).candidates
+        _, plans, _ = CandidateFilter(question, PlanCache(question, candidates)).sorted_by_kind(candidates)
+        order = np.random.default_rng(seed).permutation(len(plans))[:PLANS]
+        measured = [found for found in (over_draws(question, plans[at]) for at in order) if found is not None]
+        root = math.sqrt(question.requests)
+        alone += [float(plan.log_rates.std(ddof=1)) * root for plan in measured]
+        for a, b in itertools.combinations(measured, 2):
+            ratio = a.log_rates - b.log_rates
+            if abs(float(ratio.mean())) <= NEAR:
+                ratios[a.limits == b.limits].append(float(ratio.std(ddof=1)) * root)
+    for name, values in (("alone", alone), ("same limit", ratios[True]), ("other limits", ratios[False])):
+        words = f"median {statistics.median(values):.2f}, largest {max(values):.2f}" if values else "none"
+        print(f"\n{name:13} {len(values):3}: {words}", end="")
+        if values:
+            record(f"{name}, median deviation times the root of the requests", statistics.median(values), "", "lower")
+    assert alone
+    assert ratios[True]

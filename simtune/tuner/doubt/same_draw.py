@@ -1,0 +1,150 @@
+"""Plans held against the chosen plan on the same requests.
+
+The highest rate of a plan within an SLO differs from draw to draw of the requests (`simtune.tuner.doubt.draw_spread`),
+and those of two plans go up and down together: busy draws are busy for both. So what is known of a plan on one draw is
+compared with what the chosen plan meets on that draw. Each plan counts by the simulation that decides its bound: if it
+misses the SLO at a rate m on requests on which the chosen plan meets it at r, it is better by a factor of m / r at most
+there. A plan that was not simulated counts by its bound, which holds on the draw of the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from simtune.tuner.doubt.draw_spread import allowance
+
+
+class JudgedRun(Protocol):
+    """A simulation of a plan at a rate."""
+
+    @property
+    def rate_rps(self) -> float | None:
+        """Requests per second."""
+
+    @property
+    def met(self) -> bool:
+        """True if the plan met the SLO."""
+
+    @property
+    def all_cores(self) -> bool:
+        """True if all cores were simulated although some could stand for all."""
+
+    @property
+    def draw(self) -> int:
+        """Draw of the requests; 0 is the draw of the search."""
+
+    @property
+    def requests(self) -> int | None:
+        """Requests over all cores; None for the study's own number."""
+
+    @property
+    def missed_by(self) -> int | None:
+        """Requests of the part of the run that missed the SLO; None if no part was cut off."""
+
+
+R = TypeVar("R", bound=JudgedRun)
+
+
+class Beginning(NamedTuple):
+    """The first requests of a draw."""
+
+    draw: int
+    requests: int
+    """Number of requests of the simulated cores."""
+
+
+class Lengths(NamedTuple):
+    """Requests of a full run of a plan."""
+
+    requests: int
+    """Requests of the simulated cores: those of the study."""
+    over_all: int
+    """Requests of all cores."""
+
+    def of(self, run: JudgedRun) -> Beginning:
+        """Return the requests that a run of the plan was made with."""
+        over_all = self.over_all if run.requests is None else run.requests
+        return Beginning(run.draw, over_all * self.requests // self.over_all)
+
+
+class RulingRun(NamedTuple):
+    """A simulation in which a plan missed the SLO, which decides its bound."""
+
+    rate_rps: float
+    on: Beginning
+
+
+class PlanOnDraw(NamedTuple):
+    """A plan that was not chosen, and what is known of it."""
+
+    reaches: float
+    """Objective that the plan does not exceed on any draw."""
+    worth: float = 0.0
+    """Objective per request per second; 0 for a plan that no simulation rules out."""
+    missed: RulingRun | None = None
+    """Simulation of the plan, or of one that must do the same; None if its bound rules it out."""
+
+
+def rates_met(runs: Iterable[JudgedRun], lengths: Lengths) -> dict[Beginning, float]:
+    """Return the highest rate (requests per second) at which a plan meets the SLO, by the requests it met it on."""
+    rates: dict[Beginning, float] = {}
+    for run in runs:
+        if run.met and not run.all_cores and run.rate_rps is not None:
+            beginning = lengths.of(run)
+            rates[beginning] = max(run.rate_rps, rates.get(beginning, 0.0))
+    return rates
+
+
+def decisive(runs: Sequence[R], lengths: Lengths) -> R | None:
+    """Return the run at the lowest rate in which a plan missed the SLO, if shorter runs count as full ones at a higher
+    rate (`simtune.tuner.search.short_runs`); None if it missed none."""
+    # Of two at one rate the later one counts: that of all cores.
+    missed = [run for run in reversed(runs) if not run.met and run.rate_rps is not None]
+
+    def proves_rps(run: R) -> float:
+        assert run.rate_rps is not None
+        simulated = run.missed_by or lengths.of(run).requests
+        return run.rate_rps * max(1.0, allowance(simulated) / allowance(lengths.requests))
+
+    return min(missed, key=proves_rps, default=None)
+
+
+def ruling(run: JudgedRun | None, lengths: Lengths) -> RulingRun | None:
+    """Return what a run in which a plan of these lengths missed the SLO proves; None if there is none."""
+    return None if run is None or run.rate_rps is None else RulingRun(run.rate_rps, lengths.of(run))
+
+
+def gap_on_draw(
+    rivals: Iterable[PlanOnDraw], value: float, worth: float, met: Mapping[Beginning, float], requests: int
+) -> float | None:
+    """Return the share of its value by which another plan is better at most than the chosen plan on the same requests.
+
+    `value` is what the chosen plan reaches on any draw, `worth` its objective per request per second, `met` its
+    `rates_met` and `requests` the length of a full run. Return None if the chosen plan did not meet the SLO on the draw
+    of the search.
+    """
+    value_on_draw = met.get(Beginning(0, requests), 0.0) * worth
+    if not value_on_draw:
+        return None
+    return max([1.0, *(_times_better(rival, value, worth, met, value_on_draw) for rival in rivals)]) - 1
+
+
+def _times_better(
+    rival: PlanOnDraw, value: float, worth: float, met: Mapping[Beginning, float], value_on_draw: float
+) -> float:
+    """Return how many times as much as the chosen plan a plan reaches at most, which reaches `value_on_draw` there."""
+    if rival.missed is None:
+        return rival.reaches / value_on_draw
+    rate, on_any = met.get(rival.missed.on), rival.reaches / value
+    return on_any if rate is None else min(on_any, rival.missed.rate_rps * rival.worth / (rate * worth))
+
+
+def gap_in_words(gap: float, on_draw: float | None) -> str:
+    """Return how much better another plan could be at most, on any requests and on the same ones."""
+    if on_draw is None or on_draw == gap:
+        return f"no plan in this space is more than {gap:.1%} better under this cost model"
+    return (
+        f"no plan in this space is more than {on_draw:.1%} better on the same requests, or {gap:.1%} on any, "
+        "under this cost model"
+    )

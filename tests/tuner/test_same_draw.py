@@ -1,0 +1,159 @@
+"""Plans held against the chosen plan on the same requests: the rule of the search, and the gap that it states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from simtune.specs.workload import Slo
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.same_draw import (
+    Beginning,
+    Lengths,
+    PlanOnDraw,
+    RulingRun,
+    decisive,
+    gap_in_words,
+    gap_on_draw,
+    rates_met,
+)
+from simtune.tuner.plan_cache import PlanCache
+from simtune.tuner.question import Question
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.climb import Simulation
+from simtune.tuner.search.same_requests import ended_otherwise, value_on_draw
+from simtune.tuner.space.expressible import space_for
+from simtune.tuner.trial import Attempt, Tuned
+from tests.tuner.test_search import LOAD, question
+
+REQUESTS = 1600
+"""Long enough for short runs."""
+FULL = Beginning(0, REQUESTS)
+
+
+def asked(**settings: Any) -> Question:
+    defaults: dict[str, Any] = {
+        "workload": LOAD.model_copy(update={"requests": REQUESTS}),
+        "slo": Slo(ttft_s={"p90": 0.4}, tpot_s={"p90": 0.02}),
+        "pp": (1,),
+        "max_num_seqs": (64, 128),
+        "max_num_batched_tokens": (512, 1024, 2048),
+    }
+    return question(**{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return optimize(asked(), jobs=1)
+
+
+def bounded(q: Question) -> dict[str, BoundedCandidate]:
+    candidates = space_for(q).candidates
+    _, plans, _ = CandidateFilter(q, PlanCache(q, candidates)).sorted_by_kind(candidates)
+    return {plan.candidate.name: plan for plan in plans}
+
+
+def test_no_plan_exceeds_the_stated_gap_on_the_same_requests(tuned: Tuned) -> None:
+    """Every other plan misses the SLO at what the chosen plan meets, times one and the gap, on the requests that ruled
+    it out; the simulations are made here, without the search."""
+    q, gap = tuned.question, tuned.gap_on_draw
+    assert gap is not None
+    assert 0 < gap < tuned.gap
+    assert any(run.met and run.requests is not None for run in tuned.chosen.tried), "it was not compared on a short run"
+    plans, chosen = bounded(q), tuned.chosen
+    worth = q.objective.worth(plans[chosen.candidate.name].facts)  # type: ignore[attr-defined]
+    met = rates_met(chosen.tried, Lengths(REQUESTS, q.num_requests(chosen.candidate)))
+    compared = short = 0
+    for row in tuned.rows[1:]:
+        plan, lengths = plans[row.candidate.name], Lengths(REQUESTS, q.num_requests(row.candidate))
+        missed = decisive(row.tried, lengths)
+        if missed is None or row.same_as:
+            continue
+        on = lengths.of(missed)
+        stream = q.draws.stream(q.num_requests(row.candidate, on.requests), on.draw)
+        rate = met[on] * (1 + gap) * worth / q.objective.worth(plan.facts) * (1 + 1e-9)  # type: ignore[attr-defined]
+        run = Simulation(plan.deployment, stream, q.study.slo, rate, draws=q.draws if on == FULL else None)
+        assert not run.run().met, row.candidate.name
+        compared, short = compared + 1, short + (on != FULL)
+    assert compared > 3
+    assert short > 0, "runs of all requests alone were compared"
+
+
+def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
+    met = {FULL: 10.0, Beginning(0, 400): 12.0}
+    bounded_only = PlanOnDraw(reaches=10.5)
+    full = PlanOnDraw(13.0, 1.0, RulingRun(10.2, FULL))
+    short = PlanOnDraw(13.0, 1.0, RulingRun(12.6, Beginning(0, 400)))
+    elsewhere = PlanOnDraw(9.9, 1.0, RulingRun(9.0, Beginning(2, 8000)))
+    assert gap_on_draw([full], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.02)
+    assert gap_on_draw([full, short], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.05)
+    assert gap_on_draw([full, bounded_only], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.05), "bounds hold on the draw"
+    assert gap_on_draw([full, elsewhere], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.1), "there was nothing to compare"
+    assert gap_on_draw([PlanOnDraw(9.5, 1.0, RulingRun(11.0, FULL))], 9.0, 1.0, met, REQUESTS) == pytest.approx(
+        9.5 / 9 - 1
+    )
+    assert gap_on_draw([PlanOnDraw(4.0, 0.5, RulingRun(16.0, FULL))], 9.0, 1.0, met, REQUESTS) == 0.0, "half its worth"
+    assert gap_on_draw([], 9.0, 1.0, met, REQUESTS) == 0.0
+    assert gap_on_draw([full], 9.0, 1.0, {Beginning(0, 400): 12.0}, REQUESTS) is None
+
+
+def test_a_short_run_decides_if_it_proves_more() -> None:
+    lengths = Lengths(REQUESTS, 4 * REQUESTS)
+    full, short = Attempt(10.0, False), Attempt(9.9, False, requests=4 * 400)
+    assert decisive([full, short], lengths) is full
+    proves_as_much = 10.0 * allowance(REQUESTS) / allowance(400)
+    lower = short._replace(rate_rps=proves_as_much * 0.999)
+    assert decisive([full, lower], lengths) is lower
+    assert lengths.of(lower) == (0, 400)
+    assert decisive([Attempt(10.0, True)], lengths) is None
+    assert rates_met([Attempt(9.0, True), Attempt(8.0, True), Attempt(12.0, True, all_cores=True), full], lengths) == {
+        FULL: 9.0
+    }
+
+
+def test_a_certificate_that_states_less_is_refused(tuned: Tuned) -> None:
+    certificate = certificate_of(tuned)
+    assert Audit(certificate, tuned.question).run()
+    content = {key: value for key, value in certificate if key not in ("digest", "schema_id", "gap_on_draw")}
+    audit = Audit(Certificate.sealed(**content, gap_on_draw=certificate.gap_on_draw / 2), tuned.question)  # type: ignore[operator]
+    assert not audit.run()
+    assert any("gap on the same requests" in problem for problem in audit.problems)
+
+
+@dataclass
+class Judged:
+    """A plan with the results that the rule reads."""
+
+    plan: BoundedCandidate
+
+    def at(self, rate_rps: float, met_rps: float, tightest: str = "ttft") -> BoundedCandidate:
+        self.plan.row.rate_rps, self.plan.met_rps, self.plan.tightest = rate_rps, met_rps, tightest
+        self.plan.row.status = "infeasible"
+        return self.plan
+
+
+def test_what_fresh_draws_take_off_every_plan_is_not_held_against_one() -> None:
+    q = asked(objective="goodput")
+    leader, rival = (Judged(plan) for plan in list(bounded(q).values())[:2])
+    limit = allowance(REQUESTS)
+    assert value_on_draw(q, leader.at(10.0, 10.0 * limit * 0.999)) == pytest.approx(10.0 * limit * 0.999)
+    assert value_on_draw(q, leader.at(10.0, 10.0 * limit * 1.001)) == 10.0, "the draws took more than draws differ by"
+    # The rate of a rival that another limit ends may fall less.
+    confirmed = leader.at(10.0, 10.5)
+    for missed_at, tightest, again in ((10.5, "tpot", True), (10.3, "tpot", False), (10.5, "ttft", False)):
+        plan = rival.at(missed_at, 0.0, tightest)
+        plan.row.best = missed_at
+        found = ended_otherwise(q, confirmed, [plan])
+        assert [low for _, low in found] == ([pytest.approx(10.0 * 1.02**2)] if again else [])
+    rival.plan.row.best, rival.plan.given_up = 10.5, True
+    assert ended_otherwise(q, confirmed, [rival.at(10.5, 0.0, "tpot")]) == []
+
+
+def test_both_gaps_are_said() -> None:
+    assert gap_in_words(0.08, 0.02).startswith("no plan in this space is more than 2.0% better on the same requests")
+    assert "8.0% on any" in gap_in_words(0.08, 0.02)
+    assert gap_in_words(0.08, None) == "no plan in this space is more than 8.0% better under this cost model"
