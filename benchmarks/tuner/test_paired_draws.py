@@ -5,7 +5,7 @@
 Of random studies (llama-3.1-8b on two h100-sxm; lengths, SLO and number of requests drawn) four plans each are bisected
 to their highest rate on six draws. Printed is the standard deviation, over draws, of the logarithm of one plan's rate
 and of the ratio of two, each times the root of the requests: of pairs within 5 % of each other on the mean, apart by
-whether the same limit of the SLO ends both rates.
+whether the same limit of the SLO ends both rates. `simtune.tuner.doubt.draw_spread` allows for CHANCE of one plan.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.results import Recorder
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
+from simtune.tuner.doubt.draw_spread import CHANCE
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
@@ -107,9 +108,11 @@ def test_rates_go_up_and_down_together(record: Recorder) -> None:
             if abs(float(ratio.mean())) <= NEAR:
                 ratios[a.limits == b.limits].append(float(ratio.std(ddof=1)) * root)
     for name, values in (("alone", alone), ("same limit", ratios[True]), ("other limits", ratios[False])):
-        words = f"median {statistics.median(values):.2f}, largest {max(values):.2f}" if values else "none"
+        if not values:
+            continue
+        above = sum(value > CHANCE for value in values) / len(values)
+        words = f"median {statistics.median(values):.2f}, largest {max(values):.2f}, above {CHANCE:g}: {above:.0%}"
         print(f"\n{name:13} {len(values):3}: {words}", end="")
-        if values:
-            record(f"{name}, median deviation times the root of the requests", statistics.median(values), "", "lower")
+        record(f"{name}, median deviation times the root of the requests", statistics.median(values), "", "lower")
     assert alone
     assert ratios[True]
