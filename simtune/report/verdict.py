@@ -125,7 +125,7 @@ def proof(s: Summary) -> str | None:
         return "No plan in this space is better under this cost model."
     same = "" if o.gap_on_draw is None else f"{percent(o.gap_on_draw)} better on the same requests, or "
     return (
-        f"No plan in this space is more than {same}{percent(o.gap)} {'on any' if same else 'better'} "
+        f"No plan in this space is more than {same}{percent(o.gap)} {'on any,' if same else 'better'} "
         "under this cost model: "
         f"{number(o.bound)} {o.unit} is the best that is not ruled out."
     )

@@ -35,14 +35,20 @@ class Steady:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM and torch are those of the folder."""
-    names = ("vllm", "vllm.config", "torch")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    """vLLM and torch are those of the folder; real ones come back afterwards, with all their modules: torch cannot be
+    imported twice."""
+
+    def loaded() -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("vllm", "torch")}
+
+    real = loaded()
+    for name in real:
+        del sys.modules[name]
     monkeypatch.syspath_prepend(str(PRETENDED))
     yield
-    for name in names:  # not by monkeypatch, which would put them back
-        sys.modules.pop(name, None)
+    for name in loaded():
+        del sys.modules[name]
+    sys.modules.update(real)
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, **given: Any) -> SteppedEngine:
