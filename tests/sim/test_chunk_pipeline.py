@@ -99,7 +99,8 @@ def test_dynamic_chunks_take_as_long_as_the_first() -> None:
     """Within the pieces of 64 tokens at which they are cut; half smoothed they grow, and unsmoothed they are fixed."""
     strict, half, fixed = (chunk_times_s(factor) for factor in (1.0, 0.5, 0.0))
     assert len(strict) > len(half) > len(fixed) == 30_000 // 8192
-    assert max(strict) == strict[0]
+    # A piece is 0.8 % of the first chunk; where a cut falls depends on how a Python sums.
+    assert max(strict) < 1.01 * strict[0]
     assert min(strict) > 0.97 * strict[0]
     assert strict[-1] < half[-1] < fixed[-1]
 
