@@ -97,6 +97,10 @@ def test_certainty_in_one_line_has_probability_interval_and_gap(make_run: Any) -
         "P(SLO holds) 65.0 % (61.5 % to 69.0 %); 17.0–21.3 requests/s/GPU in 90 % of 200 worlds; "
         "another plan is at most 6.7 % better under this cost model"
     )
+    on_draw = read_run(make_run(slo=[], objective={**goal, "bound": 19.4, "gap": 0.067, "gap_on_draw": 0.02})).summary
+    assert certainty.in_one_line(on_draw) == (
+        "another plan is at most 6.7 % (2.0 % on the same requests) better under this cost model"
+    )
     assert certainty.in_one_line(read_run(make_run(objective=None, slo=[])).summary) is None
     best = read_run(make_run(slo=[], objective={**goal, "bound": 18.2, "gap": 0.0})).summary
     assert certainty.in_one_line(best) == "no plan is better under this cost model"

@@ -60,6 +60,11 @@ def test_report_states_the_proof(make_run: RunMaker) -> None:
     assert sentence is not None
     assert "more than 2.0 % better under this cost model: 10.2 requests/s/GPU" in sentence
     assert sentence in render(run)
+    both = read_run(make_run(objective=goal | {"bound": 10.8, "gap": 0.08, "gap_on_draw": 0.02})).summary
+    assert verdict.proof(both) == (
+        "No plan in this space is more than 2.0 % better on the same requests, or 8.0 % on any, under this cost model: "
+        "10.8 requests/s/GPU is the best that is not ruled out."
+    )
     best = read_run(make_run(objective=goal | {"bound": 10.0, "gap": 0.0})).summary
     assert verdict.proof(best) == "No plan in this space is better under this cost model."
     assert verdict.proof(read_run(make_run(objective=goal)).summary) is None

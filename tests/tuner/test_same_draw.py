@@ -74,7 +74,7 @@ def test_no_plan_exceeds_the_stated_gap_on_the_same_requests(tuned: Tuned) -> No
         if missed is None or row.same_as:
             continue
         on = lengths.of(missed)
-        stream = q.draws.stream(q.num_requests(row.candidate, on.requests), on.draw)
+        stream = q.draws.stream(on.requests, on.draw)
         rate = met[on] * (1 + gap) * worth / q.objective.worth(plan.facts) * (1 + 1e-9)  # type: ignore[attr-defined]
         run = Simulation(plan.deployment, stream, q.study.slo, rate, draws=q.draws if on == FULL else None)
         assert not run.run().met, row.candidate.name
@@ -89,16 +89,16 @@ def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
     full = PlanOnDraw(13.0, 1.0, RulingRun(10.2, FULL))
     short = PlanOnDraw(13.0, 1.0, RulingRun(12.6, Beginning(0, 400)))
     elsewhere = PlanOnDraw(9.9, 1.0, RulingRun(9.0, Beginning(2, 8000)))
-    assert gap_on_draw([full], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.02)
-    assert gap_on_draw([full, short], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.05)
-    assert gap_on_draw([full, bounded_only], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.05), "bounds hold on the draw"
-    assert gap_on_draw([full, elsewhere], 9.0, 1.0, met, REQUESTS) == pytest.approx(0.1), "there was nothing to compare"
-    assert gap_on_draw([PlanOnDraw(9.5, 1.0, RulingRun(11.0, FULL))], 9.0, 1.0, met, REQUESTS) == pytest.approx(
-        9.5 / 9 - 1
-    )
-    assert gap_on_draw([PlanOnDraw(4.0, 0.5, RulingRun(16.0, FULL))], 9.0, 1.0, met, REQUESTS) == 0.0, "half its worth"
-    assert gap_on_draw([], 9.0, 1.0, met, REQUESTS) == 0.0
-    assert gap_on_draw([full], 9.0, 1.0, {Beginning(0, 400): 12.0}, REQUESTS) is None
+    assert gap_on_draw([full], 9.0, 1.0, met, FULL) == pytest.approx(0.02)
+    assert gap_on_draw([full, short], 9.0, 1.0, met, FULL) == pytest.approx(0.05)
+    assert gap_on_draw([full, bounded_only], 9.0, 1.0, met, FULL) == pytest.approx(0.05), "bounds hold on the draw"
+    assert gap_on_draw([full, elsewhere], 9.0, 1.0, met, FULL) == pytest.approx(0.1), "there was nothing to compare"
+    assert gap_on_draw([PlanOnDraw(9.5, 1.0, RulingRun(11.0, FULL))], 9.0, 1.0, met, FULL) == pytest.approx(9.5 / 9 - 1)
+    assert gap_on_draw([PlanOnDraw(4.0, 0.5, RulingRun(16.0, FULL))], 9.0, 1.0, met, FULL) == 0.0, "half its worth"
+    of_more_cores = PlanOnDraw(9.45, 1.0, RulingRun(8.0, Beginning(0, 2 * REQUESTS)))
+    assert gap_on_draw([of_more_cores], 9.0, 1.0, met, FULL) == pytest.approx(0.05), "it was given other requests"
+    assert gap_on_draw([], 9.0, 1.0, met, FULL) == 0.0
+    assert gap_on_draw([full], 9.0, 1.0, {Beginning(0, 400): 12.0}, FULL) is None
 
 
 def test_a_short_run_decides_if_it_proves_more() -> None:
@@ -108,10 +108,10 @@ def test_a_short_run_decides_if_it_proves_more() -> None:
     proves_as_much = 10.0 * allowance(REQUESTS) / allowance(400)
     lower = short._replace(rate_rps=proves_as_much * 0.999)
     assert decisive([full, lower], lengths) is lower
-    assert lengths.of(lower) == (0, 400)
+    assert (lengths.of(lower), lengths.simulated(lower)) == ((0, 4 * 400), 400)
     assert decisive([Attempt(10.0, True)], lengths) is None
     assert rates_met([Attempt(9.0, True), Attempt(8.0, True), Attempt(12.0, True, all_cores=True), full], lengths) == {
-        FULL: 9.0
+        lengths.full: 9.0
     }
 
 

@@ -355,13 +355,13 @@ class DrawComparison:
             return None
         plan, fate = self.chosen
         lengths = lengths_of(self._question, plan)
-        beginnings = {rival.missed.on for rival in self._plans if rival.missed} | {(0, self._question.requests)}
+        beginnings = {rival.missed.on for rival in self._plans if rival.missed} | {lengths.full}
         met = rates_met(fate.simulated, lengths)
         for run in fate.simulated:
             beginning = lengths.of(run)
             if run.met and not run.all_cores and beginning in beginnings and met[beginning] == run.rate_rps:
                 resimulations.finding(plan, run)
-        return gap_on_draw(self._plans, value, objective.worth(plan.facts), met, self._question.requests)
+        return gap_on_draw(self._plans, value, objective.worth(plan.facts), met, lengths.full)
 
 
 class Audit:

@@ -51,7 +51,7 @@ class Beginning(NamedTuple):
 
     draw: int
     requests: int
-    """Number of requests of the simulated cores."""
+    """Number of requests over all cores: plans that simulate another share of their cores are given other requests."""
 
 
 class Lengths(NamedTuple):
@@ -62,10 +62,18 @@ class Lengths(NamedTuple):
     over_all: int
     """Requests of all cores."""
 
+    @property
+    def full(self) -> Beginning:
+        """Requests of a full run on the draw of the search."""
+        return Beginning(0, self.over_all)
+
     def of(self, run: JudgedRun) -> Beginning:
         """Return the requests that a run of the plan was made with."""
-        over_all = self.over_all if run.requests is None else run.requests
-        return Beginning(run.draw, over_all * self.requests // self.over_all)
+        return Beginning(run.draw, self.over_all if run.requests is None else run.requests)
+
+    def simulated(self, run: JudgedRun) -> int:
+        """Return the number of requests of the simulated cores."""
+        return self.of(run).requests * self.requests // self.over_all
 
 
 class RulingRun(NamedTuple):
@@ -104,7 +112,7 @@ def decisive(runs: Sequence[R], lengths: Lengths) -> R | None:
 
     def proves_rps(run: R) -> float:
         assert run.rate_rps is not None
-        simulated = run.missed_by or lengths.of(run).requests
+        simulated = run.missed_by or lengths.simulated(run)
         return run.rate_rps * max(1.0, allowance(simulated) / allowance(lengths.requests))
 
     return min(missed, key=proves_rps, default=None)
@@ -116,15 +124,15 @@ def ruling(run: JudgedRun | None, lengths: Lengths) -> RulingRun | None:
 
 
 def gap_on_draw(
-    rivals: Iterable[PlanOnDraw], value: float, worth: float, met: Mapping[Beginning, float], requests: int
+    rivals: Iterable[PlanOnDraw], value: float, worth: float, met: Mapping[Beginning, float], full: Beginning
 ) -> float | None:
     """Return the share of its value by which another plan is better at most than the chosen plan on the same requests.
 
     `value` is what the chosen plan reaches on any draw, `worth` its objective per request per second, `met` its
-    `rates_met` and `requests` the length of a full run. Return None if the chosen plan did not meet the SLO on the draw
-    of the search.
+    `rates_met` and `full` the requests of its full run on the draw of the search. A plan that was given other requests
+    counts by what it reaches on any. Return None if the chosen plan did not meet the SLO on that draw.
     """
-    value_on_draw = met.get(Beginning(0, requests), 0.0) * worth
+    value_on_draw = met.get(full, 0.0) * worth
     if not value_on_draw:
         return None
     return max([1.0, *(_times_better(rival, value, worth, met, value_on_draw) for rival in rivals)]) - 1

@@ -96,13 +96,10 @@ def compared_on_draw(
         if plan is not chosen and plan.row.best is not None
     ]
     rivals += [PlanOnDraw(row.best) for row in rows if row.allocation and row.best is not None]
-    return gap_on_draw(
-        rivals,
-        objective.value(chosen.facts, chosen.row.judged),
-        objective.worth(chosen.facts),
-        rates_met(chosen.row.tried, lengths_of(question, chosen)),
-        question.requests,
-    )
+    lengths = lengths_of(question, chosen)
+    value = objective.value(chosen.facts, chosen.row.judged)
+    met = rates_met(chosen.row.tried, lengths)
+    return gap_on_draw(rivals, value, objective.worth(chosen.facts), met, lengths.full)
 
 
 def lengths_of(question: Question, plan: BoundedCandidate) -> Lengths:
@@ -136,12 +133,12 @@ def _met_shorter(
     question: Question, judge: PlanJudge, plan: BoundedCandidate, beginning: Beginning
 ) -> Iterator[Attempt]:
     """Yield a simulation in which a plan meets the SLO on the first requests of the draw of the search."""
-    draw, requests = beginning
-    if draw or plan.met_rps is None or requests not in short_lengths(question, plan.candidate):
+    lengths = {question.num_requests(plan.candidate, n): n for n in short_lengths(question, plan.candidate)}
+    if beginning.draw or plan.met_rps is None or beginning.requests not in lengths:
         return
     step = 1 + question.study.search.rate_tolerance
     for steps in LESS:
         rate_rps = plan.met_rps / step**steps
-        if judge.simulated_shorter(plan, rate_rps, requests).met:
-            yield Attempt(rate_rps, True, requests=question.num_requests(plan.candidate, requests))
+        if judge.simulated_shorter(plan, rate_rps, lengths[beginning.requests]).met:
+            yield Attempt(rate_rps, True, requests=beginning.requests)
             return
