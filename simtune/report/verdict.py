@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -124,10 +125,11 @@ def proof(s: Summary) -> str | None:
     if not o.gap:
         return "No plan in this space is better under this cost model."
     same = "" if o.gap_on_draw is None else f"{percent(o.gap_on_draw)} better on the same requests, or "
+    best = o.value * (1 + math.copysign(o.gap, o.bound - o.value))
     return (
         f"No plan in this space is more than {same}{percent(o.gap)} {'on any,' if same else 'better'} "
         "under this cost model: "
-        f"{number(o.bound)} {o.unit} is the best that is not ruled out."
+        f"{number(best)} {o.unit} is the best that is not ruled out."
     )
 
 

@@ -419,6 +419,12 @@ class Workload(Spec):
         check_graph(graph or ())
         return graph
 
+    def slos(self, slo: Slo) -> list[Slo]:
+        """Return the SLO of each class if classes have their own, and `slo` where they have none."""
+        if all(request_class.slo is None for request_class in self.classes):
+            return [slo]
+        return [slo if request_class.slo is None else request_class.slo for request_class in self.classes]
+
     @property
     def sends_families(self) -> bool:
         """True if every arrival is a family of requests that follow one another: of a graph, or a session."""

@@ -12,7 +12,7 @@ from simtune.results.summary import limit_sentence
 from simtune.specs.study import StudyLimits
 from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.relaxation import Aim
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import DrawSpread
 from simtune.tuner.search.draws import MOST_REQUESTS
 
 
@@ -178,12 +178,13 @@ class RateObjective(Objective):
         """Return the value at the highest rate that the plan could serve."""
         return rate_bound_rps * self.worth(plan)
 
-    def reaches(self, plan: PlanFacts, missed: Miss, capacity_rps: float) -> float:
+    def reaches(self, plan: PlanFacts, missed: Miss, spread: DrawSpread, capacity_rps: float) -> float:
         """Return a bound on the value of a plan that missed the SLO on one draw of the requests.
 
-        The bound is the highest rate that another draw may still allow (`allowance`), and no more than the capacity.
+        The bound is the highest rate that another draw may still allow by the `spread` of draws, and no more than the
+        capacity.
         """
-        return min(missed.rate_rps * allowance(missed.requests), capacity_rps) * self.worth(plan)
+        return min(missed.rate_rps * spread.allowance(missed.requests), capacity_rps) * self.worth(plan)
 
     def rate_for(self, plan: PlanFacts, value: float) -> float:
         """Return the request rate at which a plan has that value."""

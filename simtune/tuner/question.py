@@ -22,9 +22,9 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload
 from simtune.tuner.candidate_costs import ShareKey, idle_j_per_token, of_all, parts_of_load, run_hours, shared_hardware
+from simtune.tuner.doubt.draw_spread import DrawSpread
 from simtune.tuner.drafting import Draft
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, PlanFacts
-from simtune.tuner.question_checks import check
 from simtune.tuner.search.draws import MOST_REQUESTS, DrawnLengths, LoadDraws
 from simtune.tuner.space.candidates import Candidate, PoolChoice, PoolShape
 from simtune.workload.requests import RequestStream
@@ -87,6 +87,11 @@ class Question:
         """Limits of the study on other objectives."""
         return list(Limit.of(self.study.limits))
 
+    @cached_property
+    def draw_spread(self) -> DrawSpread:
+        """Spread of the highest rates within the SLO between draws of the requests."""
+        return DrawSpread.of(self.workload.slos(self.study.slo))
+
     @property
     def searches_rate(self) -> bool:
         """True if the objective is a rate, which the search varies; otherwise the load is the workload's."""
@@ -144,11 +149,6 @@ class Question:
             return self.profiles[shape.gpu]
         profiles = [entry.profile for entry in self.study.hardware]
         return self.engines[shape.engine].hardware[profiles.index(shape.gpu)]
-
-    def check(self) -> None:
-        """Raise UsageError if the objective or a limit needs data that the workload, the SLO or a profile does not
-        have."""
-        check(self)
 
     def cores_apart(self, candidate: Candidate) -> bool:
         """Return True if some cores of a wide deployment can stand for all: not for a batch, whose busiest core ends

@@ -15,7 +15,7 @@ from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
 from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of, inputs_of
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import DrawSpread
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.trial import Tuned
@@ -52,8 +52,10 @@ def test_it_holds_and_says_how_near_the_best_plan_is(tuned: Tuned, certificate: 
     assert certificate.incumbent.plan == tuned.chosen.candidate.name
     assert certificate.incumbent.value == tuned.value
     # What is left open is the tolerance of the search, and by how much draws of so few requests differ.
-    assert 0 <= certificate.gap <= (1 + tuned.question.study.search.rate_tolerance * 1.01) * allowance(150) - 1
-    assert certificate.bound == pytest.approx(tuned.value * (1 + certificate.gap))
+    tolerance, spread = tuned.question.study.search.rate_tolerance, tuned.question.draw_spread
+    assert spread == DrawSpread.of([tuned.question.study.slo])
+    assert 0 <= certificate.gap <= (1 + tolerance * 1.01) * spread.allowance(150) - 1
+    assert certificate.bound >= tuned.value * (1 + certificate.gap) * (1 - 1e-9)
     assert 0 < audit.simulations < sum(row.simulations for row in tuned.rows)
 
 

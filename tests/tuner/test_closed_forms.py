@@ -33,7 +33,6 @@ from simtune.tuner.search.confirm import felt_after_s
 from simtune.tuner.search.evaluator import Evaluator, Keyed, SimulationKey
 from simtune.tuner.search.implied_results import Allowed, DraftRoom, Use
 from simtune.tuner.search.plan_judge import PlanJudge
-from simtune.tuner.search.short_runs import lower_rate
 from simtune.tuner.search.variant_gains import family_gains
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Attempt, Tuned
@@ -126,7 +125,7 @@ def test_a_plan_that_is_to_beat_another_is_first_judged_by_a_short_run(share: fl
     stated = Stated(share * low)
     first, _ = PlanJudge(q := cache.question, cache, stated, none_upcoming, lambda _: None).first(plan, low)
     PlanJudge(q, cache, stated, none_upcoming, lambda _: None).judge(plan, low)
-    begun = lower_rate(low, 60, 15)
+    begun = low / cache.question.draw_spread.slack(60, 15)
     name = plan.candidate.name
     assert first == (name, begun, -15)
     assert stated.calls[0] == (name, begun, 15)

@@ -21,7 +21,7 @@ from simtune.specs.catalog import load_workload
 from simtune.specs.study import Confirmation, StudyLimits
 from simtune.specs.workload import FixedInterval, FixedLength, Slo, Workload
 from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
-from simtune.tuner.doubt.draw_spread import allowance, spread
+from simtune.tuner.doubt.draw_spread import CAPACITY
 from simtune.tuner.objectives import Goodput, Miss, PlanFacts
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
@@ -265,11 +265,10 @@ def test_a_rate_is_stepped_down_until_it_holds(holds: set[int], most: int, rung:
 
 def test_a_miss_on_few_requests_bounds_a_plan_less_tightly() -> None:
     facts = PlanFacts(1, None, 100.0)
-    reached: Mapping[int, float] = {n: Goodput().reaches(facts, Miss(10.0, n), 100.0) for n in (400, 8000)}
+    reached: Mapping[int, float] = {n: Goodput().reaches(facts, Miss(10.0, n), CAPACITY, 100.0) for n in (400, 8000)}
     assert reached[400] == pytest.approx(10 * math.exp(0.2))
     assert reached[8000] == pytest.approx(10 * math.exp(4 / math.sqrt(8000)))
-    assert Goodput().reaches(facts, Miss(10.0, 400), 11.0) == 11.0
-    assert allowance(400) == pytest.approx(math.exp(2 * spread(400)))
+    assert Goodput().reaches(facts, Miss(10.0, 400), CAPACITY, 11.0) == 11.0
 
 
 def test_a_batch_is_searched_as_it_is() -> None:

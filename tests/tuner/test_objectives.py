@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import CAPACITY
 from simtune.tuner.objectives import OBJECTIVES, Judged, Limit, Miss, PlanFacts, PoolHours, RateObjective, RunHours
 from simtune.tuner.search.draws import MOST_REQUESTS
 
@@ -76,9 +76,9 @@ def test_values_of_a_plan(name: str) -> None:
         assert objective.worth(PLAN) == pytest.approx(value / 8)
         assert objective.rate_for(PLAN, value) == pytest.approx(8.0)
         # Another draw of 400 requests may allow a higher rate than the 9 at which one missed; the capacity may not.
-        allowed = 9 * allowance(400)
-        assert objective.reaches(PLAN, Miss(9.0, 400), 1e9) == pytest.approx(allowed * value / 8)
-        assert objective.reaches(PLAN, Miss(9.0, 400), 9.5) == pytest.approx(9.5 * value / 8)
+        allowed = 9 * CAPACITY.allowance(400)
+        assert objective.reaches(PLAN, Miss(9.0, 400), CAPACITY, 1e9) == pytest.approx(allowed * value / 8)
+        assert objective.reaches(PLAN, Miss(9.0, 400), CAPACITY, 9.5) == pytest.approx(9.5 * value / 8)
 
 
 def test_costs_of_a_run_are_of_the_gpu_hours_that_pools_held() -> None:

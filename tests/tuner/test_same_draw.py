@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,15 @@ import pytest
 
 from simtune.specs.workload import Slo
 from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import CAPACITY, DrawSpread
 from simtune.tuner.doubt.same_draw import (
     Beginning,
+    ChosenOnDraw,
     Lengths,
     PlanOnDraw,
     RulingRun,
     decisive,
     gap_in_words,
-    gap_on_draw,
     rates_met,
 )
 from simtune.tuner.plan_cache import PlanCache
@@ -70,7 +71,7 @@ def test_no_plan_exceeds_the_stated_gap_on_the_same_requests(tuned: Tuned) -> No
     compared = short = 0
     for row in tuned.rows[1:]:
         plan, lengths = plans[row.candidate.name], Lengths(REQUESTS, q.num_requests(row.candidate))
-        missed = decisive(row.tried, lengths)
+        missed = decisive(row.tried, lengths, q.draw_spread)
         if missed is None or row.same_as:
             continue
         on = lengths.of(missed)
@@ -83,45 +84,82 @@ def test_no_plan_exceeds_the_stated_gap_on_the_same_requests(tuned: Tuned) -> No
     assert short > 0, "runs of all requests alone were compared"
 
 
+SHORT = Beginning(0, 400)
+CHOSEN = ChosenOnDraw(9.0, 1.0, {FULL: 10.0, SHORT: 12.0}, FULL)
+"""A plan that reaches 9 requests/s on any requests and more on the draw of the search."""
+
+
+def missed(rate_rps: float, on: Beginning = FULL, reaches: float = 13.0, worth: float = 1.0) -> PlanOnDraw:
+    return PlanOnDraw(reaches, worth, RulingRun(rate_rps, on, on.requests))
+
+
 def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
-    met = {FULL: 10.0, Beginning(0, 400): 12.0}
-    bounded_only = PlanOnDraw(reaches=10.5)
-    full = PlanOnDraw(13.0, 1.0, RulingRun(10.2, FULL))
-    short = PlanOnDraw(13.0, 1.0, RulingRun(12.6, Beginning(0, 400)))
-    elsewhere = PlanOnDraw(9.9, 1.0, RulingRun(9.0, Beginning(2, 8000)))
-    assert gap_on_draw([full], 9.0, 1.0, met, FULL) == pytest.approx(0.02)
-    assert gap_on_draw([full, short], 9.0, 1.0, met, FULL) == pytest.approx(0.05)
-    assert gap_on_draw([full, bounded_only], 9.0, 1.0, met, FULL) == pytest.approx(0.05), "bounds hold on the draw"
-    assert gap_on_draw([full, elsewhere], 9.0, 1.0, met, FULL) == pytest.approx(0.1), "there was nothing to compare"
-    assert gap_on_draw([PlanOnDraw(9.5, 1.0, RulingRun(11.0, FULL))], 9.0, 1.0, met, FULL) == pytest.approx(9.5 / 9 - 1)
-    assert gap_on_draw([PlanOnDraw(4.0, 0.5, RulingRun(16.0, FULL))], 9.0, 1.0, met, FULL) == 0.0, "half its worth"
-    of_more_cores = PlanOnDraw(9.45, 1.0, RulingRun(8.0, Beginning(0, 2 * REQUESTS)))
-    assert gap_on_draw([of_more_cores], 9.0, 1.0, met, FULL) == pytest.approx(0.05), "it was given other requests"
-    assert gap_on_draw([], 9.0, 1.0, met, FULL) == 0.0
-    assert gap_on_draw([full], 9.0, 1.0, {Beginning(0, 400): 12.0}, FULL) is None
+    bounded_only, full = PlanOnDraw(reaches=10.5), missed(10.2)
+    for rivals, gap in (
+        ([], 0.0),
+        ([full], 0.02),
+        ([full, missed(12.6, SHORT)], 0.05),
+        ([full, bounded_only], 0.05),
+        # Without runs on the same requests a plan counts by what it reaches on any.
+        ([full, missed(9.0, Beginning(2, 8000), reaches=9.9)], 0.1),
+        ([missed(8.0, Beginning(0, 2 * REQUESTS), reaches=9.45)], 0.05),
+        ([missed(11.0, reaches=9.5)], 9.5 / 9 - 1),
+        ([missed(16.0, reaches=4.0, worth=0.5)], 0.0),
+    ):
+        assert CHOSEN.gap_on_draw(rivals) == pytest.approx(gap)
+    assert CHOSEN._replace(met={SHORT: 12.0}).gap_on_draw([full]) is None
+
+
+def test_the_gap_on_any_requests_allows_for_what_their_number_leaves_open() -> None:
+    bounded_only, full, short = PlanOnDraw(reaches=10.5), missed(10.2), missed(12.24, SHORT)
+    assert CHOSEN.gap_on_any([], CAPACITY) == 0.0
+    assert CHOSEN.gap_on_any([full], CAPACITY) == pytest.approx(1.02 * math.exp(1.4 * 2 / math.sqrt(REQUESTS)) - 1)
+    assert CHOSEN.gap_on_any([full, short], CAPACITY) == pytest.approx(1.02 * math.exp(1.4 * 2 / math.sqrt(400)) - 1)
+    assert CHOSEN.gap_on_any([full, bounded_only], CAPACITY) == pytest.approx(10.5 / 9 - 1), "bounds hold on any"
+    assert CHOSEN.gap_on_any([missed(11.0, reaches=9.1)], CAPACITY) == pytest.approx(9.1 / 9 - 1)
+    unlike = missed(9.0, Beginning(0, 2 * REQUESTS), reaches=9.9)
+    assert CHOSEN.gap_on_any([unlike], CAPACITY) == pytest.approx(0.1), "it was given other requests"
+
+
+@pytest.mark.parametrize(
+    ("slos", "alone"),
+    [
+        ([Slo(ttft_s={"mean": 1.0})], 2.0),
+        ([Slo(ttft_s={"p90": 1.0}), Slo(tpot_s={"p50": 0.1})], 2.0),
+        ([Slo(ttft_s={"p90": 1.0}, tpot_s={"p99": 0.1})], 5.0),
+        ([Slo(ttft_s={"p90": 1.0}), Slo(e2el_s={"p99.9": 10.0})], 0.5 / math.sqrt(0.001)),
+        ([Slo(ttft_s={"p90": 1.0}, attainment=0.96)], 2.5),
+    ],
+)
+def test_the_farthest_percentile_decides_by_how_much_draws_differ(slos: list[Slo], alone: float) -> None:
+    spread = DrawSpread.of(slos)
+    assert spread.alone == pytest.approx(alone)
+    assert spread.allowance(1600) == pytest.approx(math.exp(2 * alone / 40))
+    assert spread.of_ratio(1600) < spread.allowance(1600)
 
 
 def test_a_short_run_decides_if_it_proves_more() -> None:
     lengths = Lengths(REQUESTS, 4 * REQUESTS)
     full, short = Attempt(10.0, False), Attempt(9.9, False, requests=4 * 400)
-    assert decisive([full, short], lengths) is full
-    proves_as_much = 10.0 * allowance(REQUESTS) / allowance(400)
+    assert decisive([full, short], lengths, CAPACITY) is full
+    proves_as_much = 10.0 / CAPACITY.slack(REQUESTS, 400)
     lower = short._replace(rate_rps=proves_as_much * 0.999)
-    assert decisive([full, lower], lengths) is lower
+    assert decisive([full, lower], lengths, CAPACITY) is lower
     assert (lengths.of(lower), lengths.simulated(lower)) == ((0, 4 * 400), 400)
-    assert decisive([Attempt(10.0, True)], lengths) is None
+    assert decisive([Attempt(10.0, True)], lengths, CAPACITY) is None
     assert rates_met([Attempt(9.0, True), Attempt(8.0, True), Attempt(12.0, True, all_cores=True), full], lengths) == {
         lengths.full: 9.0
     }
 
 
-def test_a_certificate_that_states_less_is_refused(tuned: Tuned) -> None:
+@pytest.mark.parametrize(("gap", "problem"), [("gap_on_draw", "gap on the same requests"), ("gap", "gap")])
+def test_a_certificate_that_states_less_is_refused(tuned: Tuned, gap: str, problem: str) -> None:
     certificate = certificate_of(tuned)
-    assert Audit(certificate, tuned.question).run()
-    content = {key: value for key, value in certificate if key not in ("digest", "schema_id", "gap_on_draw")}
-    audit = Audit(Certificate.sealed(**content, gap_on_draw=certificate.gap_on_draw / 2), tuned.question)  # type: ignore[operator]
+    content = {key: value for key, value in certificate if key not in ("digest", "schema_id")}
+    assert Audit(Certificate.sealed(**content), tuned.question).run()
+    audit = Audit(Certificate.sealed(**{**content, gap: content[gap] / 2}), tuned.question)
     assert not audit.run()
-    assert any("gap on the same requests" in problem for problem in audit.problems)
+    assert [found.partition(" is ")[0] for found in audit.problems] == [problem]
 
 
 @dataclass
@@ -139,7 +177,7 @@ class Judged:
 def test_what_fresh_draws_take_off_every_plan_is_not_held_against_one() -> None:
     q = asked(objective="goodput")
     leader, rival = (Judged(plan) for plan in list(bounded(q).values())[:2])
-    limit = allowance(REQUESTS)
+    limit = q.draw_spread.allowance(REQUESTS)
     assert value_on_draw(q, leader.at(10.0, 10.0 * limit * 0.999)) == pytest.approx(10.0 * limit * 0.999)
     assert value_on_draw(q, leader.at(10.0, 10.0 * limit * 1.001)) == 10.0, "the draws took more than draws differ by"
     # The rate of a rival that another limit ends may fall less.

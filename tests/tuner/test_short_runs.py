@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 
 from simtune.specs.workload import ClosedLoop, SharedPrefix, Slo
-from simtune.tuner.doubt.draw_spread import allowance
-from simtune.tuner.objectives import Miss
+from simtune.tuner.doubt.draw_spread import CAPACITY, DrawSpread
 from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import Climb, Rung, Simulation
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.search_journal import key_of
-from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short_lengths
+from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 from simtune.tuner.space.candidates import Candidate, space_of
 from tests.tuner.test_exhaustive import random_question
 from tests.tuner.test_search import question
@@ -24,11 +23,10 @@ from tests.tuner.truths import plan
 
 
 def test_a_miss_of_a_short_run_proves_as_much_as_one_of_a_full_run() -> None:
-    rate = lower_rate(10.0, 2000, 500)
-    assert rate == pytest.approx(10.0 * allowance(2000) / allowance(500))
-    assert as_full(Miss(rate, 500), 2000) == pytest.approx(10.0)
-    assert rate * allowance(500) == pytest.approx(10.0 * allowance(2000)), "the certificate claims the same"
-    assert as_full(Miss(10.0, 8000), 2000) == 10.0, "of a longer run no more is claimed"
+    for spread in (CAPACITY, DrawSpread.of([Slo(tpot_s={"p99": 0.03})])):
+        rate = 10.0 / spread.slack(2000, 500)
+        assert rate * spread.of_ratio(500) == pytest.approx(10.0 * spread.of_ratio(2000)), "the gap on any is the same"
+        assert spread.slack(2000, 8000) == 1.0, "of a longer run no more is claimed"
 
 
 def test_short_runs_are_of_steady_loads_whose_prompts_share_nothing() -> None:

@@ -14,6 +14,7 @@ from simtune.specs.routing import OwnRouting
 from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, StudyBatching, StudyLimits
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.question import Question
+from simtune.tuner.question_checks import check
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.census import census
 
@@ -291,7 +292,7 @@ def test_dollars_need_prices() -> None:
     for objective, limits in (("goodput_per_dollar", StudyLimits()), ("goodput", StudyLimits(usd_per_hour=3.0))):
         asked = study(objective=objective, given={"limits": limits})
         with pytest.raises(UsageError, match=r"needs prices, but hardware profile h100-sxm has none"):
-            question(asked, hardware=(free,)).check()
+            check(question(asked, hardware=(free,)))
 
 
 def test_one_kind_of_hardware_is_written_without_a_list() -> None:

@@ -3,10 +3,13 @@
 A certificate names every plan of the space with what it could reach at most, and why: a bound, or a simulation at a
 rate where it missed the SLO (on one draw of the requests; a plan that misses it at some rate is taken to miss it at
 rates that are higher by two standard deviations of what draws differ by, `simtune.tuner.doubt.draw_spread`; and the
-bound `stalls` rests on what `simtune.tuner.bounds.stalls` takes for granted). The best
-of these is what no plan exceeds; its distance from the chosen plan is the gap. `Audit` trusts none of it: it takes the
-inputs, enumerates the space, and computes every bound, the chosen plan's simulation and every simulation that ruled a
-plan out again. Any difference is refused, even if the certificate claims less than could be proved.
+bound `stalls` rests on what `simtune.tuner.bounds.stalls` takes for granted). The best of these is what no plan
+exceeds. The gap is what another plan may be better by than the chosen one; it is less than the distance to that bound
+if the chosen plan met the SLO on the requests on which others missed it (`simtune.tuner.doubt.same_draw`).
+
+`Audit` trusts none of it: it takes the inputs, enumerates the space, and computes every bound, the chosen plan's
+simulation and every simulation that ruled a plan out again. Any difference is refused, even if the certificate claims
+less than could be proved.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from simtune.specs.pool import Role
 from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
-from simtune.tuner.doubt.same_draw import Lengths, PlanOnDraw, decisive, gap_on_draw, rates_met, ruling
+from simtune.tuner.doubt.draw_spread import DrawSpread
+from simtune.tuner.doubt.same_draw import Lengths, PlanOnDraw, decisive, ruling
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
@@ -45,7 +49,7 @@ from simtune.tuner.search.confirm import (
     part_requests,
 )
 from simtune.tuner.search.most_users import UserLoad, run_at_load
-from simtune.tuner.search.same_requests import lengths_of, plan_on_draw
+from simtune.tuner.search.same_requests import chosen_on_draw, lengths_of, plan_on_draw
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import left_out_names, space_for
 from simtune.tuner.space.plan_classes import PlanClass, PlanClasses
@@ -145,10 +149,12 @@ class Certificate(Record):
     inputs: dict[str, str] = Field(description="sha256 by kind and name, arrays of profiles apart")
     incumbent: Incumbent
     bound: float = Field(description="no plan of the space reaches more, or less where less is better")
-    gap: float = Field(description="from the incumbent to the bound, as a share of its value")
+    gap: float = Field(
+        description="by which another plan is better at most on any requests, as a share of the incumbent's value"
+    )
     gap_on_draw: NonNegative | None = Field(
         None,
-        description="the same, with each plan held against the incumbent on the same requests; null without rates",
+        description="the same on the requests on which plans were held against each other; null without rates",
         exclude_if=_is_none,
     )
     interrupted: bool
@@ -176,7 +182,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
     question, study = tuned.question, tuned.question.study
     chosen = tuned.chosen
     plans = sorted((_fate(row) for row in tuned.rows), key=lambda fate: fate.plan)
-    bound, gap = _remaining(plans, tuned.value, question.objective)
+    bound = _remaining(plans, tuned.value, question.objective)
     return Certificate.sealed(
         simtune=__version__,
         study=study.name,
@@ -188,7 +194,7 @@ def certificate_of(tuned: Tuned) -> Certificate:
             plan=chosen.candidate.name, value=tuned.value, rate_rps=chosen.rate_rps if question.searches_rate else None
         ),
         bound=bound,
-        gap=gap,
+        gap=tuned.gap,
         gap_on_draw=tuned.gap_on_draw,
         interrupted=tuned.interrupted,
         confirmed=ConfirmedOnDraws.of(tuned.confirmed),
@@ -258,12 +264,10 @@ def _fate(row: Trial) -> PlanFate:
     )
 
 
-def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) -> tuple[float, float]:
-    """Return the bound that no plan exceeds, and its distance from the chosen plan's value, as a share of that
-    value."""
+def _remaining(plans: Iterable[PlanFate], value: float, objective: Objective) -> float:
+    """Return the bound that no plan exceeds."""
     sign = objective.sign
-    bound = max([value, *(fate.best for fate in plans if fate.best is not None)], key=lambda best: sign * best)
-    return bound, abs(bound - value) / value if value else 0.0
+    return max([value, *(fate.best for fate in plans if fate.best is not None)], key=lambda best: sign * best)
 
 
 # --- the check --------------------------------------------------------------------------------------------
@@ -348,20 +352,21 @@ class DrawComparison:
             run = ruling(missed, lengths_of(self._question, simulated))
             self._plans.append(plan_on_draw(objective, plan, fate.best, run))
 
-    def gap(self, value: float, resimulations: Resimulations) -> float | None:
-        """Return the gap; every simulation of the chosen plan that shows it is made again."""
-        objective = self._question.objective
+    def gaps(self, value: float, resimulations: Resimulations) -> tuple[float | None, float] | None:
+        """Return the gaps on the same requests and on any; None unless rates are searched. Every simulation of the
+        chosen plan that shows them is made again."""
+        question, objective = self._question, self._question.objective
         if not isinstance(objective, RateObjective) or self.chosen is None:
             return None
         plan, fate = self.chosen
-        lengths = lengths_of(self._question, plan)
+        lengths = lengths_of(question, plan)
+        chosen = chosen_on_draw(question, objective, plan, value, fate.simulated)
         beginnings = {rival.missed.on for rival in self._plans if rival.missed} | {lengths.full}
-        met = rates_met(fate.simulated, lengths)
         for run in fate.simulated:
             beginning = lengths.of(run)
-            if run.met and not run.all_cores and beginning in beginnings and met[beginning] == run.rate_rps:
+            if run.met and not run.all_cores and beginning in beginnings and chosen.met[beginning] == run.rate_rps:
                 resimulations.finding(plan, run)
-        return gap_on_draw(self._plans, value, objective.worth(plan.facts), met, lengths.full)
+        return chosen.gap_on_draw(self._plans), chosen.gap_on_any(self._plans, question.draw_spread)
 
 
 class Audit:
@@ -393,7 +398,7 @@ class Audit:
         certificate, study = self.certificate, self.question.study
         if certificate.digest != certificate.expected_digest:
             self.problems.append("the file was changed after it was written: its digest does not match")
-        self._compare_inputs()
+        self.problems += _other_inputs(inputs_of(self.question), certificate.inputs)
         self.problems.same("objective", certificate.objective, study.objective)
         self.problems.same("unit", certificate.unit, self.question.objective.unit)
         self.problems.same("seed", certificate.seed, study.seed)
@@ -404,20 +409,19 @@ class Audit:
         if not self.problems:
             self._check_plans()
         if not self.problems:
-            bound, gap = _remaining(certificate.plans, certificate.incumbent.value, self.question.objective)
-            self.problems.same("best remaining bound", certificate.bound, bound)
-            self.problems.same("gap", certificate.gap, gap)
-            if certificate.gap_on_draw is not None:  # certificates of earlier versions claim nothing
-                on_draw = self._on_draw.gap(certificate.incumbent.value, self._resimulations)
-                self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
+            self._check_gaps()
         return not self.problems
 
-    def _compare_inputs(self) -> None:
-        current, certified = inputs_of(self.question), self.certificate.inputs
-        for name in sorted(current.keys() | certified.keys()):
-            if current.get(name) != certified.get(name):
-                how = "is not the one" if name in current and name in certified else "is not there, or was not there"
-                self.problems.append(f"{name} {how} that the search was made with")
+    def _check_gaps(self) -> None:
+        """Check by how much another plan is better at most."""
+        certificate, value = self.certificate, self.certificate.incumbent.value
+        bound = _remaining(certificate.plans, value, self.question.objective)
+        self.problems.same("best remaining bound", certificate.bound, bound)
+        gaps = self._on_draw.gaps(value, self._resimulations)
+        on_draw, on_any = gaps or (None, abs(bound - value) / value if value else 0.0)
+        self.problems.same("gap", certificate.gap, on_any)
+        if certificate.gap_on_draw is not None:  # certificates of earlier versions claim nothing
+            self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
 
     def _check_allocations(self) -> None:
         """Check that the worths of every class prove its bound. No solver is needed."""
@@ -498,7 +502,7 @@ class Audit:
         self.bounds += 1
         if fate.simulated:
             self._resimulations.looked_at[fate.plan] = bounded_candidate, fate
-        runs = _decisive(fate, self.question.num_requests(bounded_candidate.candidate), self.question.requests)
+        runs = _decisive(fate, lengths_of(self.question, bounded_candidate), self.question.draw_spread)
         best = bounded_candidate.row.best if runs else self._best_by_bound(bounded_candidate, fate)
         for attempt in runs:
             best = self._after(
@@ -544,6 +548,7 @@ class Audit:
             return objective.reaches(
                 bounded_candidate.facts,
                 Miss(rate, finding.missed_by),
+                self.question.draw_spread,
                 self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
         bounded_candidate.row.take(finding.summary, rate)
@@ -609,6 +614,14 @@ class Audit:
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
         self.problems.same(f"{incumbent.plan}: value", incumbent.value, value)
+
+
+def _other_inputs(current: Mapping[str, str], certified: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence on each input that is not the one of the certificate."""
+    for name in sorted(current.keys() | certified.keys()):
+        if current.get(name) != certified.get(name):
+            how = "is not the one" if name in current and name in certified else "is not there, or was not there"
+            yield f"{name} {how} that the search was made with"
 
 
 def _of_its_load(question: Question, rate: float | None) -> bool:
@@ -698,11 +711,11 @@ def _clears_backlog(
     return [*sorted(higher)] == [*draws] and all(met)
 
 
-def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:
+def _decisive(fate: PlanFate, lengths: Lengths, spread: DrawSpread) -> Seq[Tried]:
     """Return the simulation that decides the bound of a plan; empty if there is none.
 
     If the load is given it is the last simulation, and else that at the lowest rate that missed the SLO, where a run
-    of fewer than `requests` requests (`over_all` of them over all cores) counts as one at a higher rate; if the plan
+    of fewer requests than a full one of `lengths` counts as one at a higher rate; if the plan
     breaks a limit of the study, that at the highest rate that met the SLO.
     """
     if any(attempt.rate_rps is None for attempt in fate.simulated):
@@ -711,7 +724,7 @@ def _decisive(fate: PlanFate, over_all: int, requests: int) -> Seq[Tried]:
     met = [attempt for attempt in fate.simulated if attempt.met]
     if fate.best is None and met:
         return (max(met, key=_rate),)
-    run = decisive(fate.simulated, Lengths(requests, over_all))
+    run = decisive(fate.simulated, lengths, spread)
     return () if run is None else (run,)
 
 

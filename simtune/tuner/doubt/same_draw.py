@@ -4,15 +4,17 @@ The highest rate of a plan within an SLO differs from draw to draw of the reques
 and those of two plans go up and down together: busy draws are busy for both. So what is known of a plan on one draw is
 compared with what the chosen plan meets on that draw. Each plan counts by the simulation that decides its bound: if it
 misses the SLO at a rate m on requests on which the chosen plan meets it at r, it is better by a factor of m / r at most
-there. A plan that was not simulated counts by its bound, which holds on the draw of the search.
+there; and on any requests by what their number leaves open of that ratio more (`DrawSpread.of_ratio`). A plan that was
+not simulated counts by its bound, and one that was given other requests by what it reaches on any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import DrawSpread
 
 
 class JudgedRun(Protocol):
@@ -72,8 +74,8 @@ class Lengths(NamedTuple):
         return Beginning(run.draw, self.over_all if run.requests is None else run.requests)
 
     def simulated(self, run: JudgedRun) -> int:
-        """Return the number of requests of the simulated cores."""
-        return self.of(run).requests * self.requests // self.over_all
+        """Return the number of requests of the simulated cores, of a part of the run if that missed the SLO alone."""
+        return run.missed_by or self.of(run).requests * self.requests // self.over_all
 
 
 class RulingRun(NamedTuple):
@@ -81,6 +83,8 @@ class RulingRun(NamedTuple):
 
     rate_rps: float
     on: Beginning
+    requests: int
+    """Number of requests that were simulated, of a part of the run if that missed the SLO alone."""
 
 
 class PlanOnDraw(NamedTuple):
@@ -104,7 +108,7 @@ def rates_met(runs: Iterable[JudgedRun], lengths: Lengths) -> dict[Beginning, fl
     return rates
 
 
-def decisive(runs: Sequence[R], lengths: Lengths) -> R | None:
+def decisive(runs: Sequence[R], lengths: Lengths, spread: DrawSpread) -> R | None:
     """Return the run at the lowest rate in which a plan missed the SLO, if shorter runs count as full ones at a higher
     rate (`simtune.tuner.search.short_runs`); None if it missed none."""
     # Of two at one rate the later one counts: that of all cores.
@@ -112,40 +116,65 @@ def decisive(runs: Sequence[R], lengths: Lengths) -> R | None:
 
     def proves_rps(run: R) -> float:
         assert run.rate_rps is not None
-        simulated = run.missed_by or lengths.simulated(run)
-        return run.rate_rps * max(1.0, allowance(simulated) / allowance(lengths.requests))
+        return run.rate_rps * spread.slack(lengths.requests, lengths.simulated(run))
 
     return min(missed, key=proves_rps, default=None)
 
 
 def ruling(run: JudgedRun | None, lengths: Lengths) -> RulingRun | None:
     """Return what a run in which a plan of these lengths missed the SLO proves; None if there is none."""
-    return None if run is None or run.rate_rps is None else RulingRun(run.rate_rps, lengths.of(run))
-
-
-def gap_on_draw(
-    rivals: Iterable[PlanOnDraw], value: float, worth: float, met: Mapping[Beginning, float], full: Beginning
-) -> float | None:
-    """Return the share of its value by which another plan is better at most than the chosen plan on the same requests.
-
-    `value` is what the chosen plan reaches on any draw, `worth` its objective per request per second, `met` its
-    `rates_met` and `full` the requests of its full run on the draw of the search. A plan that was given other requests
-    counts by what it reaches on any. Return None if the chosen plan did not meet the SLO on that draw.
-    """
-    value_on_draw = met.get(full, 0.0) * worth
-    if not value_on_draw:
+    if run is None or run.rate_rps is None:
         return None
-    return max([1.0, *(_times_better(rival, value, worth, met, value_on_draw) for rival in rivals)]) - 1
+    return RulingRun(run.rate_rps, lengths.of(run), lengths.simulated(run))
 
 
-def _times_better(
-    rival: PlanOnDraw, value: float, worth: float, met: Mapping[Beginning, float], value_on_draw: float
-) -> float:
-    """Return how many times as much as the chosen plan a plan reaches at most, which reaches `value_on_draw` there."""
-    if rival.missed is None:
-        return rival.reaches / value_on_draw
-    rate, on_any = met.get(rival.missed.on), rival.reaches / value
-    return on_any if rate is None else min(on_any, rival.missed.rate_rps * rival.worth / (rate * worth))
+class ChosenOnDraw(NamedTuple):
+    """The chosen plan, and what is known of it."""
+
+    value: float
+    """Objective that the plan reaches on any requests."""
+    worth: float
+    """Objective per request per second."""
+    met: Mapping[Beginning, float]
+    """Result of `rates_met` for the plan."""
+    full: Beginning
+    """Requests of its full run on the draw of the search."""
+
+    def gap_on_draw(self, rivals: Iterable[PlanOnDraw]) -> float | None:
+        """Return the share of the value by which another plan is better at most than the chosen one on the same
+        requests; None if the chosen plan did not meet the SLO on the draw of the search."""
+        value_on_draw = self.met.get(self.full, 0.0) * self.worth
+        if not value_on_draw:
+            return None
+
+        def times_better(rival: PlanOnDraw) -> float:
+            if rival.missed is None:
+                return rival.reaches / value_on_draw
+            return min(rival.reaches / self.value, self._ratio(rival.missed, rival.worth))
+
+        return _gap(times_better, rivals)
+
+    def gap_on_any(self, rivals: Iterable[PlanOnDraw], spread: DrawSpread) -> float:
+        """Return the share of the value by which another plan is better at most than the chosen one on any requests."""
+
+        def times_better(rival: PlanOnDraw) -> float:
+            on_any = rival.reaches / self.value
+            if rival.missed is None:
+                return on_any
+            ratio = self._ratio(rival.missed, rival.worth) * spread.of_ratio(rival.missed.requests)
+            return min(on_any, ratio)
+
+        return _gap(times_better, rivals)
+
+    def _ratio(self, missed: RulingRun, worth: float) -> float:
+        """Return how many times as much as the chosen plan a plan reaches at most on the requests on which it missed
+        the SLO; infinite if the chosen plan was not given these."""
+        rate = self.met.get(missed.on)
+        return math.inf if rate is None else missed.rate_rps * worth / (rate * self.worth)
+
+
+def _gap(times_better: Callable[[PlanOnDraw], float], rivals: Iterable[PlanOnDraw]) -> float:
+    return max([1.0, *map(times_better, rivals)]) - 1
 
 
 def gap_in_words(gap: float, on_draw: float | None) -> str:

@@ -41,7 +41,7 @@ from simtune.sim.run_basis import timed_steps
 from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.tuner.bounds.best_case import sustained_rps
-from simtune.tuner.doubt.draw_spread import spread
+from simtune.tuner.doubt.draw_spread import CAPACITY
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.rate_sweep import RateSweep
@@ -270,7 +270,7 @@ def slo_probability(
     confirmed = tuned.confirmed
     # The highest rate that met the SLO on the draw of the search is biased upwards; a confirmed rate met it on other
     # draws as well.
-    of_draws = spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
+    of_draws = CAPACITY.spread(len(tuned.result.stream) if confirmed is None else confirmed.draws * confirmed.requests)
     fortune = 0.0 if rate is None or confirmed is not None else of_draws
     of_draw = of_draws * np.random.default_rng(seed).standard_normal(WORLDS)
     plan = Stretched(limits, curves, worlds + of_draw + _of_acceptance(few, curves, drawn_worlds), of_draws, fortune)

@@ -8,7 +8,8 @@ a run of a few thousand requests, where the number of requests in the system nea
 one of many times that length does not show that it comes back.
 
 The rate of n served requests differs from draw to draw less than the highest rate within an SLO does (by 0.7 % for
-8,000 chat requests on four cores), so `simtune.tuner.doubt.draw_spread.allowance` is what it may be too high by.
+8,000 chat requests on four cores), so `simtune.tuner.doubt.draw_spread.CAPACITY` allows for more than it may be too
+high by.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import POLICY, ROUTER
 from simtune.specs.workload import FixedInterval, Gamma, Poisson
-from simtune.tuner.doubt.draw_spread import allowance
+from simtune.tuner.doubt.draw_spread import CAPACITY
 from simtune.tuner.question import Question
 
 AT_ONCE_RPS = 1e9
@@ -64,4 +65,4 @@ def kept_up_below_rps(result: Result) -> float:
     num_counted = int(counted.sum())
     if num_counted < FEWEST or from_s - begin_s < float((finish_s - scheduled_s)[counted].mean()):
         return 0.0
-    return result.scale * num_counted / (end_s - from_s) / allowance(num_counted)
+    return result.scale * num_counted / (end_s - from_s) / CAPACITY.allowance(num_counted)

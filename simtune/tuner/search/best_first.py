@@ -26,6 +26,7 @@ from simtune.sim.parallel import Jobs, executor
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
+from simtune.tuner.question_checks import check
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import SimulationFinding
@@ -34,7 +35,7 @@ from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.reasons import no_allocation, no_better, no_plan, out_of_time, praise, ranked
-from simtune.tuner.search.same_requests import compared_on_draw, ended_otherwise, show_on_draw, value_on_draw
+from simtune.tuner.search.same_requests import ended_otherwise, gaps, show_on_draw, value_on_draw
 from simtune.tuner.search.scouting import favourite
 from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.variant_gains import to_show
@@ -84,7 +85,7 @@ def optimize(
     yet, it is raised. So does `time_is_up` as soon as it returns True; it raises UsageError if no plan has met the SLO
     yet. `begins` is called with the space before the search starts.
     """
-    question.check()
+    check(question)
     space = space_for(question)
     course = CourseLog(progress)
     with executor(jobs, AHEAD) as pool:
@@ -349,7 +350,7 @@ class BestFirst:
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
         tuned = Tuned(self.question, rows, confirmed.deployment, confirmed.result, value, bound, interrupted)
         tuned.classes, tuned.confirmed = tuple(self._classes.bounded), confirmed.draws
-        tuned.gap_on_draw = compared_on_draw(self.question, best, self.plans, rows)
+        tuned.gap_on_draw, tuned.gap_on_any = gaps(self.question, best, self.plans, rows)
         return tuned
 
     def _feasible(self) -> list[BoundedCandidate]:

@@ -12,7 +12,6 @@ from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import least_s, most_favourable, slo_bound
 from simtune.tuner.bounds.floors import Floor
 from simtune.tuner.bounds.stalls import stalled_rps
-from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
@@ -88,7 +87,8 @@ class BoundedCandidate:
 
     def _as_full(self, miss: Miss) -> float:
         """Return the rate at which a run of the study's own length would prove as much as a miss."""
-        return as_full(miss, self.plan_cache.question.requests)
+        question = self.plan_cache.question
+        return miss.rate_rps * question.draw_spread.slack(question.requests, miss.requests)
 
     @property
     def reaches(self) -> float | None:
@@ -97,10 +97,11 @@ class BoundedCandidate:
         If a plan missed the SLO on one draw, a rate objective may be somewhat higher on another
         (`RateObjective.reaches`).
         """
-        objective = self.plan_cache.question.objective
-        if self.missed is None or self.row.best is None or not isinstance(objective, RateObjective):
+        question = self.plan_cache.question
+        if self.missed is None or self.row.best is None or not isinstance(question.objective, RateObjective):
             return self.row.best
-        return objective.reaches(self.facts, self.missed, self.plan_cache.capacity(self.candidate).rps)
+        capacity_rps = self.plan_cache.capacity(self.candidate).rps
+        return question.objective.reaches(self.facts, self.missed, question.draw_spread, capacity_rps)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -144,11 +145,6 @@ class BoundedCandidate:
         budget = sum(pool.max_num_batched_tokens for pool in self.candidate.pools)
         seats = sum(pool.max_num_seqs for pool in self.candidate.pools)
         return (-self.sign * self.best, self.candidate.gpus_per_instance, -self.bound_rps, budget, seats)
-
-
-def as_full(miss: Miss, requests: int) -> float:
-    """Return the rate at which a run of `requests` requests would prove as much as a miss of fewer."""
-    return miss.rate_rps * max(1.0, allowance(miss.requests) / allowance(requests))
 
 
 def facts_of(candidate: Candidate, plan_cache: PlanCache) -> PlanFacts:

@@ -29,7 +29,7 @@ from simtune.results.steady import needed_for
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
 from simtune.specs.workload import Slo
-from simtune.tuner.doubt.draw_spread import spread
+from simtune.tuner.doubt.draw_spread import CAPACITY
 from simtune.tuner.objectives import Miss, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
@@ -273,7 +273,7 @@ def part_requests(question: Question) -> int | None:
     as a day, of which a part would be the night."""
     if question.workload.batch or question.scales:
         return None
-    statistics = [statistic for slo in _objectives(question) for _, statistic, _ in slo.limits()]
+    statistics = [statistic for slo in question.workload.slos(question.study.slo) for _, statistic, _ in slo.limits()]
     return max(question.study.search.confirm.requests, *(needed_for(statistic) for statistic in statistics), 1)
 
 
@@ -285,19 +285,12 @@ def felt_after_s(question: Question) -> float:
     percentile p of the waits is p of that, their mean a half.
     """
     durations = []
-    for slo in _objectives(question):
+    for slo in question.workload.slos(question.study.slo):
         waits = [(statistic, limit) for metric, statistic, limit in slo.limits() if metric != "tpot"]
         shares = [0.5 if statistic == "mean" else float(statistic[1:]) / 100 for statistic, _ in waits]
         seconds = (limit / OVERLOAD / share for (_, limit), share in zip(waits, shares, strict=True) if share > 0)
         durations.append(min(seconds, default=math.inf))
     return max(durations)
-
-
-def _objectives(question: Question) -> list[Slo]:
-    """Return the SLO of the study, or that of each class if classes have their own."""
-    if all(request_class.slo is None for request_class in question.workload.classes):
-        return [question.study.slo]
-    return [question.study.slo if item.slo is None else item.slo for item in question.workload.classes]
 
 
 def judged_together(
@@ -352,7 +345,7 @@ def margin(question: Question) -> float:
     """Return the factor to the rate at which draws must keep the SLO as well, if these alone do not show that a rate is
     kept up with: about the standard deviation of the highest rate between draws, in whole steps of the search."""
     step = 1 + question.study.search.rate_tolerance
-    return step ** max(1, round(spread(part_requests(question) or question.requests) / math.log(step)))
+    return step ** max(1, round(CAPACITY.spread(part_requests(question) or question.requests) / math.log(step)))
 
 
 def _too_near_to(higher_rps: float) -> str:

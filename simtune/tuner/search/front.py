@@ -22,6 +22,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import SAMPLED_CORES, Question
+from simtune.tuner.question_checks import check
 from simtune.tuner.search.best_first import AHEAD, Begins, SearchCourse, SearchProgress, ended, optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
@@ -54,7 +55,7 @@ def answer(
     else the best plan. See `simtune.tuner.search.best_first.optimize`."""
     if question.study.objective != "pareto":
         return optimize(question, jobs=jobs, progress=progress, ledger=ledger, time_is_up=time_is_up, begins=begins)
-    question.check()
+    check(question)
     space = space_for(question)
     with executor(jobs, AHEAD) as pool:
         evaluator = Evaluator(pool, ledger, time_is_up)

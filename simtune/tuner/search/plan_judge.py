@@ -12,7 +12,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.short_runs import as_shown, lasting, lower_rate, short_lengths
+from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
 
@@ -115,7 +115,7 @@ class PlanJudge:
     def _misses_when_shorter(self, plan: BoundedCandidate, low: float, requests: int) -> bool:
         """Rule a plan out by a short run that proves as much as a full one at the rate `low`; return False if the short
         run meets the SLO."""
-        rate = lower_rate(low, self.question.requests, requests)
+        rate = low / self.question.draw_spread.slack(self.question.requests, requests)
         finding = self.simulated_shorter(plan, rate, requests)
         if finding.met:
             return False
@@ -168,7 +168,8 @@ class PlanJudge:
         lengths = short_lengths(self.question, plan.candidate)
         climb = Climb(plan.ceiling_rps, self._step, low)
         if low is not None and lengths:
-            return self._shorter(plan, lower_rate(low, self.question.requests, lengths[0]), lengths[0])
+            lower = low / self.question.draw_spread.slack(self.question.requests, lengths[0])
+            return self._shorter(plan, lower, lengths[0])
         rate = climb.rate_rps
         assert rate is not None
         return (plan.candidate.name, rate, 0), self.task(plan, rate)

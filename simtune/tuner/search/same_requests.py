@@ -4,7 +4,7 @@ Fresh draws mostly take something off the rate of the plan that they confirm, an
 other that the same limit of the SLO ends: on busy draws both meet less. So other plans are held against what a
 confirmed plan reaches on the draw of the search, and need not be looked at again when its rate falls. A plan whose rate
 another limit ends is looked at again if it may be better than the confirmed rate by more than a step of the tolerance;
-and so are all plans if draws took more off a plan than they differ by (`simtune.tuner.doubt.draw_spread.allowance`),
+and so are all plans if draws took more off a plan than they differ by (`simtune.tuner.doubt.draw_spread`),
 which says that the plan did too well on the draw of the search.
 """
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.doubt.same_draw import (
     Beginning,
+    ChosenOnDraw,
+    JudgedRun,
     Lengths,
     PlanOnDraw,
     RulingRun,
     decisive,
-    gap_on_draw,
     rates_met,
     ruling,
 )
@@ -40,7 +40,7 @@ def value_on_draw(question: Question, best: BoundedCandidate) -> float:
     objective, rate_rps = question.objective, best.row.rate_rps
     if not isinstance(objective, RateObjective) or best.met_rps is None or rate_rps is None:
         return objective.value(best.facts, best.row.judged)
-    common = best.met_rps <= rate_rps * allowance(question.requests)
+    common = best.met_rps <= rate_rps * question.draw_spread.allowance(question.requests)
     return (best.met_rps if common else rate_rps) * objective.worth(best.facts)
 
 
@@ -78,17 +78,17 @@ def show_on_draw(
         chosen.row.tried += _met_shorter(question, judge, chosen, beginning)
 
 
-def compared_on_draw(
+def gaps(
     question: Question, chosen: BoundedCandidate, plans: Sequence[BoundedCandidate], rows: Iterable[Trial]
-) -> float | None:
-    """Return the share by which another plan is better at most than the chosen one on the same requests; None unless
-    rates are searched.
+) -> tuple[float | None, float | None]:
+    """Return the shares by which another plan is better at most than the chosen one on the same requests, and on any;
+    None unless rates are searched.
 
     `plans` were bounded one by one; of `rows` those count besides whose class was not opened.
     """
     objective = question.objective
     if not isinstance(objective, RateObjective):
-        return None
+        return None, None
     by_name = {plan.candidate.name: plan for plan in plans}
     rivals = [
         plan_on_draw(objective, plan, plan.row.best, _ruled_out(question, plan, by_name))
@@ -96,10 +96,17 @@ def compared_on_draw(
         if plan is not chosen and plan.row.best is not None
     ]
     rivals += [PlanOnDraw(row.best) for row in rows if row.allocation and row.best is not None]
-    lengths = lengths_of(question, chosen)
     value = objective.value(chosen.facts, chosen.row.judged)
-    met = rates_met(chosen.row.tried, lengths)
-    return gap_on_draw(rivals, value, objective.worth(chosen.facts), met, lengths.full)
+    on_draw = chosen_on_draw(question, objective, chosen, value, chosen.row.tried)
+    return on_draw.gap_on_draw(rivals), on_draw.gap_on_any(rivals, question.draw_spread)
+
+
+def chosen_on_draw(
+    question: Question, objective: RateObjective, plan: BoundedCandidate, value: float, runs: Iterable[JudgedRun]
+) -> ChosenOnDraw:
+    """Return what is known of the chosen plan by its runs."""
+    lengths = lengths_of(question, plan)
+    return ChosenOnDraw(value, objective.worth(plan.facts), rates_met(runs, lengths), lengths.full)
 
 
 def lengths_of(question: Question, plan: BoundedCandidate) -> Lengths:
@@ -112,7 +119,7 @@ def _ruled_out(question: Question, plan: BoundedCandidate, by_name: Mapping[str,
     source = by_name.get(plan.row.same_as)
     if source is None:
         lengths = lengths_of(question, plan)
-        return ruling(decisive(plan.row.tried, lengths), lengths)
+        return ruling(decisive(plan.row.tried, lengths, question.draw_spread), lengths)
     implied = (run for run in source.row.tried if _implies(run, plan))
     return ruling(next(implied, None), lengths_of(question, source))
 

@@ -1,10 +1,10 @@
 """Short runs before full ones: they rule plans out at a lower rate, and show where the highest rate lies.
 
-A run of n requests that misses the SLO at a rate r proves that no draw keeps it above r x allowance(n)
-(`simtune.tuner.doubt.draw_spread`). So a run of a quarter of the requests that misses at r x allowance(n) /
-allowance(n / 4) proves as much as a full one at r: the error that the certificate states is the same. Plans that are
-far from the best one are ruled out so, at a quarter of the cost. A short run that meets the SLO proves nothing; the
-full one follows. Both runs see the same first requests.
+Plans are compared on the same requests, where the ratio of their rates differs from that on any by a factor of
+`of_ratio(n)` (`simtune.tuner.doubt.draw_spread`). So a run of a quarter of the requests that misses the SLO at
+r x of_ratio(n) / of_ratio(n / 4) proves as much as a full one at r. Plans that are far from the best one are ruled out
+so, at a quarter of the cost. A short run that meets the SLO proves nothing; the full one follows. Both runs see the
+same first requests.
 
 Short runs also show which rate to try next. One whose requests all arrive before the first of them would be answered
 shows nothing: on many GPUs no prompt is left to stall their decodes. It counts as missing the SLO there.
@@ -16,7 +16,6 @@ import math
 from dataclasses import replace
 
 from simtune.specs.workload import FixedInterval, Gamma, Poisson
-from simtune.tuner.doubt.draw_spread import allowance
 from simtune.tuner.question import Question
 from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.space.candidates import Candidate
@@ -45,11 +44,6 @@ def short_lengths(question: Question, candidate: Candidate) -> tuple[int, ...]:
         lengths.insert(0, requests)
         requests //= SHORTER
     return tuple(lengths)
-
-
-def lower_rate(rate_rps: float, requests: int, shorter: int) -> float:
-    """Return the rate at which a miss of a run of `shorter` requests proves as much as one of `requests` requests."""
-    return rate_rps * allowance(requests) / allowance(shorter)
 
 
 def lasting(finding: SimulationFinding) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simtune.tuner.objectives import Miss
-from simtune.tuner.search.candidate_filter import BoundedCandidate, as_full
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import SimulationFinding
 
 
@@ -21,8 +20,8 @@ class SeenPlan(NamedTuple):
         """Rate at which a run of the study's own length would prove as much; None at the given load."""
         if self.rate_rps is None:
             return None
-        requests = self.plan.plan_cache.question.requests
-        return as_full(Miss(self.rate_rps, self.finding.missed_by), requests)
+        question = self.plan.plan_cache.question
+        return self.rate_rps * question.draw_spread.slack(question.requests, self.finding.missed_by)
 
 
 class SeenPlans:

@@ -9,6 +9,7 @@ from typing import Any
 
 from simtune.tuner.plan_cache import Refused
 from simtune.tuner.question import Question
+from simtune.tuner.question_checks import check
 from simtune.tuner.space.candidates import without_numbers
 from simtune.tuner.space.expressible import space_for
 
@@ -29,7 +30,7 @@ class Census:
 
 def census(question: Question) -> Census:
     """Count the plans of a study. Raise Infeasible if there are none, and UsageError if the study is not valid."""
-    question.check()
+    check(question)
     space = space_for(question)
     left_out = Counter(space.reasons)
     shapes, plans = set(), 0
