@@ -10,6 +10,7 @@ from simtune.results.frames import PlainCurve, arrow, frame, html_table, plotted
 from simtune.results.result import Result
 from simtune.results.summary import Metric, SimulationSummary
 from simtune.sim.deployment import Deployment
+from simtune.tuner.doubt.same_draw import Gaps
 from simtune.tuner.objectives import Judged
 from simtune.tuner.question import Question
 from simtune.tuner.search.front_points import Ladder
@@ -154,11 +155,9 @@ class Tuned:
     """Best plan and bound over the course of the search."""
     confirmed: Confirmed | None = None
     """None if the study asks for no draws."""
-    gap_on_draw: float | None = None
-    """Share of the chosen plan's value by which another plan could be better at most on the same requests
-    (`simtune.tuner.doubt.same_draw`); None unless rates are searched."""
-    gap_on_any: float | None = None
-    """The same on any requests."""
+    gaps: Gaps | None = None
+    """Shares of the chosen plan's value by which another plan could be better at most; None unless rates are searched,
+    or if the chosen plan misses the SLO on the draw of the search."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Number of plans that have no row, by the constraint that they break or the reason why the engine would refuse
     them."""
@@ -169,10 +168,15 @@ class Tuned:
         return self.rows[0]
 
     @property
+    def gap_on_draw(self) -> float | None:
+        """Share by which another plan could be better at most on the same requests; None where `gaps` is."""
+        return None if self.gaps is None else self.gaps.on_draw
+
+    @property
     def gap(self) -> float:
         """Share of the chosen plan's value by which another plan could be better at most."""
-        if self.gap_on_any is not None:
-            return self.gap_on_any
+        if self.gaps is not None:
+            return self.gaps.on_any
         if self.value == self.bound:
             return 0.0
         return max(0.0, self.question.objective.sign * (self.bound - self.value) / self.value)

@@ -106,19 +106,27 @@ def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
         ([missed(11.0, reaches=9.5)], 9.5 / 9 - 1),
         ([missed(16.0, reaches=4.0, worth=0.5)], 0.0),
     ):
-        assert CHOSEN.gap_on_draw(rivals) == pytest.approx(gap)
-    assert CHOSEN._replace(met={SHORT: 12.0}).gap_on_draw([full]) is None
+        gaps = CHOSEN.gaps(rivals, CAPACITY)
+        assert gaps is not None
+        assert gaps.on_draw == pytest.approx(gap)
+    assert CHOSEN._replace(met={SHORT: 12.0}).gaps([full], CAPACITY) is None
 
 
 def test_the_gap_on_any_requests_allows_for_what_their_number_leaves_open() -> None:
     bounded_only, full, short = PlanOnDraw(reaches=10.5), missed(10.2), missed(12.24, SHORT)
-    assert CHOSEN.gap_on_any([], CAPACITY) == 0.0
-    assert CHOSEN.gap_on_any([full], CAPACITY) == pytest.approx(1.02 * math.exp(1.4 * 2 / math.sqrt(REQUESTS)) - 1)
-    assert CHOSEN.gap_on_any([full, short], CAPACITY) == pytest.approx(1.02 * math.exp(1.4 * 2 / math.sqrt(400)) - 1)
-    assert CHOSEN.gap_on_any([full, bounded_only], CAPACITY) == pytest.approx(10.5 / 9 - 1), "bounds hold on any"
-    assert CHOSEN.gap_on_any([missed(11.0, reaches=9.1)], CAPACITY) == pytest.approx(9.1 / 9 - 1)
     unlike = missed(9.0, Beginning(0, 2 * REQUESTS), reaches=9.9)
-    assert CHOSEN.gap_on_any([unlike], CAPACITY) == pytest.approx(0.1), "it was given other requests"
+    for rivals, times in (
+        ([], 1.0),
+        ([full], 1.02 * math.exp(1.4 * 2 / math.sqrt(REQUESTS))),
+        ([full, short], 1.02 * math.exp(1.4 * 2 / math.sqrt(400))),
+        # Bounds hold on any, and so does what a plan reaches that was given other requests.
+        ([full, bounded_only], 10.5 / 9),
+        ([missed(11.0, reaches=9.1)], 9.1 / 9),
+        ([unlike], 1.1),
+    ):
+        gaps = CHOSEN.gaps(rivals, CAPACITY)
+        assert gaps is not None
+        assert gaps.on_any == pytest.approx(times - 1)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
 from simtune.tuner.doubt.draw_spread import DrawSpread
-from simtune.tuner.doubt.same_draw import Lengths, PlanOnDraw, decisive, ruling
+from simtune.tuner.doubt.same_draw import Gaps, Lengths, PlanOnDraw, decisive, ruling
 from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import Question
@@ -352,9 +352,9 @@ class DrawComparison:
             run = ruling(missed, lengths_of(self._question, simulated))
             self._plans.append(plan_on_draw(objective, plan, fate.best, run))
 
-    def gaps(self, value: float, resimulations: Resimulations) -> tuple[float | None, float] | None:
-        """Return the gaps on the same requests and on any; None unless rates are searched. Every simulation of the
-        chosen plan that shows them is made again."""
+    def gaps(self, value: float, resimulations: Resimulations) -> Gaps | None:
+        """Return the gaps; None unless rates are searched. Every simulation of the chosen plan that shows them is made
+        again."""
         question, objective = self._question, self._question.objective
         if not isinstance(objective, RateObjective) or self.chosen is None:
             return None
@@ -366,7 +366,7 @@ class DrawComparison:
             beginning = lengths.of(run)
             if run.met and not run.all_cores and beginning in beginnings and chosen.met[beginning] == run.rate_rps:
                 resimulations.finding(plan, run)
-        return chosen.gap_on_draw(self._plans), chosen.gap_on_any(self._plans, question.draw_spread)
+        return chosen.gaps(self._plans, question.draw_spread)
 
 
 class Audit:
@@ -417,11 +417,12 @@ class Audit:
         certificate, value = self.certificate, self.certificate.incumbent.value
         bound = _remaining(certificate.plans, value, self.question.objective)
         self.problems.same("best remaining bound", certificate.bound, bound)
-        gaps = self._on_draw.gaps(value, self._resimulations)
+        # Certificates of earlier versions claim nothing of the same requests.
+        same = certificate.gap_on_draw is not None
+        gaps = self._on_draw.gaps(value, self._resimulations) if same else None
         on_draw, on_any = gaps or (None, abs(bound - value) / value if value else 0.0)
         self.problems.same("gap", certificate.gap, on_any)
-        if certificate.gap_on_draw is not None:  # certificates of earlier versions claim nothing
-            self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
+        self.problems.same("gap on the same requests", certificate.gap_on_draw, on_draw)
 
     def _check_allocations(self) -> None:
         """Check that the worths of every class prove its bound. No solver is needed."""

@@ -11,7 +11,7 @@ not simulated counts by its bound, and one that was given other requests by what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from simtune.tuner.doubt.draw_spread import DrawSpread
@@ -128,6 +128,15 @@ def ruling(run: JudgedRun | None, lengths: Lengths) -> RulingRun | None:
     return RulingRun(run.rate_rps, lengths.of(run), lengths.simulated(run))
 
 
+class Gaps(NamedTuple):
+    """Shares of the value of the chosen plan by which another plan is better at most."""
+
+    on_draw: float
+    """Share on the same requests."""
+    on_any: float
+    """Share on any requests."""
+
+
 class ChosenOnDraw(NamedTuple):
     """The chosen plan, and what is known of it."""
 
@@ -140,41 +149,28 @@ class ChosenOnDraw(NamedTuple):
     full: Beginning
     """Requests of its full run on the draw of the search."""
 
-    def gap_on_draw(self, rivals: Iterable[PlanOnDraw]) -> float | None:
-        """Return the share of the value by which another plan is better at most than the chosen one on the same
-        requests; None if the chosen plan did not meet the SLO on the draw of the search."""
+    def gaps(self, rivals: Sequence[PlanOnDraw], spread: DrawSpread) -> Gaps | None:
+        """Return the gaps to other plans, given by how much draws differ; None if the chosen plan did not meet the SLO
+        on the draw of the search."""
         value_on_draw = self.met.get(self.full, 0.0) * self.worth
         if not value_on_draw:
             return None
-
-        def times_better(rival: PlanOnDraw) -> float:
+        on_draw = on_any = 1.0
+        for rival in rivals:
+            reaches = rival.reaches / self.value
             if rival.missed is None:
-                return rival.reaches / value_on_draw
-            return min(rival.reaches / self.value, self._ratio(rival.missed, rival.worth))
-
-        return _gap(times_better, rivals)
-
-    def gap_on_any(self, rivals: Iterable[PlanOnDraw], spread: DrawSpread) -> float:
-        """Return the share of the value by which another plan is better at most than the chosen one on any requests."""
-
-        def times_better(rival: PlanOnDraw) -> float:
-            on_any = rival.reaches / self.value
-            if rival.missed is None:
-                return on_any
-            ratio = self._ratio(rival.missed, rival.worth) * spread.of_ratio(rival.missed.requests)
-            return min(on_any, ratio)
-
-        return _gap(times_better, rivals)
+                on_draw, on_any = max(on_draw, rival.reaches / value_on_draw), max(on_any, reaches)
+                continue
+            ratio = self._ratio(rival.missed, rival.worth)
+            on_draw = max(on_draw, min(reaches, ratio))
+            on_any = max(on_any, min(reaches, ratio * spread.of_ratio(rival.missed.requests)))
+        return Gaps(on_draw - 1, on_any - 1)
 
     def _ratio(self, missed: RulingRun, worth: float) -> float:
         """Return how many times as much as the chosen plan a plan reaches at most on the requests on which it missed
         the SLO; infinite if the chosen plan was not given these."""
         rate = self.met.get(missed.on)
         return math.inf if rate is None else missed.rate_rps * worth / (rate * self.worth)
-
-
-def _gap(times_better: Callable[[PlanOnDraw], float], rivals: Iterable[PlanOnDraw]) -> float:
-    return max([1.0, *map(times_better, rivals)]) - 1
 
 
 def gap_in_words(gap: float, on_draw: float | None) -> str:

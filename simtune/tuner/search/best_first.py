@@ -350,7 +350,7 @@ class BestFirst:
         best.row.status, best.row.reason = "chosen", praise(best.row, self.question, value)
         tuned = Tuned(self.question, rows, confirmed.deployment, confirmed.result, value, bound, interrupted)
         tuned.classes, tuned.confirmed = tuple(self._classes.bounded), confirmed.draws
-        tuned.gap_on_draw, tuned.gap_on_any = gaps(self.question, best, self.plans, rows)
+        tuned.gaps = gaps(self.question, best, self.plans, rows)
         return tuned
 
     def _feasible(self) -> list[BoundedCandidate]:

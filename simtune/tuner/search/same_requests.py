@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from simtune.tuner.doubt.same_draw import (
     Beginning,
     ChosenOnDraw,
+    Gaps,
     JudgedRun,
     Lengths,
     PlanOnDraw,
@@ -80,15 +81,14 @@ def show_on_draw(
 
 def gaps(
     question: Question, chosen: BoundedCandidate, plans: Sequence[BoundedCandidate], rows: Iterable[Trial]
-) -> tuple[float | None, float | None]:
-    """Return the shares by which another plan is better at most than the chosen one on the same requests, and on any;
-    None unless rates are searched.
+) -> Gaps | None:
+    """Return by how much another plan is better at most than the chosen one; None unless rates are searched.
 
     `plans` were bounded one by one; of `rows` those count besides whose class was not opened.
     """
     objective = question.objective
     if not isinstance(objective, RateObjective):
-        return None, None
+        return None
     by_name = {plan.candidate.name: plan for plan in plans}
     rivals = [
         plan_on_draw(objective, plan, plan.row.best, _ruled_out(question, plan, by_name))
@@ -97,8 +97,7 @@ def gaps(
     ]
     rivals += [PlanOnDraw(row.best) for row in rows if row.allocation and row.best is not None]
     value = objective.value(chosen.facts, chosen.row.judged)
-    on_draw = chosen_on_draw(question, objective, chosen, value, chosen.row.tried)
-    return on_draw.gap_on_draw(rivals), on_draw.gap_on_any(rivals, question.draw_spread)
+    return chosen_on_draw(question, objective, chosen, value, chosen.row.tried).gaps(rivals, question.draw_spread)
 
 
 def chosen_on_draw(
