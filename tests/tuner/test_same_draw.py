@@ -33,7 +33,7 @@ from tests.tuner.test_search import LOAD, question
 
 REQUESTS = 1600
 """Long enough for short runs."""
-FULL = Beginning(0, REQUESTS)
+FULL = Beginning(0, REQUESTS, REQUESTS)
 
 
 def asked(**settings: Any) -> Question:
@@ -84,13 +84,13 @@ def test_no_plan_exceeds_the_stated_gap_on_the_same_requests(tuned: Tuned) -> No
     assert short > 0, "runs of all requests alone were compared"
 
 
-SHORT = Beginning(0, 400)
+SHORT = Beginning(0, 400, 400)
 CHOSEN = ChosenOnDraw(9.0, 1.0, {FULL: 10.0, SHORT: 12.0}, FULL)
 """A plan that reaches 9 requests/s on any requests and more on the draw of the search."""
 
 
 def missed(rate_rps: float, on: Beginning = FULL, reaches: float = 13.0, worth: float = 1.0) -> PlanOnDraw:
-    return PlanOnDraw(reaches, worth, RulingRun(rate_rps, on, on.requests))
+    return PlanOnDraw(reaches, worth, RulingRun(rate_rps, on, on.simulated))
 
 
 def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
@@ -101,8 +101,8 @@ def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
         ([full, missed(12.6, SHORT)], 0.05),
         ([full, bounded_only], 0.05),
         # Without runs on the same requests a plan counts by what it reaches on any.
-        ([full, missed(9.0, Beginning(2, 8000), reaches=9.9)], 0.1),
-        ([missed(8.0, Beginning(0, 2 * REQUESTS), reaches=9.45)], 0.05),
+        ([full, missed(9.0, Beginning(2, 8000, 8000), reaches=9.9)], 0.1),
+        ([missed(8.0, Beginning(0, 2 * REQUESTS, REQUESTS), reaches=9.45)], 0.05),
         ([missed(11.0, reaches=9.5)], 9.5 / 9 - 1),
         ([missed(16.0, reaches=4.0, worth=0.5)], 0.0),
     ):
@@ -114,7 +114,7 @@ def test_the_gap_is_the_best_of_each_plans_comparison() -> None:
 
 def test_the_gap_on_any_requests_allows_for_what_their_number_leaves_open() -> None:
     bounded_only, full, short = PlanOnDraw(reaches=10.5), missed(10.2), missed(12.24, SHORT)
-    unlike = missed(9.0, Beginning(0, 2 * REQUESTS), reaches=9.9)
+    unlike = missed(9.0, Beginning(0, 2 * REQUESTS, REQUESTS), reaches=9.9)
     for rivals, times in (
         ([], 1.0),
         ([full], 1.02 * math.exp(1.4 * 2 / math.sqrt(REQUESTS))),
@@ -153,10 +153,12 @@ def test_a_short_run_decides_if_it_proves_more() -> None:
     proves_as_much = 10.0 / CAPACITY.slack(REQUESTS, 400)
     lower = short._replace(rate_rps=proves_as_much * 0.999)
     assert decisive([full, lower], lengths, CAPACITY) is lower
-    assert (lengths.of(lower), lengths.simulated(lower)) == ((0, 4 * 400), 400)
+    assert (lengths.of(lower), lengths.simulated(lower)) == ((0, 4 * 400, 400), 400)
     assert decisive([Attempt(10.0, True)], lengths, CAPACITY) is None
-    assert rates_met([Attempt(9.0, True), Attempt(8.0, True), Attempt(12.0, True, all_cores=True), full], lengths) == {
-        lengths.full: 9.0
+    on_all_cores = Attempt(12.0, True, all_cores=True, requests=400)
+    assert rates_met([Attempt(9.0, True), Attempt(8.0, True), on_all_cores, full], lengths) == {
+        lengths.full: 9.0,
+        SHORT: 12.0,
     }
 
 

@@ -364,7 +364,7 @@ class DrawComparison:
         beginnings = {rival.missed.on for rival in self._plans if rival.missed} | {lengths.full}
         for run in fate.simulated:
             beginning = lengths.of(run)
-            if run.met and not run.all_cores and beginning in beginnings and chosen.met[beginning] == run.rate_rps:
+            if run.met and beginning in beginnings and chosen.met[beginning] == run.rate_rps:
                 resimulations.finding(plan, run)
         return chosen.gaps(self._plans, question.draw_spread)
 
@@ -597,11 +597,11 @@ class Audit:
             )
             return
         self._confirm_draws(bounded_candidate, fate)
-        last = next((t for t in reversed(fate.simulated) if t.all_cores and t.rate_rps == incumbent.rate_rps), None)
+        on_all = [t.requests or 0 for t in fate.simulated if t.all_cores and t.rate_rps == incumbent.rate_rps]
         stream = question.stream(bounded_candidate.candidate)
-        if last is not None and last.requests is not None:
+        if longest := max(on_all, default=0):
             # The search may have lengthened the run until its verdict was certain.
-            stream = question.draws.stream(last.requests)
+            stream = question.draws.stream(longest)
         if incumbent.rate_rps is not None:
             stream = stream.at_rate(incumbent.rate_rps)
         users = UserLoad(stream, question.draws) if question.searches_users else None

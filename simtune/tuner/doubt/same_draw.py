@@ -53,7 +53,9 @@ class Beginning(NamedTuple):
 
     draw: int
     requests: int
-    """Number of requests over all cores: plans that simulate another share of their cores are given other requests."""
+    """Number of requests over all cores."""
+    simulated: int
+    """Number of those that are simulated: plans that simulate another share of their cores are given other ones."""
 
 
 class Lengths(NamedTuple):
@@ -67,15 +69,17 @@ class Lengths(NamedTuple):
     @property
     def full(self) -> Beginning:
         """Requests of a full run on the draw of the search."""
-        return Beginning(0, self.over_all)
+        return Beginning(0, self.over_all, self.requests)
 
     def of(self, run: JudgedRun) -> Beginning:
         """Return the requests that a run of the plan was made with."""
-        return Beginning(run.draw, self.over_all if run.requests is None else run.requests)
+        requests = self.over_all if run.requests is None else run.requests
+        simulated = requests if run.all_cores else requests * self.requests // self.over_all
+        return Beginning(run.draw, requests, simulated)
 
     def simulated(self, run: JudgedRun) -> int:
         """Return the number of requests of the simulated cores, of a part of the run if that missed the SLO alone."""
-        return run.missed_by or self.of(run).requests * self.requests // self.over_all
+        return run.missed_by or self.of(run).simulated
 
 
 class RulingRun(NamedTuple):
@@ -102,7 +106,7 @@ def rates_met(runs: Iterable[JudgedRun], lengths: Lengths) -> dict[Beginning, fl
     """Return the highest rate (requests per second) at which a plan meets the SLO, by the requests it met it on."""
     rates: dict[Beginning, float] = {}
     for run in runs:
-        if run.met and not run.all_cores and run.rate_rps is not None:
+        if run.met and run.rate_rps is not None:
             beginning = lengths.of(run)
             rates[beginning] = max(run.rate_rps, rates.get(beginning, 0.0))
     return rates

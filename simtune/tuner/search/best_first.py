@@ -199,7 +199,7 @@ class BestFirst:
             self._judge.judge(plan, None)
         self.best = best or self.best
         if self.confirmed is not None:
-            show_on_draw(self.question, self._judge, self.confirmed.plan, self.plans)
+            show_on_draw(self.question, self._judge, self.confirmed, self.plans)
 
     def _begin_well(self) -> None:
         """Judge the plan first that very short runs favour, so that there is a good plan to hold others against."""

@@ -59,4 +59,4 @@ class Evaluator:
 
 
 def _ledger_key(task: Simulation) -> str:
-    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream))
+    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream), all_cores=task.cores is None)

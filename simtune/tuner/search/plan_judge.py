@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from simtune.results.summary import SimulationSummary
+from simtune.sim.deployment import Deployment
 from simtune.tuner.objectives import Miss
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
@@ -155,6 +156,14 @@ class PlanJudge:
         """Simulate the beginning of a plan's load."""
         plan.row.simulations += 1
         return self._evaluator.finding(*self._shorter(plan, rate, requests), self._upcoming())
+
+    def simulated_on_all_cores(
+        self, plan: BoundedCandidate, deployment: Deployment, rate: float, requests: int
+    ) -> SimulationFinding:
+        """Simulate the beginning of the load on all cores of a plan, whose `deployment` it is."""
+        plan.row.simulations += 1
+        task = Simulation(deployment, self.question.draws.stream(requests), self.question.study.slo, rate, None)
+        return self._evaluator.finding((f"{plan.candidate.name} on all cores", rate, -requests), task, self._upcoming())
 
     def _shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> Keyed:
         stream = self.question.stream(plan.candidate, requests=requests)

@@ -27,6 +27,7 @@ from simtune.tuner.doubt.same_draw import (
 from simtune.tuner.objectives import RateObjective
 from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
+from simtune.tuner.search.confirm import ConfirmedPlan
 from simtune.tuner.search.plan_judge import PlanJudge
 from simtune.tuner.search.short_runs import short_lengths
 from simtune.tuner.trial import Attempt, Trial
@@ -66,17 +67,20 @@ def ended_otherwise(
 
 
 def show_on_draw(
-    question: Question, judge: PlanJudge, chosen: BoundedCandidate, plans: Sequence[BoundedCandidate]
+    question: Question, judge: PlanJudge, confirmed: ConfirmedPlan, plans: Sequence[BoundedCandidate]
 ) -> None:
-    """Simulate the chosen plan on the first requests of the draw on which short runs ruled other plans out, and write
-    into its row at what rates it meets the SLO there."""
-    if not isinstance(question.objective, RateObjective):
+    """Simulate the chosen plan on the first requests of the draw on which short runs ruled other plans out that might
+    be better by what they reach on any, and write into its row at what rates it meets the SLO there."""
+    objective, chosen, step = question.objective, confirmed.plan, 1 + question.study.search.rate_tolerance
+    if not isinstance(objective, RateObjective):
         return
     lengths, by_name = lengths_of(question, chosen), {plan.candidate.name: plan for plan in plans}
-    runs = [_ruled_out(question, plan, by_name) for plan in plans if plan is not chosen]
+    enough = objective.value(chosen.facts, chosen.row.judged) * step
+    open_plans = (plan for plan in plans if plan is not chosen and plan.reaches is not None and plan.reaches > enough)
+    runs = [_ruled_out(question, plan, by_name) for plan in open_plans]
     beginnings = {run.on for run in runs if run is not None} - {*rates_met(chosen.row.tried, lengths)}
     for beginning in sorted(beginnings):
-        chosen.row.tried += _met_shorter(question, judge, chosen, beginning)
+        chosen.row.tried += _met_shorter(question, judge, confirmed, beginning)
 
 
 def gaps(
@@ -136,15 +140,24 @@ def plan_on_draw(
 
 
 def _met_shorter(
-    question: Question, judge: PlanJudge, plan: BoundedCandidate, beginning: Beginning
+    question: Question, judge: PlanJudge, confirmed: ConfirmedPlan, beginning: Beginning
 ) -> Iterator[Attempt]:
-    """Yield a simulation in which a plan meets the SLO on the first requests of the draw of the search."""
-    lengths = {question.num_requests(plan.candidate, n): n for n in short_lengths(question, plan.candidate)}
-    if beginning.draw or plan.met_rps is None or beginning.requests not in lengths:
+    """Yield a simulation in which a plan meets the SLO on the first requests of the draw of the search: on all cores
+    for plans of which all are simulated."""
+    plan, requests = confirmed.plan, beginning.requests
+    simulated = {question.num_requests(plan.candidate, n): n for n in short_lengths(question, plan.candidate)}
+    same_share = simulated.get(requests) == beginning.simulated
+    all_cores = not same_share and beginning.simulated == requests < question.requests
+    if beginning.draw or plan.met_rps is None or not (same_share or all_cores):
         return
+    deployment = confirmed.deployment if question.study.slo.confidence is None else plan.deployment
     step = 1 + question.study.search.rate_tolerance
     for steps in LESS:
         rate_rps = plan.met_rps / step**steps
-        if judge.simulated_shorter(plan, rate_rps, lengths[beginning.requests]).met:
-            yield Attempt(rate_rps, True, requests=beginning.requests)
+        if same_share:
+            finding = judge.simulated_shorter(plan, rate_rps, beginning.simulated)
+        else:
+            finding = judge.simulated_on_all_cores(plan, deployment, rate_rps, requests)
+        if finding.met:
+            yield Attempt(rate_rps, True, all_cores=all_cores, requests=requests)
             return
