@@ -21,12 +21,16 @@ from simtune.tuner.doubt.same_draw import (
     gap_in_words,
     rates_met,
 )
+from simtune.tuner.objectives import Miss
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation
-from simtune.tuner.search.same_requests import ended_otherwise, value_on_draw
+from simtune.tuner.search.confirm import ConfirmedPlan
+from simtune.tuner.search.evaluator import Evaluator
+from simtune.tuner.search.plan_judge import PlanJudge
+from simtune.tuner.search.same_requests import ended_otherwise, gaps, show_on_draw, value_on_draw
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Attempt, Tuned
 from tests.tuner.test_search import LOAD, question
@@ -199,6 +203,34 @@ def test_what_fresh_draws_take_off_every_plan_is_not_held_against_one() -> None:
         assert [low for _, low in found] == ([pytest.approx(10.0 * 1.02**2)] if again else [])
     rival.plan.row.best, rival.plan.given_up = 10.5, True
     assert ended_otherwise(q, confirmed, [rival.at(10.5, 0.0, "tpot")]) == []
+
+
+def test_all_cores_of_the_chosen_plan_are_run_for_plans_of_which_all_are_simulated() -> None:
+    q = asked(devices=8, tp=(1, 2), max_num_seqs=(64,), max_num_batched_tokens=(512,))
+    plans = bounded(q)
+    chosen, rival = plans["tp1-pp1-x8-s64-t512"], plans["tp2-pp1-x4-s64-t512"]
+    assert (q.num_requests(chosen.candidate, 400), q.num_requests(rival.candidate, 400)) == (800, 400)
+    rate_rps = 0.1 * chosen.bound_rps
+    chosen.row.rate_rps = chosen.met_rps = rate_rps
+    chosen.row.tried = [Attempt(rate_rps, True)]
+    rival.row.tried = [Attempt(0.99 * rate_rps, False, requests=400)]
+    rival.miss(Miss(0.99 * rate_rps, 400))
+    rival.row.best = rival.reaches
+    judge = PlanJudge(q, chosen.plan_cache, Evaluator(None, None), lambda: iter(()), lambda _: None)
+    confirmed = ConfirmedPlan(chosen, q.deploy(chosen.candidate, chosen.plan_cache.max_model_len), None, None)  # type: ignore[arg-type]
+    before = gaps(q, chosen, [chosen, rival], [])
+    assert before is not None
+    assert before.on_draw > 0.1, "the rival was given other requests"
+    show_on_draw(q, judge, confirmed, [chosen, rival])
+    assert chosen.row.tried[1:] == [Attempt(rate_rps, True, all_cores=True, requests=400)]
+    found = gaps(q, chosen, [chosen, rival], [])
+    assert found is not None
+    assert found.on_draw == 0.0
+    assert found.on_any == pytest.approx(0.99 * q.draw_spread.of_ratio(400) - 1)
+    rival.row.tried = [Attempt(0.5 * rate_rps, False, requests=800)]
+    rival.missed = Miss(0.5 * rate_rps, 800)
+    show_on_draw(q, judge, confirmed, [chosen, rival])
+    assert len(chosen.row.tried) == 2, "it cannot be better on any requests"
 
 
 def test_both_gaps_are_said() -> None:
