@@ -488,6 +488,12 @@ def _print_variants(summary: Summary) -> None:
         rows.append((name, number(variant.reached), ratio, number(variant.at_most), *scores))
     columns = ("variant", f"reached, {summary.objective.unit}", "of the first", "at most", *["score"] * len(scores))
     print_table("best plan of each variant", columns, rows)
+    refused: dict[str, list[str]] = {}
+    for variant, (name, *_) in zip(summary.variants, rows, strict=True):
+        if variant.reason:
+            refused.setdefault(variant.reason, []).append(name)
+    for reason, names in refused.items():
+        click.echo(f"none of {', '.join(names)}: {reason}")
     click.echo("values are those of the search's own draw, but for the chosen plan")
 
 

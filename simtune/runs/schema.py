@@ -247,6 +247,7 @@ class VariantResult(Record):
     reached: float | None = Field(description="objective of that plan; on the search's draw unless it was chosen")
     at_most: float | None = Field(description="no plan of the variant exceeds it; null where none can meet the SLO")
     score: float | None = Field(None, description="score of its model; left out where the study gives none")
+    reason: str = Field("", description="why most of its plans cannot meet the SLO, where none can")
 
 
 class FamilyResult(Record):

@@ -9,13 +9,19 @@ from tests.docs.reading import ROOT
 
 
 def test_a_run_states_what_each_variant_gives_and_why_no_engine_can_run_the_plan(desk: Any) -> None:
+    layered = "{batching: {policy: layered-prefill}}"
     desk.study(
-        "  confirm: {draws: 0}\n", "  variants: [{research: {kv_policy: {kept: 0.5}}}, {}]\n  confirm: {draws: 0}\n"
+        "  confirm: {draws: 0}\n",
+        f"  variants: [{{research: {{kv_policy: {{kept: 0.5}}}}}}, {{}}, {layered}]\n  confirm: {{draws: 0}}\n",
     )
     said = desk.optimize("--set", "search.tp=[1]", "--set", "search.max_num_seqs=[64]")
     assert said.code == 0, said.err
     summary = json.loads((desk.folder / "run" / "summary.json").read_text())
-    assert [variant["variant"] for variant in summary["variants"]] == ["kept-0.5", ""]
+    assert [variant["variant"] for variant in summary["variants"]] == ["kept-0.5", "", "policy-layered-prefill"]
+    *searched, refused = summary["variants"]
+    assert not any(variant.get("reason") for variant in searched)
+    assert refused["reason"].startswith("policy layered-prefill never cuts prompts: max_num_batched_tokens")
+    assert f"none of policy-layered-prefill: {refused['reason']}" in said.out
     why = summary["no_engine"]
     assert "research.kv_policy: is simulated only" in why
     assert "To be built in an engine: research.kv_policy (the attention backend and the KV cache manager)." in why

@@ -4,6 +4,7 @@ and what no plan of it exceeds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class VariantGain(NamedTuple):
     """Value that no plan of the variant exceeds; None if none of them can meet the objective."""
     score: float | None = None
     """Score of its model; None if it has none."""
+    reason: str = ""
+    """Reason why most of its plans cannot meet the objective; empty if one of them might."""
 
 
 MIXED, APART = "mixed", "prefill/decode"
@@ -94,7 +97,9 @@ def _gain(tuned: Tuned, label: str, rows: list[Trial]) -> VariantGain:
     bounds = [best for row in rows if (best := row.best if row.best is not None else classes.get(row.allocation))]
     bounds += [] if reached is None else [reached]
     at_most = max(bounds, key=lambda best: sign * best, default=None)
-    return VariantGain(label, "" if plan is None else plan.candidate.name, reached, at_most)
+    refused = Counter(row.reason for row in rows if row.reason) if at_most is None else Counter[str]()
+    reason = next((reason for reason, _ in refused.most_common(1)), "")
+    return VariantGain(label, "" if plan is None else plan.candidate.name, reached, at_most, reason=reason)
 
 
 def _value(question: Question, row: Trial, values: Mapping[int, float]) -> float:
