@@ -50,7 +50,7 @@ def a_finding(seed: int = 0) -> SimulationFinding:
         reason="TTFT p99 is too long",
         used=uses(deployment, result) if seed else None,
         first_tokens_miss=False,
-        decodes_miss=False,
+        decodes_miss=None,
         strain=1.25,
     )
 

@@ -16,7 +16,7 @@ from simtune.tuner.objectives import Miss, Objective, PlanFacts, RateObjective
 from simtune.tuner.plan_cache import PlanCache, Refused
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.search.climb import SimulationFinding
-from simtune.tuner.search.implied_results import tell_apart
+from simtune.tuner.search.implied_results import Allowed, tell_apart
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.garbage_collection import gc_disabled
 from simtune.tuner.space.plan_classes import PlanClass
@@ -116,7 +116,9 @@ class BoundedCandidate:
         candidate, prefill = self.candidate, self.candidate.prefilling
         if prefill is None or candidate.scales:
             return [self.kind]
-        return [self.kind, ("prefill", prefill, candidate.router), ("decode", candidate.decoding, candidate.router)]
+        decode = candidate.decoding
+        like = (decode.shape, decode.instances, decode.prefix_caching, decode.drafter)
+        return [self.kind, ("prefill", prefill, candidate.router), ("decode", like, candidate.router)]
 
     def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
         """Return why this plan misses the SLO if another one did, at a rate no lower; empty if it might meet the
@@ -127,9 +129,15 @@ class BoundedCandidate:
         shared = {key[0] for key in self.shared_keys[1:] if key in other.shared_keys[1:]}
         if finding.first_tokens_miss and "prefill" in shared:
             return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
-        if finding.decodes_miss and "decode" in shared:
-            return f"has the decode pool of {name}, which takes too long for a token whatever prefills"
+        if finding.decodes_miss and "decode" in shared and finding.decodes_miss.tells(other.decodes, self.decodes):
+            return f"decodes as {name} does, which takes too long for a token whatever prefills"
         return ""
+
+    @property
+    def decodes(self) -> Allowed:
+        """Limits of the decode pool."""
+        pool = self.candidate.decoding
+        return Allowed(pool.max_num_seqs, pool.max_num_batched_tokens, self.plan_cache.memory(pool).num_blocks)
 
     def does_the_same(self, other: BoundedCandidate, finding: SimulationFinding) -> bool:
         """True if this plan differs from a simulated one in limits alone, none of which it reached.

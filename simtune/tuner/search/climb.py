@@ -16,7 +16,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.backlog import kept_up_below_rps
 from simtune.tuner.search.draws import MOST_REQUESTS, LoadDraws
-from simtune.tuner.search.implied_results import Use, decodes_miss, first_tokens_miss, uses
+from simtune.tuner.search.implied_results import DecodeMiss, Use, decodes_miss, first_tokens_miss, uses
 from simtune.tuner.search.most_users import UserLoad, most_users
 from simtune.workload.requests import RequestStream
 
@@ -47,8 +47,8 @@ class SimulationFinding:
     first_tokens_miss: bool
     """True if plans with the same prefill pool miss the SLO as well, whatever pool decodes
     (`simtune.tuner.search.implied_results`)."""
-    decodes_miss: bool
-    """True if plans with the same decode pool miss the SLO as well, whatever pool prefills."""
+    decodes_miss: DecodeMiss | None
+    """Decode pools with which plans miss the SLO as well, whatever pool prefills; None if there are none."""
     strain: float | None
     """Largest share of a limit that was used, above 1 if the limit was missed; None if requests piled up."""
     wander: float | None = None
@@ -103,7 +103,7 @@ class Simulation:
             reason=reason,
             used=uses(self.deployment, result),
             first_tokens_miss=not result.meets_slo and first_tokens_miss(self.deployment, result),
-            decodes_miss=not result.meets_slo and decodes_miss(self.deployment, result),
+            decodes_miss=None if result.meets_slo else decodes_miss(self.deployment, result),
             strain=_strain(result),
             wander=result.wander,
             missed_by=missed_by,

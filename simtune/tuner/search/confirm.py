@@ -89,7 +89,7 @@ class SeenDraws:
         """Store a finding that may imply results of other plans."""
         if finding.used is not None or finding.first_tokens_miss:
             # That a decode pool is too slow behind any prefill pool is an assumption: not for draws that confirm.
-            self._of.setdefault(load, []).append((plan, replace(finding, decodes_miss=False)))
+            self._of.setdefault(load, []).append((plan, replace(finding, decodes_miss=None)))
 
     def same(self, plan: BoundedCandidate, load: DrawnLoad) -> SimulationFinding | None:
         """Return the finding of a plan that differs in limits alone, none of which was reached; None if none was

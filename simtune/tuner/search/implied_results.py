@@ -29,14 +29,22 @@ linearly with the requests in them, the time of a token hardly depends on that: 
 (t0 + a) / (1 - rho), of even ones t0 / (1 - rho), where a step takes t0 and a for each of its requests. So if the mean
 time per token, counted from the arrival of each KV cache, exceeds the limit by DECODE_MARGIN, no plan with the same
 decode pool is taken to keep it at this rate. That is an assumption, which `docs/tuning.md` states, and no proof.
+
+Nor is one whose decode pool differs in seats, token budget and KV blocks. With fewer of them requests that have come
+are served no faster, so none leaves sooner on the mean: the time from the arrival of the KV cache is no shorter, of
+which the limit of TTFT leaves room for some where first tokens come with the first decode (`DecodeMiss.lower`). With
+more of them steps hold no fewer requests, so tokens come no faster once decoding has begun, if no request lost its
+blocks (`DecodeMiss.higher`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simtune.arrays import Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
@@ -44,10 +52,12 @@ from simtune.results.result import Result
 from simtune.results.run_statistics import objectives
 from simtune.sim.deployment import Deployment
 from simtune.sim.drafting import drafter_share
+from simtune.sim.kv_links import first_token_of
 from simtune.sim.plan_parts import ROUTER
 from simtune.sim.pools import DeployedPool
 from simtune.specs.pool import Pool
 from simtune.specs.routing import RoundRobinRouting
+from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import limits_the_mean
 from simtune.tuner.bounds.windows import ROUNDING
 
@@ -126,6 +136,21 @@ class DraftRoom:
         return tokens + seats * (self.width - 1) + (seats + 2) * self.extra_slots + self.width
 
 
+class DecodeMiss(NamedTuple):
+    """A decode pool that by itself takes too long for a token, whatever pool prefills."""
+
+    lower: bool
+    """True if pools with lower limits take too long as well."""
+    higher: bool
+    """True if pools with higher limits take too long as well."""
+
+    def tells(self, simulated: Allowed, other: Allowed) -> bool:
+        """True if a pool that differs from the simulated one in limits alone takes too long as well."""
+        pairs = [*zip(astuple(simulated), astuple(other), strict=True)]
+        lower, higher = any(rival < limit for limit, rival in pairs), any(rival > limit for limit, rival in pairs)
+        return (self.lower or not lower) and (self.higher or not higher)
+
+
 def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     """Return the use of each pool in a simulation; None if limits matter even when they are not reached."""
     shared = result.stream.hash_ids is not None
@@ -144,23 +169,41 @@ def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
     return _dealt_alone(deployment) and _prompts_are_late(result) and _never_full(pool, result)
 
 
-def decodes_miss(deployment: Deployment, result: Result) -> bool:
-    """True if the decode pool alone takes too long for a token, by so much that it does not matter which pool
-    prefills."""
+def decodes_miss(deployment: Deployment, result: Result) -> DecodeMiss | None:
+    """Return of which decode pools it follows that they take too long for a token, by so much that it does not matter
+    which pool prefills; None if not even of the simulated one."""
     stream, outcome = result.stream, result.outcome
     if len(deployment.pools) != 2 or deployment.pools[1].spec.role != "decode" or deployment.plan.events:
-        return False
+        return None
     decoded = np.isfinite(result.decode_s) & (outcome.transferred >= 0) & (stream.output_tokens > 1)
-    per_token_s = result.decode_s / np.maximum(stream.output_tokens - 1, 1)
     for index, _, objective in objectives(stream, result.slo):
         counted = decoded if index is None else decoded & (stream.class_index == index)
-        if int(counted.sum()) < ENOUGH_DECODED:
-            continue
-        mean_s = float(per_token_s[counted].mean())
-        for metric, statistic, limit_s in objective.limits():
-            if metric == "tpot" and limits_the_mean(statistic) and mean_s > limit_s * (1 + DECODE_MARGIN):
-                return True
-    return False
+        if int(counted.sum()) >= ENOUGH_DECODED and (miss := _decode_miss(deployment, result, objective, counted)):
+            return miss
+    return None
+
+
+def _decode_miss(
+    deployment: Deployment, result: Result, objective: Slo, counted: NDArray[np.bool_]
+) -> DecodeMiss | None:
+    """Return what follows from the time per token of some requests, all of which have an objective."""
+    limits = dict.fromkeys(("ttft", "tpot"), math.inf)
+    for metric, statistic, limit_s in objective.limits():
+        if metric in limits and limits_the_mean(statistic):
+            limits[metric] = min(limits[metric], limit_s)
+    tokens, widest = result.stream.output_tokens[counted] - 1, 1 + DECODE_MARGIN
+    mean_s = float((result.decode_s[counted] / tokens).mean())
+    if mean_s <= limits["tpot"] * widest:
+        return None
+    pool = deployment.pools[1]
+    late_first = first_token_of(deployment.plan) == "decode"
+    waits_s = limits["ttft"] * float((1 / tokens).mean()) if late_first else 0.0
+    # Once decoding has begun: TPOT counts from the first token.
+    decoding_s = float(result.tpot_s[counted].mean()) if late_first or _never_full(pool, result) else 0.0
+    return DecodeMiss(
+        lower=mean_s > (limits["tpot"] + waits_s) * widest,
+        higher=decoding_s > limits["tpot"] * widest and not bool(result.outcome.preemptions.any()),
+    )
 
 
 def _dealt_alone(deployment: Deployment) -> bool:
@@ -171,8 +214,8 @@ def _dealt_alone(deployment: Deployment) -> bool:
 
 
 def _never_full(pool: DeployedPool, result: Result) -> bool:
-    """True if no request found the seats or blocks of a prefill pool taken, so that it could not have been faster had
-    KV caches left sooner."""
+    """True if no request found the seats or blocks of a pool taken, so that it could not have been faster had others
+    left sooner."""
     allowed, reached = Allowed.of(pool), _reached(pool, result, dealt=True)
     return reached.seats < allowed.seats and reached.blocks < allowed.blocks
 
