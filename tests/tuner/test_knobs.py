@@ -18,12 +18,21 @@ from simtune.sim.drafting import Drafting
 from simtune.specs.acceptance import Acceptance, PerPosition
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.drafters import BlockDrafter, Eagle
-from simtune.specs.plan import KvLink, Plan
+from simtune.specs.plan import FirstToken, KvLink, LocalPrefill, Plan
 from simtune.specs.pool import Batching, KvCache, Parallelism, Pool, Role
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.search.implied_results import DECODE_MARGIN, decodes_miss, first_tokens_miss, tell_apart, uses
+from simtune.tuner.search.climb import Simulation
+from simtune.tuner.search.implied_results import (
+    DECODE_MARGIN,
+    Allowed,
+    decodes_miss,
+    first_tokens_miss,
+    prompts_tell,
+    tell_apart,
+    uses,
+)
 from simtune.workload.requests import RequestStream, build_stream
 
 MODEL, HARDWARE = load_model("llama-3.1-8b"), load_hardware("h100-sxm")
@@ -62,8 +71,9 @@ def pool(seats: int, tokens: int, blocks: int, role: Role = "mixed", pp: int = 1
     )
 
 
-def deployed(*pools: Pool, costs: Mapping[str, StepCosts] | None = None) -> Deployment:
-    plan = Plan(name="p", model=MODEL.name, pools=pools, link=KvLink() if len(pools) > 1 else None)
+def deployed(*pools: Pool, costs: Mapping[str, StepCosts] | None = None, link: KvLink | None = None) -> Deployment:
+    between = link or KvLink() if len(pools) > 1 else None
+    plan = Plan(name="p", model=MODEL.name, pools=pools, link=between)
     drafting = {p.name: Drafting(ACCEPTANCE) for p in pools if p.speculation is not None}
     return deploy(plan, MODEL, HARDWARE, costs, drafting=drafting)
 
@@ -229,6 +239,58 @@ def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
             assert all(value is not None and value > 0.3 for value in ttft)
         assert not any(misses) or blocks == 12_000, "a full decode pool fills a small prefill pool"
     assert told > 0, "there was to be a prefill pool that misses the SLO alone"
+
+
+@pytest.mark.parametrize("statistic", ["p90", "mean"])
+def test_prompts_alone_miss_what_is_missed_whatever_decodes(statistic: str) -> None:
+    """And they miss it wherever the ends of prompts alone do in a run of the load itself."""
+    slo, verdicts = Slo(ttft_s={statistic: 0.3}, tpot_s={"p99": 10.0}), list[bool]()
+    for rate_rps, tokens in product((4.0, 16.0, 40.0, 200.0), (512, 8192)):
+        plans = [
+            deployed(pool(128, tokens, 12_000, "prefill"), pool(seats, 1024, 12_000, "decode")) for seats in (4, 256)
+        ]
+        alone = {Simulation(plan, stream(1.0), slo, rate_rps, prompts_alone=True).run().met for plan in plans}
+        results = [plan.simulate(stream(1.0).at_rate(rate_rps), slo) for plan in plans]
+        assert alone == {not first_tokens_miss(plans[1], results[1])}, "many seats: no prompt waits for them"
+        assert alone == {True} or not any(result.meets_slo for result in results)
+        verdicts += alone
+    assert {*verdicts} == {True, False}
+
+
+def test_prompts_that_the_decode_pool_may_compute_tell_nothing() -> None:
+    plan, requests = deployed(pool(128, 512, 12_000, "prefill"), pool(256, 1024, 6000, "decode")), stream(200.0, 200)
+    assert prompts_tell(plan, requests)
+    assert not prompts_tell(deployed(pool(64, 1024, 6000)), requests)
+    near = plan.plan.model_copy(update={"local_prefill": LocalPrefill(below_tokens=100)})
+    local = deploy(near, MODEL, HARDWARE, None)
+    assert not prompts_tell(local, requests)
+    slo = Slo(ttft_s={"mean": 0.01}, tpot_s={"mean": 0.001})
+    assert first_tokens_miss(plan, plan.simulate(requests, slo))
+    assert not first_tokens_miss(local, local.simulate(requests, slo))
+    assert decodes_miss(plan, plan.simulate(requests, slo))
+    assert not decodes_miss(local, local.simulate(requests, slo))
+
+
+@pytest.mark.parametrize("first_token", ["decode", "transfer"])
+def test_a_decode_pool_that_is_too_slow_is_so_with_other_limits(first_token: FirstToken) -> None:
+    link, told, met = KvLink(first_token=first_token), {"lower": 0, "higher": 0}, 0
+    limits = [(seats, tokens, blocks) for seats in (8, 64, 200) for tokens in (200, 1024) for blocks in (900, 12_000)]
+    plans = [deployed(pool(64, 8192, 12_000, "prefill"), pool(*of, "decode"), link=link) for of in limits]
+    for rate_rps, limit_s in product((5.0, 20.0), (0.0065, 0.008, 0.012)):
+        requests, slo = stream(rate_rps, 200), Slo(ttft_s={"mean": 0.6}, tpot_s={"mean": limit_s})
+        requests = replace(requests, output_tokens=4 * requests.output_tokens + 50)
+        results = [plan.simulate(requests, slo) for plan in plans]
+        met += sum(result.meets_slo for result in results)
+        for (plan, result), simulated in zip(zip(plans, results, strict=True), limits, strict=True):
+            if (miss := decodes_miss(plan, result)) is None:
+                continue
+            for rival, other in zip(results, limits, strict=True):
+                if other != simulated and miss.tells(Allowed(*simulated), Allowed(*other)):
+                    assert not rival.meets_slo
+                    told["lower"] += any(a < b for a, b in zip(other, simulated, strict=True))
+                    told["higher"] += any(a > b for a, b in zip(other, simulated, strict=True))
+    assert min(told.values()) > 0
+    assert met > 0
 
 
 def test_first_tokens_that_wait_for_a_decode_pool_do_not_blame_the_prefill_pool() -> None:

@@ -12,6 +12,7 @@ from simtune.results.result import WHOLE, MissBudget, Result, parts_of
 from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
+from simtune.specs.plan import FirstToken, Plan
 from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.backlog import kept_up_below_rps
@@ -58,6 +59,8 @@ class SimulationFinding:
     kept_up_below_rps: float | None = None
     """Rate below which the plan keeps up, if all requests of the run were present at once
     (`simtune.tuner.search.backlog`)."""
+    prompts_alone: bool = False
+    """True of a simulation of the ends of prompts alone, whose summary is not that of the load."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,13 @@ class Simulation:
     """True to run the most users of a closed loop that meet the SLO, by requests of `draws`."""
     at_once: bool = False
     """True if all requests are present at once, to see at what rate they are served."""
+    prompts_alone: bool = False
+    """True to see by answers of one token whether the ends of prompts alone miss the SLO, whatever pool decodes."""
 
     def run(self) -> SimulationFinding:
         """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
+        if self.prompts_alone:
+            return self._of_prompts()
         stream = self.stream
         if self.searches_users and self.draws is not None:
             result = most_users(UserLoad(stream, self.draws, self.draw), self._simulated)
@@ -110,9 +117,36 @@ class Simulation:
             kept_up_below_rps=kept_up_below_rps(result) if self.at_once else None,
         )
 
+    def _of_prompts(self) -> SimulationFinding:
+        stream = replace(self.stream, output_tokens=np.ones_like(self.stream.output_tokens))
+        # First tokens come with the ends of prompts, so that the run ends as soon as these lose the SLO.
+        deployment = replace(self.deployment, plan=_delivered_by_prefill(self.deployment.plan))
+        result = replace(self, deployment=deployment)._simulated(stream)
+        late = first_tokens_miss(deployment, result)
+        return SimulationFinding(
+            met=not late,
+            summary=result.summary(noise=False),
+            reason="prompts alone end too late, whatever decodes" if late else "",
+            used=None,
+            first_tokens_miss=late,
+            decodes_miss=None,
+            strain=None,
+            missed_by=len(result.stream) if late else 0,
+            prompts_alone=True,
+        )
+
     def _simulated(self, stream: RequestStream) -> Result:
         at_rate = stream if self.rate_rps is None else stream.at_rate(self.rate_rps)
         return self.deployment.simulate(at_rate, self.slo, cores=self.cores, until_lost=self.part or WHOLE)
+
+
+def _delivered_by_prefill(plan: Plan) -> Plan:
+    """Return a plan whose prefill instances deliver the first tokens."""
+    first: dict[str, FirstToken] = {"first_token": "prefill"}
+    links = None if plan.links is None else tuple(link.model_copy(update=first) for link in plan.links)
+    return plan.model_copy(
+        update={"link": None if plan.link is None else plan.link.model_copy(update=first), "links": links}
+    )
 
 
 def longer(result: Result, requests: int) -> int | None:
@@ -207,6 +241,8 @@ class Climb:
     """Rate at which the plan would beat the best one; None while there is no best plan."""
     met: Rung | None = None
     """The highest rate known to meet the SLO."""
+    met_before: Rung | None = None
+    """The rate that was known to meet it before."""
     missed: Rung | None = None
     """The lowest rate known to miss it."""
     tried: int = 0
@@ -250,13 +286,26 @@ class Climb:
         assert self.met is not None
         met, missed = self.met.strain, None if self.missed is None else self.missed.strain
         if met is None or missed is None or not 0 < met <= 1 < missed:
-            return math.sqrt(low * high)
+            return min(math.sqrt(low * high), self._extrapolated())
         return low * math.pow(high / low, math.log(1 / met) / math.log(missed / met)) / math.sqrt(self.step)
+
+    def _extrapolated(self) -> float:
+        """Return the rate at which the strain of the last two rates that met the SLO would have grown to 1; infinite if
+        they do not show it."""
+        met, before = self.met, self.met_before
+        if met is None or before is None or met.strain is None or before.strain is None:
+            return math.inf
+        if not (before.rate_rps < met.rate_rps and 0 < before.strain < met.strain <= 1):
+            return math.inf
+        growth = math.log(met.strain / before.strain) / math.log(met.rate_rps / before.rate_rps)
+        return met.rate_rps * math.pow(1 / met.strain, 1 / growth)
 
     def after(self, rate_rps: float, finding: SimulationFinding) -> Climb:
         """Return the search after the simulation at a rate."""
         rung, attempts = Rung(rate_rps, finding.strain), self.tried + 1
-        return replace(self, met=rung, tried=attempts) if finding.met else replace(self, missed=rung, tried=attempts)
+        if finding.met:
+            return replace(self, met=rung, met_before=self.met, tried=attempts)
+        return replace(self, missed=rung, tried=attempts)
 
 
 def violation(result: Result) -> str:

@@ -59,4 +59,5 @@ class Evaluator:
 
 
 def _ledger_key(task: Simulation) -> str:
-    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream), all_cores=task.cores is None)
+    how = "prompts alone" if task.prompts_alone else "all cores" if task.cores is None else ""
+    return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream), how)

@@ -22,7 +22,8 @@ TensorRT-LLM and SGLang (without drafts) reserve room for whole answers, and loo
 
 A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If no
 request found it full, no prompt could have ended sooner, whatever pool decodes; and if the ends of prompts alone miss a
-limit of TTFT, no plan with the same prefill pool meets it.
+limit of TTFT, no plan with the same prefill pool meets it. Answers of one token show that as well as the load's own do,
+and sooner (`Simulation.prompts_alone`).
 
 A decode pool gets its requests from the prefill pool, later and more evenly than they arrive. While steps grow
 linearly with the requests in them, the time of a token hardly depends on that: of Poisson arrivals it is
@@ -60,6 +61,7 @@ from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import limits_the_mean
 from simtune.tuner.bounds.windows import ROUNDING
+from simtune.workload.requests import RequestStream
 
 NO_END = 1 << 62
 DECODE_MARGIN = 0.05
@@ -160,20 +162,28 @@ def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     return tuple(Use(Allowed.of(pool), _reached(pool, result, dealt=dealt)) for pool in deployment.pools)
 
 
+def prompts_tell(deployment: Deployment, stream: RequestStream) -> bool:
+    """True if the ends of prompts do not depend on the pool that decodes, unless KV caches that wait for it take all
+    the room."""
+    pool, plan = deployment.pools[0], deployment.plan
+    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or plan.prefills_locally:
+        return False
+    return _asks_only(pool, shared=stream.hash_ids is not None) and _dealt_alone(deployment)
+
+
 def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
     """True if the ends of prompts alone miss the SLO, and would miss it whatever pool decodes."""
-    pool = deployment.pools[0]
-    shared = result.stream.hash_ids is not None
-    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or not _asks_only(pool, shared=shared):
+    if not prompts_tell(deployment, result.stream):
         return False
-    return _dealt_alone(deployment) and _prompts_are_late(result) and _never_full(pool, result)
+    return _prompts_are_late(result) and _never_full(deployment.pools[0], result)
 
 
 def decodes_miss(deployment: Deployment, result: Result) -> DecodeMiss | None:
     """Return of which decode pools it follows that they take too long for a token, by so much that it does not matter
     which pool prefills; None if not even of the simulated one."""
     stream, outcome = result.stream, result.outcome
-    if len(deployment.pools) != 2 or deployment.pools[1].spec.role != "decode" or deployment.plan.events:
+    plan = deployment.plan
+    if len(deployment.pools) != 2 or deployment.pools[1].spec.role != "decode" or plan.events or plan.prefills_locally:
         return None
     decoded = np.isfinite(result.decode_s) & (outcome.transferred >= 0) & (stream.output_tokens > 1)
     for index, _, objective in objectives(stream, result.slo):

@@ -13,6 +13,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
+from simtune.tuner.search.implied_results import prompts_tell
 from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
@@ -20,8 +21,8 @@ from simtune.tuner.trial import Attempt, Trial
 HINTS = (0, 1, -1, -3, 3, -6, -10)
 """Rates that are tried first, in steps from the likely one."""
 BIASED = -3
-"""Steps by which full runs of one plan meet less than short ones before those of the next plan are taken to as well:
-fewer may be chance."""
+"""Steps by which full runs of one plan meet less than short ones, or more, before those of the next plan are taken to as
+well: fewer may be chance."""
 
 
 class PlanJudge:
@@ -42,11 +43,14 @@ class PlanJudge:
         self._step = 1 + question.study.search.rate_tolerance
         self.looked_at: dict[int, Trial] = {}
         """Rows of plans that were simulated, or that were compared with a simulated plan."""
+        self._prompts_met: dict[tuple[object, ...], float] = {}
+        """The highest rate at which the prompts of a prefill pool did not end too late by themselves."""
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
         self._full_to_short = 1.0
         """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which
-        both are known: short runs end before they feel a rate that is a little too high."""
+        both are known: short runs end before they feel a rate that is a little too high, and where many ranks wait for
+        one another their first requests stand for too much."""
         self._highest_short: float | None = None
         """The highest rate that short runs of the plan that is being judged met; None if there were none."""
 
@@ -80,8 +84,11 @@ class PlanJudge:
             plan.row.best = None
 
     def _begun(self, plan: BoundedCandidate, low: float | None, lengths: Sequence[int]) -> Climb | None:
-        """Begin with runs of the short `lengths`; return None if one of them rules the plan out."""
+        """Begin with runs of the short `lengths` and with prompts alone; return None if one of them rules the plan
+        out."""
         if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
+            return None
+        if low is not None and self._prompts_miss(plan, low):
             return None
         hints = self._hints(plan, lengths[-1:]) if low is None else ()
         return Climb(plan.ceiling_rps, self._step, low, hints=hints)
@@ -127,6 +134,32 @@ class PlanJudge:
         self.take(plan, rate, finding)
         return True
 
+    def _prompts_miss(self, plan: BoundedCandidate, low: float) -> bool:
+        """Rule a plan out whose prompts alone end too late at the rate `low`, whatever pool decodes."""
+        key = plan.prompts_key
+        if key is None or low <= self._prompts_met.get(key, 0.0) or not self._prompts_tell(plan):
+            return False
+        plan.row.simulations += 1
+        finding = self._evaluator.finding(*self._of_prompts(plan, low), self._upcoming())
+        if finding.met:
+            self._prompts_met[key] = low
+            return False
+        plan.row.tried.append(Attempt(low, False, prompts_alone=True))
+        plan.miss(Miss(low, finding.missed_by))
+        self.take(plan, low, finding)
+        return True
+
+    def _prompts_tell(self, plan: BoundedCandidate) -> bool:
+        """True if prompts can be simulated alone: requests come by themselves, and no answer decides when."""
+        load, stream = self.question.workload, self.plan_cache.stream(plan.candidate)
+        by_themselves = not (load.waits_for_answers or load.batch or self.question.sends_families)
+        return by_themselves and prompts_tell(plan.deployment, stream)
+
+    def _of_prompts(self, plan: BoundedCandidate, rate: float) -> Keyed:
+        stream = self.plan_cache.stream(plan.candidate)
+        task = Simulation(plan.deployment, stream, self.question.study.slo, rate, prompts_alone=True)
+        return (f"{plan.candidate.name} prompts alone", rate, 0), task
+
     def _hints(self, plan: BoundedCandidate, lengths: Sequence[int], met: float | None = None) -> tuple[float, ...]:
         """Return rates around the one that full runs are likely to meet the SLO at, by the highest one of short runs,
         which decides nothing; `met` is a rate that a full run met."""
@@ -140,7 +173,8 @@ class PlanJudge:
         if climb.met is None:
             return ()
         self._highest_short = climb.met.rate_rps
-        likely = self._highest_short * (self._full_to_short if self._full_to_short < self._step**BIASED else 1.0)
+        ratio = self._full_to_short
+        likely = self._highest_short * (ratio if ratio < self._step**BIASED or ratio > self._step**-BIASED else 1.0)
         return tuple(likely * self._step**steps for steps in HINTS)
 
     def _shown(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
@@ -198,7 +232,10 @@ class PlanJudge:
     def take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Write the finding of a simulation into the row of its plan."""
         row, objective = plan.row, self.question.objective
-        row.take(finding.summary, rate)
+        if finding.prompts_alone:
+            row.rate_rps = rate
+        else:
+            row.take(finding.summary, rate)
         if not finding.met:
             self.seen.remember(plan, rate, finding)
             at = f"at {rate:.4g} requests/s: " if rate is not None else ""
@@ -240,7 +277,8 @@ class PlanJudge:
         if finding.met:
             self.take(plan, rate, finding)
             return
-        row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
+        row.status, row.rate_rps, row.reason = "infeasible", rate, reason
+        row.summary = None if finding.prompts_alone else finding.summary
         row.best = None
         if rate is not None and self.question.searches_rate:
             plan.miss(Miss(rate, finding.missed_by))

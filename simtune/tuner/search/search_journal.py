@@ -34,11 +34,11 @@ class Ledger(Protocol[R]):
         """Store the result of a simulation."""
 
 
-def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0, *, all_cores: bool = False) -> str:
+def key_of(plan: Plan, rate_rps: float | None, draw: int = 0, requests: int = 0, how: str = "") -> str:
     """Return the key of a simulation of a plan at a rate, or at the workload's own, on a draw of a number of requests;
-    on all cores although some could stand for all, or not."""
+    `how` says what is simulated otherwise than by default."""
     at = None if rate_rps is None else float(rate_rps).hex()
-    text = json.dumps([plan.to_data(), at, draw, requests, *([True] if all_cores else [])], sort_keys=True)
+    text = json.dumps([plan.to_data(), at, draw, requests, *([how] if how else [])], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
