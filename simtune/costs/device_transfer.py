@@ -1,10 +1,11 @@
 """Profile of an unmeasured device, from that of a measured one: the fits of the one on the data sheet of the other.
 
 Rates are scaled by the ratio of the data sheets, of memory, of the link, or of flops in the operator's dtype;
-overheads, time per block and the residual process stay. `hwprofiles/transfer.yaml` contains the errors of this: of
-transfers to devices whose tables are known, from each to each of the others. Within one architecture the error is a few
-per cent more than that of a fit of the target; across architectures kernels differ, and 30 measured points are better
-than a transfer.
+overheads, time per block and the residual process stay. Where the facts state what products attain
+(`attained_flops_per_s`), all flops of the dtype are slower by as much as products would exceed it.
+`hwprofiles/transfer.yaml` contains the errors of this: of transfers to devices whose tables are known, from each to
+each of the others. Within one architecture the error is a few per cent more than that of a fit of the target; across
+architectures kernels differ, and 30 measured points are better than a transfer.
 
 An operator that was carried over may be moved once more; the errors of both moves add up as if they were independent.
 """
@@ -20,11 +21,11 @@ import numpy as np
 from pydantic import Field
 
 from simtune.costs import curve
-from simtune.costs.operators import OPERATORS
-from simtune.costs.predict import Z90, typical_log_sd
+from simtune.costs.operators import OPERATORS, Chip
+from simtune.costs.predict import Z90, Predictor, typical_log_sd
 from simtune.errors import UsageError
-from simtune.specs.base import COMPUTES_IN, Count, NonNegative, Part, Positive, Seq, Spec
-from simtune.specs.hardware import Arrays, Facts, Hardware, HoldOut, Host, Interval, Operator, Provenance
+from simtune.specs.base import COMPUTES_IN, Count, Dtype, NonNegative, Part, Positive, Seq, Spec
+from simtune.specs.hardware import Arrays, BaseFit, Facts, Hardware, HoldOut, Host, Interval, Operator, Provenance
 
 
 class TransferError(Part):
@@ -81,9 +82,11 @@ def transfer(profile: Hardware, facts: Facts, errors: TransferErrors | None = No
         raise UsageError(f"{profile.name}: is itself taken from a data sheet; transfer from a measured profile")
     _check_alike(profile, facts)
     errors = errors or known_errors()
-    operators = {}
+    operators, attained = {}, _attained_shares(profile, facts)
     for key, operator in profile.operators.items():
         ratios = _ratios(operator, profile, facts)
+        if ratios is not None:
+            ratios = ratios[0] * attained.get(_computes_in(operator), 1.0), ratios[1]
         if ratios is not None:
             operators[key] = _moved(operator, key, profile, facts, ratios, errors)
     if not operators:
@@ -126,9 +129,61 @@ def _ratios(operator: Operator, profile: Hardware, facts: Facts) -> tuple[float,
         bytes_ratio = facts.links[name].bytes_per_s / profile.links[name].bytes_per_s
     if not terms.computes:
         return 1.0, bytes_ratio
-    dtype = COMPUTES_IN.get(operator.dtype, operator.dtype)
+    dtype = _computes_in(operator)
     source, target = (device.flops_per_s.get(dtype) for device in (source_device, target_device))
     return None if source is None or target is None else (target / source, bytes_ratio)
+
+
+def _computes_in(operator: Operator) -> Dtype:
+    return COMPUTES_IN.get(operator.dtype, operator.dtype)
+
+
+PRODUCTS_ATTAINED = tuple(
+    (m, n, k) for m in (32, 32768) for n, k in ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 256))
+)
+"""Products (m, n, k) over which `attained_flops_per_s` is the flops of all by the seconds of all: those of DeepSeek-V3
+in AMD's Typical Attained FLOPs (rocm-blogs, October 2026)."""
+
+
+def attained_flops_per_s(products: Predictor) -> float:
+    """Return the FLOP/s that products attain over `PRODUCTS_ATTAINED`."""
+    m, n, k = (np.array(column, dtype=np.float64) for column in zip(*PRODUCTS_ATTAINED, strict=True))
+    return float(np.sum(2 * m * n * k) / np.sum(products.seconds(m=m, n=n, k=k)))
+
+
+def _attained_shares(profile: Hardware, facts: Facts) -> dict[Dtype, float]:
+    """Return the share of the data sheets' ratio of flops at which products attain what the facts state, by dtype; 1 if
+    they attain no more without it."""
+    shares = {}
+    for dtype, attained_per_s in (facts.device.attained_flops_per_s or {}).items():
+        products = profile.operators.get(f"gemm.{dtype}")
+        ratios = None if products is None else _ratios(products, profile, facts)
+        if products is None or ratios is None:
+            continue
+        share = 1.0
+        for _ in range(_ROUNDS):
+            # Vendors time products of inputs that are in the dtype already, tables quantise them first.
+            base = _scaled(products, (share * ratios[0], ratios[1])).model_copy(update={"ahead_s": 0.0})
+            moved = products.model_copy(update={"base": base})
+            predictor = Predictor(moved, facts.device.processors, profile.arrays, Chip.of(facts.device))
+            share = min(1.0, share * attained_per_s / attained_flops_per_s(predictor))
+        shares[dtype] = share
+    return shares
+
+
+_ROUNDS = 12
+"""Rounds to a share: some of the time is not of flops, so that a round ends short of what is stated."""
+
+
+def _scaled(operator: Operator, ratios: tuple[float, float]) -> BaseFit:
+    """Return the base with its rates of flops and bytes scaled."""
+    flops_ratio, bytes_ratio = ratios
+    return operator.base.model_copy(
+        update={
+            "flops_per_s": _short(operator.base.flops_per_s * flops_ratio),
+            "bytes_per_s": _short(operator.base.bytes_per_s * bytes_ratio),
+        }
+    )
 
 
 def _moved(
@@ -139,13 +194,7 @@ def _moved(
     ratios: tuple[float, float],
     errors: TransferErrors,
 ) -> Operator:
-    flops_ratio, bytes_ratio = ratios
-    base = operator.base.model_copy(
-        update={
-            "flops_per_s": _short(operator.base.flops_per_s * flops_ratio),
-            "bytes_per_s": _short(operator.base.bytes_per_s * bytes_ratio),
-        }
-    )
+    bytes_ratio = ratios[1]
     expected = _expected_error(key, profile, facts, errors)
     # Nothing was measured on this device: transfers between two measured ones say how far off such a fit is.
     hold_out: tuple[HoldOut, ...] = ()
@@ -162,7 +211,7 @@ def _moved(
         )
     return operator.model_copy(
         update={
-            "base": base,
+            "base": _scaled(operator, ratios),
             # a curve along a size cannot be scaled by a rate
             "curves": tuple(curve.stretched(c, bytes_ratio) for c in operator.curves) if _along_bytes(operator) else (),
             "interval": wider(operator, expected.log_sd),
@@ -174,7 +223,7 @@ def _moved(
                 device=operator.provenance.device,
                 software=operator.provenance.software,
                 points=0,
-                note=_note(expected, profile, facts),
+                note=_note(expected, operator, profile, facts),
             ),
         }
     )
@@ -273,15 +322,17 @@ def _checked(names: Sequence[str], pairs: Sequence[Pair]) -> list[Expected]:
     return []
 
 
-def _note(expected: Expected, profile: Hardware, facts: Facts) -> str:
+def _note(expected: Expected, operator: Operator, profile: Hardware, facts: Facts) -> str:
     error, pair = expected.error, expected.pair
     rates = profile.device.memory_bytes_per_s, facts.device.memory_bytes_per_s
     within = _likeness((profile.device.architecture, rates[0]), (facts.device.architecture, rates[1])) == 0
     where = "within one architecture" if within else "across architectures"
     if profile.device.vendor != facts.device.vendor:
         where = "to another vendor, whose kernels are others; no such transfer was checked"
+    attained = _computes_in(operator) in (facts.device.attained_flops_per_s or {})
+    scaled = "the ratio of the data sheets" + ", flops by what products attain" * attained
     return (
-        f"transferred from {profile.name} {where}: rates scaled by the ratio of the data sheets, overheads and "
+        f"transferred from {profile.name} {where}: rates scaled by {scaled}, overheads and "
         f"residual kept; the nearest transfer that was checked, of {expected.key} from {pair.source} to {pair.target}, "
         f"is {100 * error.median:.0f} % off at the median and {100 * error.p90:.0f} % at the 90th percentile "
         f"({pair.found_by})"

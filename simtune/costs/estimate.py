@@ -17,6 +17,7 @@ def estimate(
     kind: OperatorKind, dtype: str, hardware: Hardware, *, kv_dtype: str | None = None, variant: str | None = None
 ) -> Operator | None:
     """Return the operator with 70 % of the data sheet's rates, and the overhead and block time usual for its kind.
+    Flops are no more than the device's `attained_flops_per_s`.
 
     None if the device has no rate for the dtype: a device without fp8 runs no fp8 kernels. On such a roofline
     published GEMM tables lie 9-16 % off at the median and 30-76 % at the 90th percentile; for other kinds nothing is
@@ -24,13 +25,17 @@ def estimate(
     Infeasible if the hardware has no such link.
     """
     operator, device = OPERATORS[kind], hardware.device
-    flops_per_s = device.flops_per_s.get(cast(Dtype, COMPUTES_IN.get(dtype, dtype)))
+    computes_in = cast(Dtype, COMPUTES_IN.get(dtype, dtype))
+    flops_per_s = device.flops_per_s.get(computes_in)
     bytes_per_s, overhead_s = device.memory_bytes_per_s, operator.overhead_s
     # kinds that only move bytes have no flops: any rate does, also if the dtype has none
     if not operator.computes:
         flops_per_s = max(device.flops_per_s.values())
     if flops_per_s is None:
         return None
+    reached_per_s = SHEET_SHARE * flops_per_s
+    if device.attained_flops_per_s is not None:
+        reached_per_s = min(reached_per_s, device.attained_flops_per_s.get(computes_in, reached_per_s))
     if operator.link:
         link = link_of(hardware, variant or "intra_node")
         bytes_per_s = link.bytes_per_s
@@ -42,7 +47,7 @@ def estimate(
         kv_dtype=cast(Dtype | None, kv_dtype),
         variant=variant,
         base=BaseFit(
-            flops_per_s=SHEET_SHARE * flops_per_s,
+            flops_per_s=reached_per_s,
             bytes_per_s=SHEET_SHARE * bytes_per_s,
             overhead_s=overhead_s,
             block_s=operator.block_s,

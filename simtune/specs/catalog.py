@@ -165,7 +165,9 @@ def load_hardware(reference: str, settings: Sequence[str] = ()) -> Hardware:
     return _hardware(read_text(path), str(path)).reopened()
 
 
-_FITTED_BY = ("architecture", "cache_bytes", "flops_per_s", "memory_bytes_per_s", "processors")
+_FITTED_BY = (
+    "architecture", "attained_flops_per_s", "cache_bytes", "flops_per_s", "memory_bytes_per_s", "processors"
+)  # fmt: skip
 """Facts of a device that its operators were fitted with: another value changes only what no fit covers."""
 
 

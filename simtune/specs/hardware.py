@@ -118,6 +118,11 @@ class Device(Part):
     processors: GpuCount = Field(description="streaming multiprocessors, or 1 for a CPU")
     cache_bytes: Positive | None = Field(None, description="last cache that all processors share")
     flops_per_s: dict[Dtype, Positive] = Field(description="dense peak in FLOP/s, by dtype")
+    attained_flops_per_s: dict[Dtype, Positive] | None = Field(
+        None,
+        description="FLOP/s that large matrix products of models attain, by dtype, if they attain less than on other "
+        "devices with such peaks: a profile that is carried over keeps to them",
+    )
     devices_per_node: GpuCount = 8
     power: DevicePower | None = Field(None, description="needed for energy; left out if it is not known")
     price_per_hour_usd: Positive | None = None

@@ -137,6 +137,29 @@ def test_delta_rules_by_channel(tmp_path: Path) -> None:
     assert found.operators["conv_decode.bf16"].seconds.tolist() == [3e-3]
 
 
+def test_calls_that_are_not_of_the_operator_stand_for_none_of_it(tmp_path: Path) -> None:
+    columns = (
+        "op_name,kernel_source,phase,batch_size,seq_len,num_k_heads,head_k_dim,num_v_heads,head_v_dim,d_conv,latency"
+    )
+    older, newer, heads = "SGLang,0.5.16,X1,", "SGLang,0.5.17,X1,", ",8,128,8,128,4,"
+    rows_of = {
+        "a.csv": (
+            older + "kda,causal_conv1d_fn_qkv3,context,2,300" + heads + "9",
+            older + "kda,fused_kda_decode_mtp_dspark,verify,5,8" + heads + "7",
+            older + "kda,kda_fused_decode,generation,5,1" + heads + "2",
+        ),
+        "b.csv": (newer + "gdn,causal_conv1d_fn,context,2,300" + heads + "3",),
+    }
+    for name, rows in rows_of.items():
+        (tmp_path / name).write_text("\n".join((SOFTWARE + columns, *rows)) + "\n")
+    found = read_tables([tmp_path / "a.csv", tmp_path / "b.csv"]).operators
+    decode, convolution = found["kda_decode.bf16.kv-fp32"], found["conv_prefill.bf16"]
+    assert decode.seconds.tolist() == [2e-3]
+    assert decode.left_out == {"several tokens of a sequence, whose drafts are verified": 1}
+    assert (convolution.seconds.tolist(), str(convolution.software)[-6:]) == ([3e-3], "0.5.17")
+    assert convolution.left_out == {"three convolutions, of queries, keys and values, in one time": 1}
+
+
 def test_streams_are_counted_by_sublayer(tmp_path: Path) -> None:
     columns = "op_name,kernel_source,num_tokens,num_sites,hc_mult,hidden_size,latency"
     rows = (V + f"{name},A,8,{sites},4,4096,3" for name, sites in (("pre", 2), ("post", 1), ("expand", 1)))

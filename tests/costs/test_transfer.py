@@ -9,7 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from simtune.cli.fit import fit
-from simtune.costs.device_transfer import Pair, TransferError, TransferErrors, known_errors, transfer
+from simtune.costs.device_transfer import (
+    Pair,
+    TransferError,
+    TransferErrors,
+    attained_flops_per_s,
+    known_errors,
+    transfer,
+)
+from simtune.costs.estimate import estimate
+from simtune.costs.operators import Chip
 from simtune.costs.predict import Predictor, Profile, typical_log_sd
 from simtune.errors import UsageError
 from simtune.specs.catalog import load_hardware
@@ -71,6 +80,47 @@ def test_twice_the_memory_rate_halves_what_memory_bounds_and_keeps_overheads(sou
     assert there.seconds(**large) == pytest.approx(here.seconds(**large) / 2, rel=0.05)
     small = {"rows": 1, "width": 3 * 512}
     assert there.seconds(**small) == pytest.approx(here.seconds(**small), rel=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_flops_are_slower_by_as_much_as_products_would_exceed_what_they_attain(source: Hardware, share: float) -> None:
+    operators, chip = source.operators, Chip.of(source.device)
+    most = operators["gemm.bf16"].base.flops_per_s
+    as_here = attained_flops_per_s(Predictor(operators["gemm.bf16"], source.device.processors, source.arrays, chip))
+    moved = transfer(source, twin(source, attained_flops_per_s={"bf16": share * as_here})).operators
+    for key in ("gemm.bf16", "moe.bf16", "prefill_attention.bf16"):
+        before, after = operators[key].base, moved[key].base
+        slower = after.flops_per_s / before.flops_per_s
+        assert slower == pytest.approx(moved["gemm.bf16"].base.flops_per_s / most, rel=1e-5)
+        assert slower == 1.0 if share > 1 else slower < 0.6
+        assert (after.bytes_per_s, after.overhead_s) == (before.bytes_per_s, before.overhead_s)
+        assert "flops by what products attain" in str(moved[key].provenance.note)
+    assert moved["gemm.fp8"].base == operators["gemm.fp8"].base, "no rate of fp8 is stated"
+    assert "attain" not in str(moved["gemm.fp8"].provenance.note)
+
+
+def test_what_no_table_tells_takes_no_more_flops_than_products_attain(source: Hardware) -> None:
+    rates = {"bf16": 4e14, "fp8": 2e15}
+    device = source.device.model_copy(
+        update={"flops_per_s": {"bf16": 1e15, "fp8": 2e15}, "attained_flops_per_s": rates}
+    )
+    limited = source.model_copy(update={"device": device})
+    of_bf16, of_fp8 = (estimate("gemm", dtype, limited) for dtype in ("bf16", "fp8"))
+    assert of_bf16 is not None
+    assert of_bf16.base.flops_per_s == 4e14
+    assert of_fp8 is not None
+    assert of_fp8.base.flops_per_s == pytest.approx(1.4e15), "70 % of the data sheet is less than 2e15"
+
+
+def test_products_of_an_mi325x_attain_what_their_vendor_measured() -> None:
+    hardware = load_hardware("mi325x")
+    stated, device = hardware.device.attained_flops_per_s, hardware.device
+    assert stated is not None
+    for dtype in ("bf16", "fp8"):
+        operator = hardware.operators[f"gemm.{dtype}"]
+        alone = operator.model_copy(update={"base": operator.base.model_copy(update={"ahead_s": 0.0})})
+        predictor = Predictor(alone, device.processors, hardware.arrays, Chip.of(device))
+        assert attained_flops_per_s(predictor) == pytest.approx(stated[dtype], rel=1e-3)
 
 
 def test_a_device_without_fp8_or_without_a_link_gets_no_such_operators(source: Hardware) -> None:

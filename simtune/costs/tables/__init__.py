@@ -223,12 +223,14 @@ def _tell_tales() -> str:
 
 
 def _one_collection(pieces: Sequence[Table]) -> Table:
-    """Return the pieces of the first collection as one table; the rows of others are counted."""
-    first = pieces[0].collection
+    """Return the pieces of the first collection with a usable row as one table; the rows of others are counted."""
+    first = next((piece for piece in pieces if len(piece)), pieces[0]).collection
     table = merge([p for p in pieces if p.collection == first])
     left_out = dict(table.left_out)
     for piece in pieces:
-        if piece.collection != first:
+        if piece.collection != first and not len(piece):
+            left_out |= {why: left_out.get(why, 0) + rows for why, rows in piece.left_out.items()}
+        elif piece.collection != first:
             source = piece.origin.name if piece.origin != first[0] else piece.software
             why = f"of {source}, since another source given before it has it"
             left_out[why] = left_out.get(why, 0) + piece.read
