@@ -192,13 +192,17 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
 
 def test_clips_and_voice_messages_are_encoded(tmp_path: Path) -> None:
     """Clips of the set are found; every voice message is new."""
-    clips, voice = tmp_path / "clips", tmp_path / "voice"
+    clips, voice, turns = (tmp_path / name for name in ("clips", "voice", "turns"))
     simulate("media/plan.yaml", "media/workload.yaml", clips, "--requests", "200", "--audit")
     simulate("media/speech-plan.yaml", "media/speech.yaml", voice, "--requests", "200", "--audit")
-    (of_clips,), (of_voice,) = (json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice))
+    simulate("media/plan.yaml", "media/turns.yaml", turns, "--requests", "30", "--audit")
+    (of_clips,), (of_voice,), (of_turns,) = (
+        json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice, turns)
+    )
     assert of_clips["encoded_images"] > 60
     assert of_clips["cache_hits"] > 0
     assert (of_voice["encoded_images"], of_voice["cache_hits"]) == (200, 0)
+    assert of_turns["encoded_images"] == 30, "a chart, a logo and a clip in each of ten rounds"
 
 
 def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ class RecordedTurn:
     """Number of the text, within the session, that its prompt and answer are the beginning of."""
     blocks: int = 0
     """Leading blocks of the text that its prompt and answer fill."""
+    media: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of the media that it adds, as the file contains them."""
+    text_before: int = 0
+    """Tokens of text before what it adds."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,8 @@ class SessionLog(LogRequests):
 
     turns: TraceTurns | None = None
     block_tokens: int = 0
+    text_before: Sequence[int] | None = None
+    """Tokens of text before what each turn adds, if turns add media."""
 
 
 def session_log(
@@ -73,8 +79,18 @@ def session_log(
         names = {key: name for key, name in names.items() if key != "arrival"}
     if all(session.texts for session in ordered):
         values["hash_ids"] = _text_blocks(ordered)
-    lines = [turn.line for _, _, turn in rows]
-    return SessionLog(names, values, lines, per_s, list(notes), _turns(ordered), block_tokens)
+    turns = [turn for _, _, turn in rows]
+    media = _media_columns(turns)
+    values |= media
+    lines = [turn.line for turn in turns]
+    text_before = [turn.text_before for turn in turns] if media else None
+    return SessionLog(names, values, lines, per_s, list(notes), _turns(ordered), block_tokens, text_before)
+
+
+def _media_columns(turns: Sequence[RecordedTurn]) -> dict[str, list[Any]]:
+    """Return the columns of media of all turns; None where a turn has none."""
+    columns = dict.fromkeys(column for turn in turns for column in turn.media)
+    return {column: [turn.media.get(column) for turn in turns] for column in columns}
 
 
 def _arrival(session: RecordedSession) -> float:
