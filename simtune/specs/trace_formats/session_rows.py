@@ -67,7 +67,25 @@ def session_log(
     """Return the rows of sessions, those that arrive first before all others."""
     timed = all(session.arrival is not None for session in sessions)
     ordered = sorted(sessions, key=_arrival) if timed else list(sessions)
-    rows = [(number, session, turn) for number, session in enumerate(ordered) for turn in session.turns]
+    if not timed:
+        names = {key: name for key, name in names.items() if key != "arrival"}
+    turns = [turn for session in ordered for turn in session.turns]
+    media = _media_columns(turns)
+    return SessionLog(
+        names,
+        {**_columns(ordered, timed), **media},
+        [turn.line for turn in turns],
+        per_s,
+        list(notes),
+        _turns(ordered),
+        block_tokens,
+        [turn.text_before for turn in turns] if media else None,
+    )
+
+
+def _columns(sessions: Sequence[RecordedSession], timed: bool) -> dict[str, Any]:
+    """Return the columns of the turns of sessions, with arrivals if `timed`."""
+    rows = [(number, session, turn) for number, session in enumerate(sessions) for turn in session.turns]
     values: dict[str, Any] = {
         "prompt": [turn.prompt for _, _, turn in rows],
         "output": [turn.output for _, _, turn in rows],
@@ -75,16 +93,9 @@ def session_log(
     }
     if timed:
         values["arrival"] = [session.arrival for _, session, _ in rows]
-    else:
-        names = {key: name for key, name in names.items() if key != "arrival"}
-    if all(session.texts for session in ordered):
-        values["hash_ids"] = _text_blocks(ordered)
-    turns = [turn for _, _, turn in rows]
-    media = _media_columns(turns)
-    values |= media
-    lines = [turn.line for turn in turns]
-    text_before = [turn.text_before for turn in turns] if media else None
-    return SessionLog(names, values, lines, per_s, list(notes), _turns(ordered), block_tokens, text_before)
+    if all(session.texts for session in sessions):
+        values["hash_ids"] = _text_blocks(sessions)
+    return values
 
 
 def _media_columns(turns: Sequence[RecordedTurn]) -> dict[str, list[Any]]:
