@@ -53,6 +53,53 @@ def test_images_are_divided_by_an_option_of_the_command(tmp_path: Path) -> None:
     assert ["--mm-enable-dp-encoder" in call for call in sorted(started)] == ["see" in call for call in sorted(started)]
 
 
+def test_servers_on_several_nodes_are_named_by_their_hosts(tmp_path: Path) -> None:
+    """Eight servers fill the first node, so the last two and the pool are on the second one."""
+    emitted = files(tmp_path, {**STAGE, "instances": 10}, parallelism={"tp": 2})
+    more = {"PORT": "9000", "HOST0": "a", "HOST1": "b"}
+    for node in ("0", "1"):
+        (tmp_path / node).mkdir()
+    first, second = (
+        calls(tmp_path / node, emitted, "launch.sh", ("python",), NODE=node, **more) for node in ("0", "1")
+    )
+    assert [len([call for call in started if "sglang-see.yaml" in call]) for started in (first, second)] == [8, 2]
+    (server,) = [call for call in second if "sglang-mixed.yaml" in call]
+    urls = [f"http://a:{port}" for port in range(9000, 9008)] + ["http://b:9000", "http://b:9001"]
+    assert "|--encoder-urls|" + "|".join(urls) in server
+    assert "run it on 2 hosts, each with its NODE" in emitted["engine/launch.sh"]
+    assert "and the plan 12" in emitted["engine/launch.sh"]
+
+
+PD: list[dict[str, Any]] = [
+    {"name": role, "role": role, "instances": count} for role, count in (("prefill", 2), ("decode", 3))
+]
+
+
+def test_prefill_servers_beside_decode_servers_are_given_the_addresses(tmp_path: Path) -> None:
+    """The router knows prefill and decode servers alone: the former send media to those that encode."""
+    plan = plan_of(tmp_path, "sglang-0.5.23", *PD, model=SEES, stage={**STAGE, "instances": 1, "pool": "prefill"})
+    emitted = engine_files(plan, load_model(SEES), 8, {})
+    settings = {name: yaml.safe_load(text) for name, text in emitted.items() if name.endswith(".yaml")}
+    assert settings["engine/sglang-see.yaml"] == {"encoder-only": True, "tp-size": 1}
+    assert settings["engine/sglang-prefill.yaml"]["language-only"] is True
+    assert settings["engine/sglang-prefill.yaml"]["disaggregation-mode"] == "prefill"
+    assert "language-only" not in settings["engine/sglang-decode.yaml"]
+    started = calls(tmp_path, emitted, "launch.sh", ("python",), PORT="9000")
+    assert len(started) == 6
+    with_urls = [call for call in started if "|--encoder-urls|http://127.0.0.1:9005" in call]
+    assert len(with_urls) == 2
+    assert all("sglang-prefill.yaml" in call for call in with_urls)
+    router = emitted["engine/router.sh"]
+    assert (router.count("--prefill "), router.count("--decode "), "mixed" in router) == (2, 3, False)
+
+
+def test_pools_of_other_roles_are_refused(tmp_path: Path) -> None:
+    pools = [*PD, {**PD[1], "name": "slow"}]
+    plan = plan_of(tmp_path, "sglang-0.5.23", *pools, model=SEES, stage={**STAGE, "pool": "prefill"})
+    with pytest.raises(UsageError, match="or of one prefill pool with one decode pool; start the others by hand"):
+        engine_files(plan, load_model(SEES), 8, {})
+
+
 def test_a_rate_of_its_own_is_said_to_be_left_out(tmp_path: Path) -> None:
     emitted = files(tmp_path, {**STAGE, "bytes_per_s": 1e10})
     assert "# Not said here: stages.bytes_per_s: the network determines it." in emitted["engine/sglang-see.yaml"]
@@ -61,7 +108,6 @@ def test_a_rate_of_its_own_is_said_to_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "model", "pool", "why"),
     [
-        ({**STAGE, "instances": 8}, SEES, {}, "the plan has 9 devices and a node 8, and a plan does not name hosts"),
         (
             STAGE,
             "gemma-3-27b",
@@ -83,6 +129,17 @@ def test_other_stages_have_no_servers(tmp_path: Path, engine: str) -> None:
     plan = plan_of(tmp_path, engine, {}, model=SEES, stage=stage)
     assert engine_files(plan, load_model(SEES), 8, {}) == {}
     assert "stages" in why_none(plan)
+
+
+def test_decode_servers_encode_nothing_and_are_read_so() -> None:
+    plan = imported(
+        f"{ENCODES} --tp 2",
+        f"{SERVES} --encoder-urls http://a:30001 --disaggregation-mode prefill --port 30010",
+        f"{SERVES.replace('--language-only ', '')} --disaggregation-mode decode --port 30020",
+    ).plan
+    (stage,) = plan.stages or ()
+    assert [pool.role for pool in plan.pools] == ["prefill", "decode"]
+    assert (stage.pool, stage.devices) == (plan.pools[0].name, 2)
 
 
 def test_a_script_of_ones_own_is_read() -> None:

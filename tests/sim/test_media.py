@@ -269,6 +269,25 @@ def test_media_are_encoded_on_servers_in_front_of_a_pool() -> None:
     assert outcome.first_token[0] - outcome.arrival[0] == pytest.approx(to_ticks(encoding + sent) + prefill, abs=2)
 
 
+def test_media_are_encoded_in_front_of_a_prefill_pool() -> None:
+    """The prefill instance gets the request with its embeddings; keys and values then go to the decode instance."""
+    stage = {"name": "encode", "pool": "prefill", "encoder": "weights", "devices": 1, "bytes_per_s": 1e9}
+    alike = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 16384, "async_scheduling": False}
+    alike |= {"batching": {"max_num_seqs": 64, "max_num_batched_tokens": 4096}, "kv_cache": {"num_blocks": 8001}}
+    pools = [{**alike, "name": role, "role": role} for role in ("prefill", "decode")]
+    plan = {"name": "p", "model": "m", "pools": pools, "stages": [stage], "link": {}}
+    deployment = deploy(Plan.model_validate(plan), MODEL, H100)
+    assert deployment.plan.num_devices == 3
+    outcome = deployment.simulate(requests(1, images=PICTURE)).outcome
+    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([Work(1, 4784, 1196)])
+    sent = 1196 * 3584 * 2 / 1e9
+    prefill = deployment.pools[0].costs.mixed(0, 0, [(0, 1298)], 1)
+    assert outcome.prefilled[0] - outcome.arrival[0] == pytest.approx(to_ticks(encoding + sent) + prefill, abs=2)
+    without = deploy(Plan.model_validate({**plan, "stages": None}), MODEL, H100)
+    with pytest.raises(UsageError, match="pool prefill does not encode them"):
+        without.simulate(requests(1, images=PICTURE))
+
+
 @pytest.mark.parametrize(
     ("encoder", "media", "why"),
     [

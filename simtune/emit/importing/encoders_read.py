@@ -1,8 +1,9 @@
-"""Servers of SGLang that only encode media (`--encoder-only`), as a stage in front of the pool of the others."""
+"""Servers of SGLang that only encode media (`--encoder-only`), as a stage in front of the pool of the others that
+compute prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simtune.emit.importing.knowledge import IGNORED
@@ -32,7 +33,8 @@ def parted(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
     servers = [launch for launch in launches if launch not in encoders]
     apart = [launch for launch in servers if _is_set(launch, "language-only")]
     if encoders:
-        _check_servers(encoders[0], [launch for launch in servers if launch not in apart], bool(servers))
+        taking = [launch for launch in servers if launch.value("disaggregation-mode") != "decode"]
+        _check_servers(encoders[0], [launch for launch in taking if launch not in apart], bool(servers))
         for launch in launches:
             launch.given = launch.without(*_BETWEEN)
     elif apart:
@@ -51,9 +53,11 @@ def _check_servers(encoder: Launch, complete: Sequence[Launch], any_server: bool
         raise SpecError(Problem(encoder.file, why, "", encoder.line))
 
 
-def stages_of(encoders: Sequence[Launch], pool: str, notes: list[Note], *, lenient: bool) -> dict[str, Any]:
-    """Return the key of a plan for servers that only encode; nothing without any. Notes on their other options are
-    added to `notes`.
+def stages_of(
+    encoders: Sequence[Launch], pools: Sequence[Mapping[str, Any]], notes: list[Note], *, lenient: bool
+) -> dict[str, Any]:
+    """Return the key of a plan with these pools for servers that only encode; nothing without any. Notes on their other
+    options are added to `notes`.
 
     Raises SpecError if the servers differ, or keep what they encoded, unless `lenient`.
     """
@@ -74,15 +78,22 @@ def stages_of(encoders: Sequence[Launch], pool: str, notes: list[Note], *, lenie
                 why = IGNORED[launch.family].get(option.name, "it changes nothing of how media are encoded here")
                 notes.append(Note("ignored", f"--{option.name}", why))
     ((devices, by_item),) = shapes
-    name = spec_name(encoders[0].pool or "encode", "encode")
     stage = {
-        "name": name if name != pool else "encode",
-        "pool": pool,
+        **_place(encoders[0], pools),
         "encoder": "data" if by_item else "weights",
         "devices": devices,
         "instances": sum(launch.instances for launch in encoders),
     }
     return {"stages": [stage]}
+
+
+def _place(encoder: Launch, pools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the name of a stage, and that of the pool which it serves: the one that takes new requests."""
+    name = spec_name(encoder.pool or "encode", "encode")
+    taking = [pool["name"] for pool in pools if pool.get("role") != "decode"]
+    if any(pool["name"] == name for pool in pools):
+        name = "encode"
+    return {"name": name, "pool": taking[0] if taking else pools[0]["name"]}
 
 
 def _is_set(launch: Launch, name: str) -> bool:
