@@ -102,7 +102,10 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("adapters", "techniques"))) for name in EXAMPLES],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("adapters", "images", "techniques")))
+        for name in EXAMPLES
+    ],
 )
 def test_an_example_with_its_own_load(example: str, tmp_path: Path) -> None:
     optimize(example, tmp_path / "run")
@@ -126,8 +129,8 @@ def test_an_example_with_a_published_trace(example: str, trace: str, data_dir: P
 
 def test_all_examples_are_tried() -> None:
     assert EXAMPLES == [
-        "adapters", "autoscaling", "checkpoints", "closed-loop", "code-completion", "llama-70b", "quickstart",
-        "speculation", "techniques",
+        "adapters", "autoscaling", "checkpoints", "closed-loop", "code-completion", "images", "llama-70b",
+        "quickstart", "speculation", "techniques",
     ]  # fmt: skip
 
 
@@ -188,6 +191,18 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
     (work,) = json.loads((run / "summary.json").read_text())["encoders"]
     assert 0 < work["cache_hits"] < work["encoded_images"]
     assert 0 < work["busy_share"] < 0.5
+
+
+def test_servers_that_encode_are_searched_beside_those_that_do_it_in_their_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    optimize("images", run, requests=80)
+    certificate = json.loads((run / "certificate.json").read_text())
+    assert certificate["variants"] == ["", "one-apart", "two-apart"]
+    plans = {plan["plan"]: plan["num_gpus"] for plan in certificate["plans"]}
+    assert {name: gpus for name, gpus in plans.items() if "-x3-" in name or "x4" in name} == {
+        "tp1-pp1-x4-s64-t4096": 4,
+        "tp1-pp1-enc1-v-one-apart-x3-s64-t4096": 4,
+    }
 
 
 def test_clips_and_voice_messages_are_encoded(tmp_path: Path) -> None:
