@@ -139,16 +139,22 @@ def encoder_files(
 
 def refusals(plan: Plan, model: Model, stage: Stage) -> Iterator[str]:
     """Yield the reasons why SGLang would not run the stage of a plan in front of its pools."""
-    where, vision = f"{plan.name}: stage {stage.name}", model.vision
+    yield from role_refusals(plan, stage)
+    vision = model.vision
+    if vision is None or vision.sizing.kind not in _SIZINGS:
+        yield (
+            f"{plan.name}: stage {stage.name}: SGLang has encoder servers for the vision models of Qwen and Kimi, and "
+            f"{model.name} is none of them; remove the stage"
+        )
+
+
+def role_refusals(plan: Plan, stage: Stage) -> Iterator[str]:
+    """Yield the reasons why servers that encode cannot be written for a stage beside the pools of a plan."""
+    where = f"{plan.name}: stage {stage.name}"
     if any(pool.name == stage.name for pool in plan.pools):
         yield f"{where}: its settings and those of the pool would be one file; give the stage another name"
     if sorted(pool.role for pool in plan.pools) not in (["mixed"], ["decode", "prefill"]):
         yield (
             f"{where}: encoder servers are written in front of one pool with role mixed, or of one prefill pool with "
             "one decode pool; start the others by hand"
-        )
-    if vision is None or vision.sizing.kind not in _SIZINGS:
-        yield (
-            f"{where}: SGLang has encoder servers for the vision models of Qwen and Kimi, and {model.name} is none of "
-            "them; remove the stage"
         )

@@ -125,8 +125,7 @@ def test_what_sglang_would_not_run_is_refused(
 
 @pytest.mark.parametrize("engine", ["vllm-0.33", "sglang-0.5.23"])
 def test_other_stages_have_no_servers(tmp_path: Path, engine: str) -> None:
-    stage = {"seconds": 0.1} if engine.startswith("sglang") else STAGE
-    plan = plan_of(tmp_path, engine, {}, model=SEES, stage=stage)
+    plan = plan_of(tmp_path, engine, {}, model=SEES, stage={"seconds": 0.1})
     assert engine_files(plan, load_model(SEES), 8, {}) == {}
     assert "stages" in why_none(plan)
 
@@ -170,3 +169,63 @@ def test_half_a_deployment_is_refused(commands: list[str], why: str) -> None:
 def test_a_cache_of_embeddings_is_left_out_on_request() -> None:
     notes = imported(f"{ENCODES} --enable-prefix-mm-cache", SERVES, lenient=True).notes
     assert any("--enable-prefix-mm-cache" in note for note in notes)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------
+
+PRODUCES = "vllm serve Qwen/Qwen2.5-VL-7B-Instruct --port 8001 --ec-transfer-config "
+PRODUCER, CONSUMER = (
+    f'{{"ec_connector": "ECExampleConnector", "ec_role": "{role}", '
+    '"ec_connector_extra_config": {"shared_storage_path": "/tmp/ec_cache"}}'
+    for role in ("ec_producer", "ec_consumer")
+)
+
+
+def test_servers_of_vllm_share_a_folder_of_embeddings(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "vllm-0.33", {"instances": 2}, model=SEES, stage={**STAGE, "instances": 2})
+    emitted = engine_files(plan, load_model(SEES), 8, {})
+    encode, mixed = (yaml.safe_load(emitted[f"engine/vllm-{name}.yaml"]) for name in ("see", "mixed"))
+    assert (encode["ec-transfer-config"], mixed["ec-transfer-config"]) == (PRODUCER, CONSUMER)
+    assert encode["gpu-memory-utilization"] == 0.01
+    assert "which all servers have to share" in emitted["engine/vllm-see.yaml"]
+    assert "mm-encoder-tp-mode" not in encode
+    (call,) = calls(tmp_path, emitted, "router.sh", ("python",), VLLM_PROXY="/src/proxy.py", PORT="8100")
+    urls = "|--encode-servers-urls|http://127.0.0.1:8100,http://127.0.0.1:8101|--prefill-servers-urls|disable|"
+    assert urls + "--decode-servers-urls|http://127.0.0.1:8102,http://127.0.0.1:8103" in call
+
+
+def test_prefill_servers_of_vllm_take_the_embeddings(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "vllm-0.33", *PD, model=SEES, stage={**STAGE, "instances": 1, "pool": "prefill"})
+    emitted = engine_files(plan, load_model(SEES), 8, {})
+    consumes = {
+        name: "ec-transfer-config" in emitted[f"engine/vllm-{name}.yaml"] for name in ("see", "prefill", "decode")
+    }
+    assert consumes == {"see": True, "prefill": True, "decode": False}
+    (call,) = calls(tmp_path, emitted, "router.sh", ("python",), VLLM_PROXY="/src/proxy.py", PORT="8100")
+    assert "|--prefill-servers-urls|http://127.0.0.1:8100,http://127.0.0.1:8101|" in call
+    assert "|--encode-servers-urls|http://127.0.0.1:8105|" in call
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "why"),
+    [
+        ("vllm-0.24", STAGE, "vLLM 0.24 was not checked with servers that encode; take release 0.33"),
+        ("vllm-0.33", {**STAGE, "devices": 2}, "checked with one GPU for each server that encodes; set devices to 1"),
+    ],
+)
+def test_what_vllm_was_not_checked_with_is_refused(tmp_path: Path, engine: str, stage: Any, why: str) -> None:
+    plan = plan_of(tmp_path, engine, {}, model=SEES, stage=stage)
+    with pytest.raises(UsageError, match=why):
+        engine_files(plan, load_model(SEES), 8, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (PRODUCER, "put those in that take their embeddings \\(ec_consumer in --ec-transfer-config\\)"),
+        (CONSUMER, "takes embeddings of servers that are not started here; put those in \\(ec_producer in"),
+    ],
+)
+def test_half_a_deployment_of_vllm_is_refused(config: str, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        import_plan(ImportRequest("h100-sxm", f"{PRODUCES}'{config}'", engine="vllm-0.33"))
