@@ -12,7 +12,7 @@ from simtune.emit.llama_cpp import LlamaCpp
 from simtune.emit.multiplexed import SglangServers
 from simtune.emit.tensorrt_llm import TensorrtLlm
 from simtune.emit.transformers import Transformers
-from simtune.emit.vllm import Vllm
+from simtune.emit.vllm_encoders import VllmServers
 from simtune.errors import UsageError
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
@@ -35,7 +35,7 @@ __all__ = [
     "why_none",
 ]
 
-_OWN: tuple[Emitter, ...] = (Vllm(), SglangServers(), TensorrtLlm(), LlamaCpp(), Transformers())
+_OWN: tuple[Emitter, ...] = (VllmServers(), SglangServers(), TensorrtLlm(), LlamaCpp(), Transformers())
 ENGINES: dict[str, Emitter] = {emitter.name: emitter for emitter in _OWN}
 """The engines of the package that can be written for, by name."""
 

@@ -1,5 +1,6 @@
 """Stages that encode media as SGLang runs them: servers with encoders alone (`--encoder-only`), in front of servers
-with the language model alone (`--language-only`), which are given the addresses of the first.
+with the language model alone (`--language-only`), which are given the addresses of the first. Beside prefill and decode
+pools these are the prefill servers (docs.sglang.io, EPD disaggregation).
 
 Options and rules are those of sgl-project/sglang, python/sglang/srt/server_args.py (release 0.5.14) and
 arg_groups/pd_disaggregation_hook.py (0.5.23), `handle_encoder_disaggregation`.
@@ -7,11 +8,11 @@ arg_groups/pd_disaggregation_hook.py (0.5.23), `handle_encoder_disaggregation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from simtune.emit.emitter import EngineFiles, LaunchArgs
-from simtune.emit.launch import endpoints
+from simtune.emit.launch import Endpoint, endpoints
 from simtune.emit.releases import ReleaseNumber
 from simtune.emit.serving import ServingEmitter
 from simtune.emit.sglang import NEWEST, Sglang
@@ -34,6 +35,42 @@ def encoder_stage(plan: Plan) -> Stage | None:
     return stages[0]
 
 
+class EncoderServers(NamedTuple):
+    """Servers that encode, as the pool that the script starts, beside the pools whose prompts need them."""
+
+    stage: Stage
+    pool: Pool
+    taking: tuple[Pool, ...]
+    """Pools that are given the addresses of the servers."""
+    addresses: str
+    """Shell text that sets the variable with the addresses."""
+
+    @classmethod
+    def of(cls, plan: Plan, stage: Stage, devices_per_node: int) -> tuple[EncoderServers, Plan]:
+        """Return the servers of a stage of a plan, and the plan with their pool in place of the stage: the first one,
+        or the last one beside prefill and decode pools, whose script starts with theirs."""
+        taking = tuple(pool for pool in plan.pools if pool.role != "decode")
+        changes: dict[str, Any] = {"name": stage.name, "instances": stage.instances, "spare": 0, "autoscaling": None}
+        changes |= {"role": "mixed", "parallelism": Parallelism(tp=stage.devices), "speculation": None, "lora": None}
+        pool = taking[0].model_copy(update=changes)
+        pools = (pool, *plan.pools) if plan.pools[0].role == "mixed" else (*plan.pools, pool)
+        started = plan.model_copy(update={"pools": pools, "stages": None})
+        return cls(stage, pool, taking, _addresses(endpoints(started, devices_per_node), pool)), started
+
+
+def _addresses(placed: Sequence[Endpoint], encoders: Pool) -> str:
+    """Return shell text that sets `encoders` to the addresses of the servers that encode. Their hosts have to be given
+    if the plan is on several nodes."""
+    servers = [endpoint for endpoint in placed if endpoint.pool is encoders]
+    if placed[-1].node == 0:
+        urls = [f"http://127.0.0.1:$((PORT + {endpoint.number}))" for endpoint in servers]
+        return f'encoders="{" ".join(urls)}"\n'
+    urls = [f"http://${endpoint.host}:$((PORT + {endpoint.number}))" for endpoint in servers]
+    hosts = [f': "${{{host}:?set {host} to the host of node {host[4:]}, where servers encode}}"\n'
+             for host in dict.fromkeys(endpoint.host for endpoint in servers)]  # fmt: skip
+    return "".join(hosts) + f'encoders="{" ".join(urls)}"\n'
+
+
 class EncodingSglang(Sglang):
     """SGLang with encoders on servers of their own."""
 
@@ -43,36 +80,27 @@ class EncodingSglang(Sglang):
         "language-only": bool,
     }
 
-    def __init__(self, plan: Plan, release: ReleaseNumber = NEWEST) -> None:
-        """`plan` has its servers that encode as its first pool."""
+    def __init__(self, servers: EncoderServers, release: ReleaseNumber = NEWEST) -> None:
+        """Write for these servers that encode, and those of the other pools."""
         super().__init__(release)
-        self._plan, self._encoders = plan, plan.pools[0].name
-        (stage,) = plan.stages or ()
-        self._stage = stage
-        urls = " ".join(
-            f"http://127.0.0.1:$((PORT + {endpoint.number}))"
-            for endpoint in endpoints(plan, plan.num_devices)
-            if endpoint.pool.name == self._encoders
-        )
+        self._servers, self._encoders = servers, servers.pool.name
         shared = Sglang.server
-        more = {shared.settings_file(pool): ' "--encoder-urls $encoders"' for pool in plan.pools[1:]}
-        if stage.encoder == "data":
+        more = {shared.settings_file(pool): ' "--encoder-urls $encoders"' for pool in servers.taking}
+        if servers.stage.encoder == "data":
             # release 0.5.23 does not read it from a file of settings
-            more[shared.settings_file(plan.pools[0])] = " --mm-enable-dp-encoder"
+            more[shared.settings_file(servers.pool)] = " --mm-enable-dp-encoder"
         self.server = shared._replace(  # type: ignore[misc]  # of this plan alone
-            command=f"{shared.command} ${{4:-}}",
-            ports=f'{shared.ports}encoders="{urls}"\n',
-            more=more,
+            command=f"{shared.command} ${{4:-}}", ports=f"{shared.ports}{servers.addresses}", more=more
         )
 
     def of(self, engine: str | None) -> EncodingSglang:
         """See `Emitter.of`."""
-        return EncodingSglang(self._plan, Sglang().of(engine)._release)
+        return EncodingSglang(self._servers, Sglang().of(engine)._release)
 
     def serving(self, pool: Pool, model: Model) -> LaunchArgs:
         """See `ServingEmitter.serving`."""
         if pool.name != self._encoders:
-            return {**super().serving(pool, model), "language-only": True}
+            return super().serving(pool, model) | ({} if pool.role == "decode" else {"language-only": True})
         return {"encoder-only": True, "tp-size": pool.parallelism.tp}
 
     def drafting(self, pool: Pool, draft_models: Mapping[str, Model]) -> LaunchArgs:
@@ -91,7 +119,7 @@ class EncodingSglang(Sglang):
             return
         yield "stages: the items of one request are divided among all servers here"
         yield "stages: items of several requests may be encoded together here"
-        if self._stage.bytes_per_s is not None:
+        if self._servers.stage.bytes_per_s is not None:
             yield "stages.bytes_per_s: the network determines it"
 
 
@@ -102,30 +130,31 @@ def encoder_files(
     if it would refuse them."""
     stage = encoder_stage(plan)
     assert stage is not None
-    if problems := [*refusals(plan, model, stage, devices_per_node)]:
+    if problems := [*refusals(plan, model, stage)]:
         raise UsageError("\n".join(problems))
-    changes: dict[str, Any] = {"name": stage.name, "instances": stage.instances, "spare": 0, "autoscaling": None}
-    changes["parallelism"] = Parallelism(tp=stage.devices)
-    encoders = plan.pools[0].model_copy(update={**changes, "speculation": None, "lora": None})
-    servers = plan.model_copy(update={"pools": (encoders, *plan.pools)})
-    emitter = EncodingSglang(servers).of(plan.pools[0].engine)
-    return ServingEmitter.files(emitter, servers, model, devices_per_node, draft_models)
+    servers, started = EncoderServers.of(plan, stage, devices_per_node)
+    emitter = EncodingSglang(servers).of(servers.taking[0].engine)
+    return ServingEmitter.files(emitter, started, model, devices_per_node, draft_models)
 
 
-def refusals(plan: Plan, model: Model, stage: Stage, devices_per_node: int) -> Iterator[str]:
-    """Yield the reasons why SGLang would not run the stage of a plan beside its pool."""
-    where, vision = f"{plan.name}: stage {stage.name}", model.vision
-    if any(pool.name == stage.name for pool in plan.pools):
-        yield f"{where}: its settings and those of the pool would be one file; give the stage another name"
-    if len(plan.pools) > 1 or plan.pools[0].role != "mixed":
-        yield f"{where}: encoder servers are written in front of one pool with role mixed; start the others by hand"
-    elif plan.num_devices > devices_per_node:
-        yield (
-            f"{where}: the plan has {plan.num_devices} devices and a node {devices_per_node}, and a plan does not name "
-            "hosts; lower the instances, or start servers by hand with --encoder-urls"
-        )
+def refusals(plan: Plan, model: Model, stage: Stage) -> Iterator[str]:
+    """Yield the reasons why SGLang would not run the stage of a plan in front of its pools."""
+    yield from role_refusals(plan, stage)
+    vision = model.vision
     if vision is None or vision.sizing.kind not in _SIZINGS:
         yield (
-            f"{where}: SGLang has encoder servers for the vision models of Qwen and Kimi, and {model.name} is none of "
-            "them; remove the stage"
+            f"{plan.name}: stage {stage.name}: SGLang has encoder servers for the vision models of Qwen and Kimi, and "
+            f"{model.name} is none of them; remove the stage"
+        )
+
+
+def role_refusals(plan: Plan, stage: Stage) -> Iterator[str]:
+    """Yield the reasons why servers that encode cannot be written for a stage beside the pools of a plan."""
+    where = f"{plan.name}: stage {stage.name}"
+    if any(pool.name == stage.name for pool in plan.pools):
+        yield f"{where}: its settings and those of the pool would be one file; give the stage another name"
+    if sorted(pool.role for pool in plan.pools) not in (["mixed"], ["decode", "prefill"]):
+        yield (
+            f"{where}: encoder servers are written in front of one pool with role mixed, or of one prefill pool with "
+            "one decode pool; start the others by hand"
         )

@@ -120,6 +120,8 @@ def _router(placed: list[Endpoint]) -> str:
     lines = ["python -m sglang_router.launch_router --pd-disaggregation"]
     for endpoint in placed:
         pool, number = endpoint.pool, endpoint.number
+        if pool.role == "mixed":
+            continue  # a server that encodes, to which prefill servers send media themselves
         address = f'"http://${endpoint.host}:$((PORT + {number}))"'
         bootstrap = f' "$((${{BOOTSTRAP_PORT:-8998}} + {number}))"' if pool.role == "prefill" else ""
         lines.append(f"    --{pool.role} {address}{bootstrap}")

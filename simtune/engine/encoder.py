@@ -7,10 +7,11 @@ all tokens of the item are computed; afterwards they stay until others need the 
 request with the same item finds them. What a prefix cache has of an item is not encoded again.
 
 The rule is `_try_schedule_encoder_inputs` of vllm/v1/core/sched/scheduler.py and vllm/v1/core/encoder_cache_manager.py
-(release 0.33), without encoder-cache connectors. Two differences: an item of a request that is preempted in the very
-step that would encode it is not encoded, and is not in the cache; and a request that gets no tokens, for want of KV
-blocks, changes nothing. In vLLM it refers to items that it finds, and others are evicted for it, so that a waiting
-request can keep room for ever from a resident that needs it.
+(release 0.33), without encoder-cache connectors. Items may stand in turns: the tokens of a video and those of its sound
+are one range of the prompt for both, and a chunk without any token of the sound does not encode it. Two differences: an
+item of a request that is preempted in the very step that would encode it is not encoded, and is not in the cache; and a
+request that gets no tokens, for want of KV blocks, changes nothing. In vLLM it refers to items that it finds, and
+others are evicted for it, so that a waiting request can keep room for ever from a resident that needs it.
 """
 
 from __future__ import annotations
@@ -57,42 +58,51 @@ class EncoderCache:
         """Start the budget of a new step."""
         self.budget = self.limits.budget
         self._coming: dict[int, MediaItem] = {}
-        self._granted: tuple[Request, int, int] | None = None
+        self._granted: tuple[Request, int, list[tuple[MediaItem, bool]]] | None = None
         self.refused = False
         """True if a request got fewer tokens in this step for want of budget or room."""
 
     def grant(self, request: Request, past: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens of a request, after `past`, may be computed in this step. Changes
         nothing: `commit` encodes what they reach, or refers to it."""
-        granted_tokens = self._reach(request, past, tokens)
+        granted_tokens, items = self._reach(request, past, tokens)
         self.refused = self.refused or granted_tokens < tokens
-        self._granted = request, past, past + granted_tokens
+        self._granted = request, past, items
         return granted_tokens
 
-    def _reach(self, request: Request, past: int, tokens: int) -> int:
+    def _reach(self, request: Request, past: int, tokens: int) -> tuple[int, list[tuple[MediaItem, bool]]]:
+        """Return how many tokens may be computed, and the items in their range: true for those that are encoded for
+        them or found, false for those for which there is only made room."""
         end, trial = past + tokens, _Trial(self)
+        items: list[tuple[MediaItem, bool]] = []
         for item in request.media:
             if item.start >= end:
                 break
-            if item.end <= past or trial.has(item):
+            if item.end <= past:
                 continue
-            cut = not self.limits.chunked and past < item.start and end < item.end
-            if cut or not trial.takes_in(item):
-                return max(0, item.start - past)
-        return tokens
+            if trial.has(item):
+                items.append((item, True))
+                continue
+            # vLLM 0.33 does not let a chunk end within the item at which it begins either
+            cut = not self.limits.chunked and past <= item.start and end < item.end
+            is_reached = item.reaches(past, end)
+            if cut or not trial.takes_in(item, is_reached):
+                return max(0, item.start - past), items
+            items.append((item, is_reached))
+        return tokens, items
 
     def commit(self, request: Request) -> None:
         """Encode, or refer to, the items that the last `grant` reached, if it was for this request."""
         if self._granted is None or self._granted[0] is not request:
             return
-        _, past, end = self._granted
+        _, past, items = self._granted
         self._granted = None
-        for item in request.media:
-            if item.end <= past or item.start >= end:
-                continue
+        for item, is_reached in items:
             holders = self.holders.get(item.name)
             if holders is None:
-                self._encode(request, item)
+                self._make_room(item)
+                if is_reached:
+                    self._encode(request, item)
                 continue
             if not holders:
                 self.freeable -= self.idle.pop(item.name)
@@ -100,12 +110,15 @@ class EncoderCache:
                 holders.add(request.id)
                 self.hits += item.start >= past
 
-    def _encode(self, request: Request, item: MediaItem) -> None:
-        """Make room for an item that is encoded in the coming step; the oldest items without a holder go first."""
+    def _make_room(self, item: MediaItem) -> None:
+        """Make room for an item; the oldest ones without a holder go first."""
         while item.vectors > self.free:
             name, freed_vectors = self.idle.popitem(last=False)
             del self.holders[name]
             self.free += freed_vectors
+
+    def _encode(self, request: Request, item: MediaItem) -> None:
+        """Encode an item, for which there is room, in the coming step."""
         self.holders[item.name] = {request.id}
         self.free -= item.vectors
         self.freeable -= item.vectors
@@ -182,8 +195,8 @@ class _Trial:
         self._freeable -= 0 if holders else item.vectors
         return True
 
-    def takes_in(self, item: MediaItem) -> bool:
-        """Encode an item; False if budget or room do not suffice."""
+    def takes_in(self, item: MediaItem, is_reached: bool) -> bool:
+        """Make room for an item and, if tokens of it are reached, encode it; False if budget or room do not suffice."""
         needed_vectors = self._vectors + item.vectors
         if needed_vectors > self._budget or needed_vectors > self._freeable:
             return False
@@ -192,6 +205,7 @@ class _Trial:
             name, vectors = next(idle)
             self._evicted.add(name)
             self._free += vectors
-        self._vectors = needed_vectors
-        self._reached.add(item.name)
+        if is_reached:
+            self._vectors = needed_vectors
+            self._reached.add(item.name)
         return True

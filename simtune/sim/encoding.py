@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from simtune.costs.encoder import ENCODER, EncoderCosts, Work
 from simtune.costs.protocol import ChunkList
 from simtune.costs.ticks import to_ticks
@@ -181,4 +183,26 @@ def _check_limits(where: str, pool: Pool, model: Model, media: RequestMedia) -> 
             f"{where}: an item of the load ({kind}) has {vectors:,} embeddings, more than a step may make or the cache "
             f"keep ({room:,}), and is rejected; raise max_num_batched_tokens, max_model_len or encoder.cache_size, or "
             f"make {MEDIA_NAMES[kind]} smaller"
+        )
+    _check_sound(where, pool, media, room)
+
+
+def _check_sound(where: str, pool: Pool, media: RequestMedia, room: int) -> None:
+    """Raise UsageError if a video between whose frames its sound stands would wait for ever."""
+    if media.within is None:
+        return
+    sound = np.flatnonzero(media.within)
+    tokens, budget = media.shape[sound, 3] + media.shape[sound - 1, 3], pool.batching.max_num_batched_tokens
+    if pool.encoder is not None and pool.encoder.disable_chunked_mm_input and tokens.max(initial=0) > budget:
+        raise UsageError(
+            f"{where}: disable_chunked_mm_input needs a step for a video and its sound ({tokens.max():,} tokens); "
+            f"raise max_num_batched_tokens ({budget:,}), or leave it out"
+        )
+    # behind some text a step may encode the video, and the next one its sound
+    vectors = np.where(media.start[sound] == 0, media.shape[sound, 2] + media.shape[sound - 1, 2], 0).max(initial=0)
+    if vectors > room:
+        raise UsageError(
+            f"{where}: a prompt begins with a video that has {vectors:,} embeddings with its sound, more than a step "
+            f"may make or the cache keep ({room:,}), and would wait for ever; raise max_num_batched_tokens or "
+            "encoder.max_batched_embeds, or make videos smaller"
         )

@@ -191,8 +191,8 @@ class RequestSource:
 def media_items(media: RequestMedia, number: int) -> tuple[MediaItem, ...]:
     """Return the items of a request as engines see them; `number` counts the requests of `media`."""
     return tuple(
-        MediaItem(start, shape.tokens, shape.vectors, name, (shape.sequences, shape.patches), kind)
-        for start, name, shape, kind in media.of(number)
+        MediaItem(start, tokens, shape.vectors, name, (shape.sequences, shape.patches), kind, runs)
+        for start, name, shape, kind, tokens, runs in media.of(number)
     )
 
 

@@ -19,7 +19,7 @@ from simtune.specs.pool import Pool
 
 _POOL = (
     r"(?:(?P<role{n}>[pd])\.)?(?:(?P<gpu{n}>[A-Za-z0-9.-]+?)-)?tp(?P<tp{n}>\d+)-pp(?P<pp{n}>\d+)"
-    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-pcp(?P<pcp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?:-spare(?P<spare{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
+    r"(?:-dp(?P<dp{n}>\d+))?(?:-cp(?P<cp{n}>\d+))?(?:-pcp(?P<pcp{n}>\d+))?(?:-ffn(?P<ffn{n}>\d+))?(?:-spare(?P<spare{n}>\d+))?(?:-enc(?P<encoders{n}>\d+))?(?P<ep{n}>-ep)?(?:-w-(?P<weights{n}>[a-z0-9_]+))?(?:-kv-(?P<kv{n}>[a-z0-9_]+))?"
     r"(?:-len(?P<length{n}>\d+))?(?:-v-(?P<variant{n}>[A-Za-z0-9.-]+?))?"
     r"-x(?P<instances{n}>\d+)-s(?P<seats{n}>\d+)-t(?P<budget{n}>\d+)"
     r"(?P<caching{n}>-cached|-uncached)?(?:-(?!router\d+$)(?P<drafter{n}>.+?))?"
@@ -126,12 +126,15 @@ def _pool_words(  # noqa: PLR0913 - one for each fact
     seats: int,
     budget: int,
     more_settings: Mapping[str, str],
+    encoders: int = 0,
 ) -> PoolWords:
-    """Return the words of a pool; `gpu` is empty if all pools are on the same kind of GPU."""
+    """Return the words of a pool; `gpu` is empty if all pools are on the same kind of GPU, and `encoders` are the GPUs
+    of servers that encode in front of it."""
     size = _of_gpus(gpu, devices, parallelism, expert_parallel, feed_forward)
     servers = f"{plural(instances, _server(role))} {size}" + (f" and {spare} to stand by" if spare else "")
+    servers += f" behind {plural(encoders, 'GPU')} for encoders" if encoders else ""
     settings = {"seats": plural(seats, "seat"), "budget": f"{plural(budget, 'token')} a step", **more_settings}
-    return PoolWords(role, servers, (instances + spare) * devices, settings)
+    return PoolWords(role, servers, (instances + spare) * devices + encoders, settings)
 
 
 def _server(role: str) -> str:
@@ -179,6 +182,7 @@ def _of_match(fields: Mapping[str, str | None], n: int) -> PoolWords:
         seats=int(fields[f"seats{n}"] or 1),
         budget=int(fields[f"budget{n}"] or 1),
         more_settings=_more_settings(fields, n),
+        encoders=int(fields[f"encoders{n}"] or 0),
     )
 
 
@@ -205,10 +209,11 @@ def of_plan(plan: Plan) -> PlanWords:
     words, several = of_name(plan.name), len({pool.hardware for pool in plan.pools}) > 1
     if words is not None and words.gpus == plan.num_devices and not plan.autoscales:
         return words
-    return PlanWords(tuple(_of_pool(pool, several) for pool in plan.pools))
+    encoders = {stage.pool: stage.instances * stage.devices for stage in plan.stages or () if stage.encoder}
+    return PlanWords(tuple(_of_pool(pool, several, encoders.get(pool.name, 0)) for pool in plan.pools))
 
 
-def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
+def _of_pool(pool: Pool, several_kinds: bool, encoders: int) -> PoolWords:
     p, batching, drafts = pool.parallelism, pool.batching, pool.speculation
     more_settings = {
         "weights": f"{pool.weight_dtype} weights" if pool.weight_dtype else "",
@@ -227,6 +232,7 @@ def _of_pool(pool: Pool, several_kinds: bool) -> PoolWords:
         seats=batching.max_num_seqs,
         budget=batching.max_num_batched_tokens,
         more_settings={key: words for key, words in more_settings.items() if words},
+        encoders=encoders,
     )
     least = pool.most_instances if pool.autoscaling is None else pool.autoscaling.min_instances
     return words if least == pool.most_instances else replace(words, servers=f"{least} to {words.servers}")

@@ -3,15 +3,19 @@
 JSON lines have lists of objects, `"images": [{"width": 1280, "height": 720, "name": "logo"}]`; cells of CSV have items
 with spaces between them, `1280x720#logo 800x600`, videos as `640x360@12.5` (seconds) and recordings as `12.5`. Items
 of the same kind and name are the same one. Azure's multimodal trace has numbers of images only (`NumImages`).
+
+Items of a request are all those of its prompt, as `prompt_tokens` counts all of its text. Where turns state only what
+they add (Mooncake's keys with `session_id` and `delay`), a turn adds items as well, which later turns read again.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from simtune.arrays import Ints
 from simtune.specs.media import MOST_ITEMS, MOST_SECONDS
 from simtune.specs.tower import MediaKind
 from simtune.specs.vision import MOST_PIXELS
@@ -38,6 +42,8 @@ class TraceItem(NamedTuple):
     """Frames per second that are sampled; those of the model's processor unless given."""
     frames: int | None = None
     """Frames that the client sends in place of a file."""
+    at: int = 0
+    """Tokens of the prompt's text before it."""
 
 
 class Faults(Protocol):
@@ -53,9 +59,9 @@ _REQUIRED: dict[MediaKind, tuple[str, ...]] = {
     "audio": ("seconds",),
 }
 _OPTIONAL: dict[MediaKind, tuple[str, ...]] = {
-    "image": ("name",),
-    "video": ("name", "frame_rate", "fps", "frames"),
-    "audio": ("name",),
+    "image": ("name", "at"),
+    "video": ("name", "frame_rate", "fps", "frames", "at"),
+    "audio": ("name", "at"),
 }
 _WHOLE = {"width": MOST_PIXELS, "height": MOST_PIXELS, "frames": 100_000}
 """Largest values of keys with whole numbers from 1 on."""
@@ -75,7 +81,8 @@ _CELLS: dict[MediaKind, tuple[re.Pattern[str], str]] = {
 def read_media(
     values: Mapping[str, Sequence[Any]], lines: Sequence[int], faults: Faults
 ) -> tuple[tuple[TraceItem, ...], ...] | None:
-    """Return the items of each request, images first, then videos, then recordings; None without such columns.
+    """Return the items of each request by the text before them, of equal ones images first, then videos, then
+    recordings; None without such columns.
 
     `values` are the columns of a trace by name, `lines` the line of each request. Problems are added to `faults`, each
     with its line and its key.
@@ -85,9 +92,59 @@ def read_media(
         return None
     rows = zip(lines, *(values[column] for column in columns), strict=True)
     return tuple(
-        tuple(item for column, cell in zip(columns, cells, strict=True) for item in _items(column, cell, line, faults))
+        _in_order(
+            item for column, cell in zip(columns, cells, strict=True) for item in _items(column, cell, line, faults)
+        )
         for line, *cells in rows
     )
+
+
+def _in_order(items: Iterable[TraceItem]) -> tuple[TraceItem, ...]:
+    """Return items by the text before them; of equal ones in the order given."""
+    return tuple(sorted(items, key=lambda item: item.at))
+
+
+def check_places(
+    media: Sequence[Sequence[TraceItem]], text_tokens: Sequence[int], lines: Sequence[int], faults: Faults
+) -> None:
+    """Add a problem to `faults` for each item that stands behind the text of its request, of which there are
+    `text_tokens`."""
+    columns = {kind: column for column, kind in MEDIA_COLUMNS.items()}
+    for items, tokens, line in zip(media, text_tokens, lines, strict=True):
+        for item in items:
+            if item.at > tokens:
+                message = f"at ({item.at:,}) exceeds the {tokens:,} tokens of text; lower it"
+                faults.add(message, line, columns[item.kind])
+
+
+def in_contexts(
+    media: Sequence[Sequence[TraceItem]], text_before: Sequence[int], lines: Sequence[int], first: Ints
+) -> tuple[tuple[TraceItem, ...], ...]:
+    """Return all items in the prompt of each turn, given those that each turn adds.
+
+    `text_before` are the tokens of text before what each turn adds, and `first` the rows at which sessions begin, and
+    at the end the number of all. An item without a name that later turns read again is given one by its line.
+    """
+    names = {item.name for items in media for item in items}
+    rows: list[tuple[TraceItem, ...]] = []
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        context: tuple[TraceItem, ...] = ()
+        for row in range(begin, end):
+            for number, item in enumerate(media[row]):
+                name = item.name
+                if name is None and row + 1 < end:
+                    name = _free_name(f"line {lines[row]}, {number}", names)
+                context += (item._replace(name=name, at=text_before[row] + item.at),)
+            rows.append(context)
+    return tuple(rows)
+
+
+def _free_name(name: str, names: set[str | None]) -> str:
+    """Return a name that no item has, and add it to `names`."""
+    while name in names:
+        name += "'"
+    names.add(name)
+    return name
 
 
 def _items(column: str, cell: Any, line: int, faults: Faults) -> Iterator[TraceItem]:
@@ -154,6 +211,8 @@ def _wrong_value(key: str, value: Any) -> str:
         if type(value) is int and 1 <= value <= _WHOLE[key]:
             return ""
         return f"must be a whole number from 1 to {_WHOLE[key]:,}, not {_short(value)}"
+    if key == "at":
+        return "" if type(value) is int and value >= 0 else f"must be tokens of text from 0, not {_short(value)}"
     if type(value) in (int, float) and 0 < value <= _ABOVE_0[key]:
         return ""
     return f"must be above 0 and at most {_ABOVE_0[key]:,}, not {_short(value)}"
@@ -185,19 +244,18 @@ def media_entries(media: Sequence[Sequence[TraceItem]]) -> dict[str, list[list[d
 def _entry(item: TraceItem) -> dict[str, Any]:
     keys = (*_REQUIRED[item.kind], *_OPTIONAL[item.kind])
     entry = {key: value for key, value in item._asdict().items() if key in keys and value is not None}
-    if entry.get("frame_rate") == FRAME_RATE:
-        del entry["frame_rate"]
-    return entry
+    defaults = {"frame_rate": FRAME_RATE, "at": 0}
+    return {key: value for key, value in entry.items() if key not in defaults or value != defaults[key]}
 
 
 def media_cells(media: Sequence[Sequence[TraceItem]]) -> dict[str, list[str]] | None:
     """Return the columns of a trace in CSV, as `read_media` reads them; None if cells cannot hold all of it: names with
-    spaces, and how videos are sampled."""
+    spaces, items within the text, and how videos are sampled."""
     columns: dict[str, list[str]] = {}
     for column, rows in media_entries(media).items():
         if any(len(entry.get("name", "x").split()) != 1 for row in rows for entry in row):
             return None
-        if any({"frame_rate", "fps", "frames"} & set(entry) for row in rows for entry in row):
+        if any({"frame_rate", "fps", "frames", "at"} & set(entry) for row in rows for entry in row):
             return None
         columns[column] = [" ".join(map(_cell, row)) for row in rows]
     return columns

@@ -59,7 +59,15 @@ from simtune.specs.trace_formats.clocks import EARLIEST_S
 from simtune.specs.trace_formats.log_rows import first_value, look_up
 from simtune.specs.trace_formats.mooncake_sessions import has_delays, read_sessions
 from simtune.specs.trace_formats.session_rows import SessionLog, turns_of
-from simtune.specs.trace_media import IMAGE_COUNTS, MEDIA_COLUMNS, TraceItem, media_note, read_media
+from simtune.specs.trace_media import (
+    IMAGE_COUNTS,
+    MEDIA_COLUMNS,
+    TraceItem,
+    check_places,
+    in_contexts,
+    media_note,
+    read_media,
+)
 from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.workload import MAX_TOKENS
 
@@ -111,7 +119,8 @@ class Trace:
     adapter: Ints | None = None
     """LoRA adapter of each request, numbered by first request, -1 for the base model; None if the file names none."""
     media: tuple[tuple[TraceItem, ...], ...] | None = None
-    """Images, videos and recordings of each request, which prompt_tokens does not count; None if the file has none."""
+    """Images, videos and recordings in each prompt, those of earlier turns in its context included; prompt_tokens does
+    not count them. None if the file has none."""
     num_images: Ints | None = None
     """Number of images of each request, if the file states no more of them; their sizes are those of a workload."""
     began_s: float | None = None
@@ -190,7 +199,11 @@ def _trace(path: Path, raw: bytes, table: _TraceTable, problems: _Faults) -> Tra
     turns = table.turns
     if turns is None and "after" in table.values:
         turns = turns_of(table.values, table.lines, problems)
-    adapter, media, num_images = _adapters(table, problems), _media(table, problems), _image_counts(table, problems)
+    adapter, media, num_images = (
+        _adapters(table, problems),
+        _media(table, prompt, problems),
+        _image_counts(table, problems),
+    )
     for column in (arrival_s, prompt_tokens, output_tokens, session, adapter, num_images):
         if column is not None:
             column.flags.writeable = False
@@ -237,18 +250,18 @@ def adapter_numbers(names: Sequence[Any]) -> Ints:
     return np.array(column, dtype=np.int64)
 
 
-def _media(table: _TraceTable, problems: _Faults) -> tuple[tuple[TraceItem, ...], ...] | None:
-    """Return the media of each request. Stops if something else in the file goes by blocks or turns."""
+def _media(table: _TraceTable, prompt: Array, problems: _Faults) -> tuple[tuple[TraceItem, ...], ...] | None:
+    """Return the media in the prompt of each request, whose text has `prompt` tokens."""
     media = read_media(table.values, table.lines, problems)
+    problems.raise_if_any()
     if media is None:
         return None
-    column = next(column for column in MEDIA_COLUMNS if column in table.values)
-    if "hash_ids" in table.values:
-        problems.stop("items name the blocks that prompts share; remove hash_ids, or the items", table.lines[0], column)
-    if table.turns is not None or "after" in table.values:
-        problems.stop("items of turns that wait for answers are not read; remove them", table.lines[0], column)
+    before = [0] * len(table.lines) if table.text_before is None else table.text_before
+    check_places(media, (prompt.astype(np.int64) - before).tolist(), table.lines, problems)
     problems.raise_if_any()
-    return media
+    if table.turns is None or table.text_before is None:
+        return media
+    return in_contexts(media, before, table.lines, table.turns.first)
 
 
 def _counts_note(num_images: Ints | None) -> list[str]:
@@ -321,6 +334,8 @@ class _TraceTable:
     unit: str | None = None
     """Unit of arrivals if the column was named by hand: s, ms or ns."""
     turns: TraceTurns | None = None
+    text_before: Sequence[int] | None = None
+    """Tokens of text before what each turn adds, if turns add media."""
 
 
 def _formatted_table(
@@ -338,7 +353,7 @@ def _log_table(log: LogRequests, *notes: str) -> _TraceTable:
     values, at, notes = log.values, log.lines, (*notes, *log.notes)
     if isinstance(log, SessionLog):
         table = _TraceTable(log.names, values, at, True, log.per_s, notes, log.block_tokens)
-        return replace(table, turns=log.turns)
+        return replace(table, turns=log.turns, text_before=log.text_before)
     times = values.get("arrival")
     if times is not None and all(isinstance(t, (int, float)) for t in times):
         order = sorted(range(len(times)), key=times.__getitem__)

@@ -1,10 +1,10 @@
 """Variants of a study's plans: fragments of a pool or of a plan that are merged over every plan of its search.
 
 `search.variants` lists fragments, each a mapping with keys of a pool, of `router`, `decode_router`, `link`,
-`local_prefill`, `speculation`, `engine` and `model`, or under `prefill` and `decode` keys of the pools of that role.
-The empty fragment stands for the plans as they are without variants. A fragment that sets what a search has choices
-for (`DIMENSIONS`) replaces these choices. The `model` of a fragment is another checkpoint of the study's model, and
-`score` how well it answers.
+`local_prefill`, `encoders_apart`, `speculation`, `engine` and `model`, or under `prefill` and `decode` keys of the
+pools of that role. The empty fragment stands for the plans as they are without variants. A fragment that sets what a
+search has choices for (`DIMENSIONS`) replaces these choices. The `model` of a fragment is another checkpoint of the
+study's model, and `score` how well it answers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from simtune.errors import suggest
-from simtune.specs.base import ErrorAt, Part, problems_of
+from simtune.specs.base import Count, ErrorAt, Part, Positive, problems_of
+from simtune.specs.encoder import EncoderTpMode
 from simtune.specs.plan import IN_PLACE, KvLink, LocalPrefill
 from simtune.specs.pool import Pool
 from simtune.specs.preset import merged
 from simtune.specs.routing import Routing
 from simtune.specs.shares import ShareOfDevice
 from simtune.specs.speculation import DrafterChoice
+from simtune.specs.stages import Stage
 from simtune.specs.yamlfile import Document
 
 Fragment = dict[str, Any]
@@ -54,7 +56,8 @@ UNSEARCHED: Mapping[str, str] = {
     "pools": "a search makes the pools; write keys of a pool here",
     "links": "plans of a search have one pool of each role; write link",
     "events": "no bound covers plans with events; add them to the chosen plan and simulate it",
-    "stages": "GPUs of stages are not among the devices of a study; add stages to the chosen plan and simulate it",
+    "stages": "encoder servers are searched as encoders_apart: {devices: 1, instances: 2}; add other stages to the "
+    "chosen plan and simulate it",
     "control": "no bound covers instances that change roles; add it to the chosen plan and simulate it",
 }
 """Keys of a plan or pool that no fragment may have, each with the reason and the remedy."""
@@ -66,11 +69,39 @@ _EXCLUSIVE = (
     ("autoscaling", "spare"),
     ("autoscaling", "share"),
     ("share", "spare"),
+    ("encoders_apart", "encoder"),
+    ("encoders_apart", "autoscaling"),
+    ("encoders_apart", "share"),
 )
 """Keys that no plan has both of."""
 _JOINED = "-and-"
 _UNNAMED = ("acceptance", "checkpoint", "draft_vocab_size", "score")
 _NAMED_BY_VALUE = ("engine", "drafter", "method", "scheme")
+
+
+class EncodersApart(Part):
+    """Servers that encode the media of requests in front of the pool that computes prompts: a stage of the plan."""
+
+    devices: Count = Field(1, description="GPUs of each, of the pool's kind")
+    instances: Count = Field(1, description="servers; each encodes the media of one request at a time")
+    tp_mode: EncoderTpMode = Field(
+        "weights", description="how the GPUs of a server share it: its weights, or the images and videos of a request"
+    )
+    bytes_per_s: Positive | None = Field(
+        None, description="rate at which embeddings go to the pool; that of the link between nodes unless given"
+    )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all servers."""
+        return self.devices * self.instances
+
+    def stage(self, pool: str) -> Stage:
+        """Return the stage of a plan, in front of a pool."""
+        return Stage(
+            name="encode", pool=pool, encoder=self.tp_mode, devices=self.devices, instances=self.instances,
+            bytes_per_s=self.bytes_per_s,
+        )  # fmt: skip
 
 
 class PlanFragment(Part):
@@ -80,6 +111,7 @@ class PlanFragment(Part):
     decode_router: Routing | None = None
     link: KvLink | None = None
     local_prefill: LocalPrefill | None = None
+    encoders_apart: EncodersApart | None = None
 
 
 class PoolShare(Part):
@@ -181,6 +213,11 @@ class Variant:
     def scales(self) -> bool:
         """True if pools of its plans are autoscaled."""
         return scales({**self.pool, **self.by_role})
+
+    def encoder_devices(self, role: str) -> int:
+        """Return the GPUs of encoder servers in front of the pools of a role."""
+        apart = self.plan.encoders_apart
+        return 0 if apart is None or role == "decode" else apart.num_gpus
 
     def scored(self, of_study: float | None) -> float | None:
         """Return the score of its model, given that of the study's; None if it has none."""

@@ -35,6 +35,36 @@ class Clip(NamedTuple):
     """Frames that the client sends in place of the file, evenly spread over its time; none are sampled then."""
 
 
+class SoundTurns(Part):
+    """Turns in which tokens of a video and of its sound follow one another, if clients have the sound read as well.
+
+    With `chunk_s` all frames of a stretch of time come before all sound of as many seconds (Qwen2.5-Omni:
+    `omni_get_updates_use_audio_in_video` of vllm/model_executor/models/qwen2_5_omni_thinker.py); without it every group
+    of frames comes before the first token of sound that is not earlier (Qwen3-Omni: `get_updates_use_audio_in_video` of
+    qwen3_omni_moe_thinker.py; release 0.33). Processors of transformers do the same in
+    `replace_multimodal_special_tokens`.
+    """
+
+    positions_per_s: Positive = Field(description="positions of one second; a token of sound takes one")
+    chunk_s: Positive | None = Field(None, description="seconds of one turn; each group of frames is one unless given")
+    fps: Positive = Field(2.0, description="frames per second by which turns are counted, unless a client states fps")
+
+    def turns(self, groups: int, vectors: int, sound: int, seconds: float) -> list[tuple[int, int]]:
+        """Return the tokens of frames and of sound in each turn, of `groups` groups of frames of `seconds` each, with
+        `vectors` tokens in a group, and of `sound` tokens of sound."""
+        at = [group * seconds * self.positions_per_s for group in range(groups)]
+        if self.chunk_s is None:
+            ends = [min(sound, math.ceil(position)) for position in at[1:]] + [sound]
+            return [(vectors, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+        chunk = int(self.positions_per_s * self.chunk_s)
+        of_chunks = [0] * (int(at[-1]) // chunk + 1)
+        for position in at:
+            of_chunks[int(position) // chunk] += vectors
+        sounds = [max(0, min(chunk, sound - number * chunk)) for number in range(len(of_chunks))]
+        sounds[-1] += sound - sum(sounds)
+        return [*zip(of_chunks, sounds, strict=True)]
+
+
 class VideoSizing(Part):
     """Rules of a processor for videos.
 
@@ -57,6 +87,10 @@ class VideoSizing(Part):
         "video-pruning-rate); those of one group of frames stay",
     )
 
+    sound: SoundTurns | None = Field(
+        None, description="turns of frames and sound, of videos whose sound is read; it stands behind them unless given"
+    )
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_pixels > self.max_pixels:
@@ -64,6 +98,12 @@ class VideoSizing(Part):
         if self.min_frames > self.max_frames:
             raise ValueError(f"min_frames ({self.min_frames}) exceeds max_frames ({self.max_frames}); lower it")
         return self
+
+    def group_s(self, fps: float | None, group: int) -> float:
+        """Return the seconds of a group of `group` frames by which turns of frames and sound are counted, if a client
+        states `fps`."""
+        assert self.sound is not None
+        return group / (fps or self.sound.fps)
 
     def sampled(self, clip: Clip, group: int) -> list[float]:
         """Return the seconds at which frames of a clip are taken; empty if it makes no frame.

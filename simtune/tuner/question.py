@@ -228,7 +228,7 @@ class Question:
         """
         hardware, name = self._profile(shape), shape.engine or self.study.single_engine
         settings: dict[str, Any] = {"hardware": shape.gpu if is_path(shape.gpu) else hardware.name}
-        settings |= {"encoder": {}} if media_kinds(self.workload, self.trace) and shape.role != "decode" else {}
+        settings |= {"encoder": {}} if shape.encodes and media_kinds(self.workload, self.trace) else {}
         preset = self.engines[shape.engine].preset if shape.engine else self.engine
         if preset is None:
             return settings if name is None else {**settings, "engine": name}

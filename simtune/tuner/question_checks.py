@@ -91,6 +91,7 @@ def check(question: LoadedStudy) -> None:
     _check_confidence(question)
     _check_users(question)
     _check_scaling(question)
+    _check_encoders(question)
     requests = study.search.requests
     if question.workload.batch and requests not in (None, question.workload.requests):
         raise UsageError(
@@ -124,6 +125,20 @@ def _check_users(question: LoadedStudy) -> None:
         raise UsageError(
             f"{study.name}: slo.confidence is not judged for objective {study.objective}; remove it, or use objective "
             "family or e2el at a number of users"
+        )
+
+
+def _check_encoders(question: LoadedStudy) -> None:
+    """Raise UsageError if a variant has encoder servers, and the load has no media or no arrivals known in advance."""
+    variant = next((v for v in question.study.variants if v.plan.encoders_apart is not None), None)
+    if variant is None:
+        return
+    of, load = f"{question.study.name}: variant {variant.label} has encoders_apart", question.workload
+    if not media_kinds(load, question.trace):
+        raise UsageError(f"{of}, and workload {load.name} has no images, videos or recordings; remove the variant")
+    if load.waits_for_answers or (question.trace is not None and question.trace.turns is not None):
+        raise UsageError(
+            f"{of}, which encode in order of arrival, and workload {load.name} {_why_no_rate(load)}; remove the variant"
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from simtune.errors import UsageError
 from simtune.specs.media import ImageSize, LoadAudio, LoadImages, LoadMedia, LoadVideos, SideQuantiles
 from simtune.specs.tower import MEDIA_KINDS, MediaKind, MediaShape
 from simtune.specs.towers import Towers
+from simtune.specs.video import SoundTurns
 from simtune.specs.workload import Workload
 from simtune.workload.sampling import MEDIA, ItemStreams, Span, drawn
 
@@ -46,6 +47,10 @@ class PromptItem(NamedTuple):
     """Identity: equal names, equal items."""
     shape: MediaShape
     kind: MediaKind
+    tokens: int
+    """Tokens of the prompt from its first to its last one, those of another item between them included."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """First and last + 1 of its tokens with embeddings, counted from its start; () if no other item's lie between."""
 
 
 class ItemCounts(NamedTuple):
@@ -54,6 +59,38 @@ class ItemCounts(NamedTuple):
     per_request: Ints
     most: int
     """Most items of one request of the whole load, by which draws are numbered."""
+
+
+class VideoTurns(NamedTuple):
+    """Turns of the videos of a load and their sound."""
+
+    sound: SoundTurns
+    group_s: float
+    """Seconds of one group of frames."""
+
+    def of(self, video: PromptItem, sound: PromptItem) -> tuple[PromptItem, PromptItem]:
+        """Return a video and its sound with the tokens that they take together, and which of them are whose.
+
+        Markers of both stand around all turns: half of them before."""
+        beside = video.shape.tokens + sound.shape.tokens - video.shape.vectors - sound.shape.vectors
+        runs = _runs(self, video.shape.sequences, video.shape.vectors, sound.shape.vectors, beside - beside // 2)
+        tokens = video.shape.tokens + sound.shape.tokens
+        return video._replace(tokens=tokens, runs=runs[0]), sound._replace(tokens=tokens, runs=runs[1])
+
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def _runs(turns: VideoTurns, groups: int, vectors: int, sound: int, at: int) -> tuple[Runs, Runs]:
+    """Return the runs of tokens of a video and of its sound, the first of which is `at`."""
+    runs: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for turn in turns.sound.turns(groups, vectors // groups, sound, turns.group_s):
+        for run, tokens in zip(runs, turn, strict=True):
+            if tokens:
+                run.append((at, at + tokens))
+                at += tokens
+    return tuple(runs[0]), tuple(runs[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +115,11 @@ class RequestMedia:
     shape: Ints
     """Columns of `MediaShape`: sequences, patches, vectors and tokens of each item; zeros unless sized."""
     sized: bool = False
+    within: NDArray[np.bool_] | None = None
+    """True for the sound of a video whose tokens stand between those of the video, the item before it; None if there is
+    none."""
+    turns: VideoTurns | None = None
+    """Turns of the videos and their sound; None if sound stands behind them."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -86,10 +128,14 @@ class RequestMedia:
         """Return the items of a request."""
         rows = slice(int(self.begin[request]), int(self.begin[request + 1]))
         columns = (column[rows].tolist() for column in (self.start, self.name, self.shape, self.kind))
-        return [
-            PromptItem(start, name, MediaShape(*shape), MEDIA_KINDS[kind])
+        items = [
+            PromptItem(start, name, MediaShape(*shape), MEDIA_KINDS[kind], shape[3])
             for start, name, shape, kind in zip(*columns, strict=True)
         ]
+        if self.within is not None and self.turns is not None:
+            for at in np.flatnonzero(self.within[rows]).tolist():
+                items[at - 1 : at + 1] = self.turns.of(*items[at - 1 : at + 1])
+        return items
 
     @property
     def per_request(self) -> Ints:
@@ -116,7 +162,7 @@ class RequestMedia:
     def _items(self, begin: Ints, at: Ints) -> RequestMedia:
         return replace(
             self, begin=begin, kind=self.kind[at], name=self.name[at], repeated=self.repeated[at], size=self.size[at],
-            start=self.start[at], shape=self.shape[at],
+            start=self.start[at], shape=self.shape[at], within=None if self.within is None else self.within[at],
         )  # fmt: skip
 
     def largest_requests(self) -> RequestMedia:
@@ -133,8 +179,11 @@ class RequestMedia:
         """Return the items of the requests of several parts, one part after another."""
         columns = ("kind", "name", "repeated", "size", "start", "shape")
         counts = np.concatenate([part.per_request for part in parts])
-        together = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
-        return cls(np.concatenate([[0], np.cumsum(counts)]), **together, sized=all(part.sized for part in parts))
+        together: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
+        sized, turns = all(part.sized for part in parts), next((part.turns for part in parts if part.turns), None)
+        return cls(
+            np.concatenate([[0], np.cumsum(counts)]), **together, sized=sized, within=_within(parts), turns=turns
+        )
 
     def kept(self, seen: NDArray[np.bool_]) -> RequestMedia:
         """Return the items of the requests for which `seen` is true."""
@@ -180,13 +229,17 @@ def draw_media(
     counts = {"image": image_counts}
     of_loads: list[RequestMedia] = []
     for load in loads:
-        of_loads.append(_draw(load, towers, seed, span, counts.get(load.kind)))
+        drawn_items = _draw(load, towers, seed, span, counts.get(load.kind))
         if isinstance(load, LoadVideos) and load.sound:
-            of_loads.append(_sound_of(of_loads[-1], towers))
+            drawn_items = _with_sound(drawn_items, load, towers)
+        of_loads.append(drawn_items)
     media = _together(of_loads)
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
     first = np.repeat(media.begin[:-1], media.per_request)
-    return replace(media, start=before - before[first] if len(before) else before)
+    start = before - before[first] if len(before) else before
+    if media.within is not None:
+        start[media.within] = start[np.flatnonzero(media.within) - 1]
+    return replace(media, start=start)
 
 
 def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
@@ -195,10 +248,33 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
         return of_kinds[0]
     owner = np.concatenate([np.repeat(np.arange(len(m.per_request)), m.per_request) for m in of_kinds])
     columns = ("kind", "name", "repeated", "size", "start", "shape")
-    joined = {name: np.concatenate([getattr(media, name) for media in of_kinds]) for name in columns}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(media, name) for media in of_kinds]) for name in columns}
     begin = np.sum([media.begin for media in of_kinds], axis=0)
     together = RequestMedia(begin, **joined, sized=all(media.sized for media in of_kinds))
+    turns = next((media.turns for media in of_kinds if media.turns), None)
+    together = replace(together, within=_within(of_kinds), turns=turns)
     return together._items(begin, np.argsort(owner, kind="stable"))
+
+
+def _within(parts: Sequence[RequestMedia]) -> NDArray[np.bool_] | None:
+    """Return which items of several parts stand within the one before; None if none does."""
+    if all(part.within is None for part in parts):
+        return None
+    return np.concatenate([np.zeros(len(p), dtype=bool) if p.within is None else p.within for p in parts])
+
+
+def _with_sound(videos: RequestMedia, load: LoadVideos, towers: Towers) -> RequestMedia:
+    """Return videos, each with its sound behind it or, if the model has turns, between its frames."""
+    parts = [videos, _sound_of(videos, towers)]
+    columns = ("kind", "name", "repeated", "size", "start", "shape")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(media, name) for media in parts]) for name in columns}
+    together = RequestMedia(2 * videos.begin, **joined, sized=all(media.sized for media in parts))
+    together = together._items(together.begin, np.arange(2 * len(videos)).reshape(2, -1).T.reshape(-1))
+    vision = towers.vision
+    if vision is None or vision.video is None or vision.video.sound is None:
+        return together
+    turns = VideoTurns(vision.video.sound, vision.video.group_s(load.fps, vision.frames))
+    return replace(together, within=np.arange(len(together)) % 2 == 1, turns=turns)
 
 
 def _sound_of(videos: RequestMedia, towers: Towers) -> RequestMedia:
@@ -381,7 +457,7 @@ def _names_of(
         if not of_set:
             break
         before += f",{item.name}"
-        end = max(block, (item.start + item.shape.tokens) // block_tokens)
+        end = max(block, (item.start + item.tokens) // block_tokens)
         if before not in known_names:
             known_names[before] = tuple(_block_name(before, number) for number in range(block, end))
         names += known_names[before]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from math import gcd
 from operator import eq
 from typing import NamedTuple, overload
 
@@ -43,6 +44,7 @@ from simtune.specs.workload import (
 from simtune.workload.adapters import AdapterBlocks, Asking, adapters_of
 from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
 from simtune.workload.media import RequestMedia, draw_media, named_blocks, placed
+from simtune.workload.media_blocks import MediaBlocks
 from simtune.workload.sampling import (
     ARRIVALS,
     CLASS,
@@ -66,7 +68,14 @@ from simtune.workload.session_draws import (
     turns_of,
 )
 from simtune.workload.sessions import SessionTurns
-from simtune.workload.trace_media import image_counts, media_kinds, repeats_items, replayed_media, replays_rows
+from simtune.workload.trace_media import (
+    image_counts,
+    media_kinds,
+    repeats_items,
+    replayed_media,
+    replays_rows,
+    within_text,
+)
 
 _REQUEST_BYTES = 450.0
 """Bytes of a request in a simulation and in its result."""
@@ -221,7 +230,7 @@ class RequestStream:
     def _blocks_of(self, seen: NDArray[np.bool_]) -> Sequence[tuple[int, ...]] | None:
         if self.hash_ids is None:
             return None
-        if isinstance(self.hash_ids, RepeatedBlocks | TextBlocks | AdapterBlocks):
+        if isinstance(self.hash_ids, RepeatedBlocks | TextBlocks | AdapterBlocks | MediaBlocks):
             return self.hash_ids.kept(seen)
         return tuple(compress(self.hash_ids, seen.tolist()))
 
@@ -253,7 +262,7 @@ def build_stream(
     if workload.graph:
         stream = _families(workload, workload.graph, requests, seed)
     elif workload.sends_families or (trace is not None and trace.turns is not None):
-        stream = _sessions(workload, trace, requests, seed)
+        stream = _sessions(workload, trace, requests, seed, towers)
     else:
         stream = draw(workload, trace, Span(0, requests), seed, towers)
     return stream if workload.warm_up is None else _warmed_up(stream, workload.warm_up, workload.name)
@@ -323,7 +332,7 @@ def _media_of(
     if trace is not None and trace.media is not None and replays_rows(workload, trace) and kinds:
         if workload.media:
             raise UsageError(f"{workload.trace}: the trace names media already; remove {workload.media_keys}")
-        return replayed_media(trace, towers, span)
+        return replayed_media(trace, towers, span.numbers)
     if not workload.media:
         return None
     if in_trace is not None:
@@ -335,19 +344,40 @@ def _media_of(
 
 
 def _with_media(stream: RequestStream, workload: Workload, trace: Trace | None, media: RequestMedia) -> RequestStream:
-    """Return requests with their media, whose tokens stand behind the prefix that prompts share."""
+    """Return requests with their media, whose tokens stand behind the prefix that prompts share, or where a trace has
+    them."""
+    if not workload.media:
+        return _with_replayed_media(stream, workload, needed_trace(trace), media)
     if not media.sized:
         return replace(stream, media=media)
     prefix, loads = workload.shared_prefix, workload.media
-    size = prefix.block_tokens if prefix is not None else loads[0].block_tokens if loads else MEDIA_BLOCK_TOKENS
+    size = prefix.block_tokens if prefix is not None else loads[0].block_tokens
     media = placed(media, stream.hash_ids, size)
     prompt_tokens = stream.prompt_tokens + media.added_tokens()
     stream = replace(stream, media=media, prompt_tokens=prompt_tokens)
     # by the load, not by these requests: all parts of it name blocks, or none does
-    if all(load.repeats is None for load in loads) and (loads or not repeats_items(needed_trace(trace))):
+    if all(load.repeats is None for load in loads):
         return stream
     _room_for_names(workload, prompt_tokens // size)
     return replace(stream, hash_ids=named_blocks(media, stream.hash_ids, size), block_tokens=size)
+
+
+def _with_replayed_media(stream: RequestStream, workload: Workload, trace: Trace, media: RequestMedia) -> RequestStream:
+    """Return requests with the media of a trace. Raise UsageError for a load that puts text of its own before them."""
+    if workload.sessions is not None:
+        raise UsageError(f"{trace.file}: the trace names media, which are of its own requests; remove sessions")
+    if workload.shared_prefix is not None and within_text(trace):
+        raise UsageError(f"{trace.file}: the trace names media within its text; remove shared_prefix")
+    if not media.sized:
+        return replace(stream, media=media)
+    if workload.shared_prefix is not None:
+        media = placed(media, stream.hash_ids, stream.block_tokens)
+    stream = replace(stream, media=media, prompt_tokens=stream.prompt_tokens + media.added_tokens())
+    if stream.hash_ids is None and not repeats_items(trace):
+        return stream
+    size = MEDIA_BLOCK_TOKENS if stream.hash_ids is None else gcd(stream.block_tokens, MEDIA_BLOCK_TOKENS)
+    blocks = MediaBlocks(stream.hash_ids, stream.block_tokens, media, size)
+    return replace(stream, hash_ids=blocks, block_tokens=size)
 
 
 def _classes(classes: Sequence[RequestClass], seed: int, span: Span) -> Ints:
@@ -501,10 +531,12 @@ def _families(workload: Workload, asked_for: Sequence[GraphNode], families: int,
 # --- sessions ---------------------------------------------------------------------------------------------
 
 
-def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
+def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int, towers: Towers) -> RequestStream:
     """Draw or replay sessions whose turns follow answers."""
-    drawn_or_replayed = _replayed_sessions if trace is not None and trace.turns is not None else _drawn_sessions
-    stream = drawn_or_replayed(workload, trace, count, seed)
+    if trace is not None and trace.turns is not None:
+        stream = _replayed_sessions(workload, trace, count, towers)
+    else:
+        stream = _drawn_sessions(workload, trace, count, seed)
     assert stream.turns is not None
     users, think_s = _users(workload.arrivals)
     arrival_s = _soon_enough(_arrival_s(workload.arrivals, trace, seed, Span(0, count)), f"workload {workload.name}")
@@ -555,9 +587,8 @@ def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: i
     )
 
 
-def _replayed_sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
-    """Replay sessions of a trace as they are; each repeat has texts of its own."""
-    assert trace is not None
+def _replayed_sessions(workload: Workload, trace: Trace, count: int, towers: Towers) -> RequestStream:
+    """Replay sessions of a trace as they are; each repeat has texts and media of its own."""
     assert trace.turns is not None
     if (
         workload.classes
@@ -574,7 +605,7 @@ def _replayed_sessions(workload: Workload, trace: Trace | None, count: int, seed
     room.need(len(numbers) * _REQUEST_BYTES, f"{len(numbers):,} turns", _FEWER)
     row = numbers % len(trace)
     zeros = np.zeros(len(row), dtype=np.int64)
-    return RequestStream(
+    stream = RequestStream(
         arrival_s=None,
         prompt_tokens=trace.prompt_tokens[row],
         output_tokens=trace.output_tokens[row],
@@ -586,6 +617,11 @@ def _replayed_sessions(workload: Workload, trace: Trace | None, count: int, seed
         block_tokens=trace.block_tokens,
         turns=turns,
     )
+    if not media_kinds(workload, trace):
+        return stream
+    if workload.media:
+        raise UsageError(f"{trace.file}: its sessions are replayed as they are; remove {workload.media_keys}")
+    return _with_replayed_media(stream, workload, trace, replayed_media(trace, towers, numbers))
 
 
 # --- shared text ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from simtune.arrays import Array, Ints
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.errors import UsageError
 from simtune.specs.trace_cut import of_rows
+from simtune.specs.trace_media import media_note
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
     Arrivals,
@@ -83,6 +84,8 @@ def fit_sessions(trace: Trace, name: str, arrivals: Arrivals, seed: int = 0) -> 
     stream = build_stream(_spec(fitted, name, arrivals), None, requests=judged.num_arrivals, seed=seed)
     facts = facts_of(trace)
     lost = [f"{facts.cut:,} turns with less text than before them; prompts of the spec only grow"] if facts.cut else []
+    if trace.media is not None and any(trace.media):
+        lost.append(f"{media_note(trace.media)}; replay the trace itself")
     return FittedSessions(_spec(trace, name, arrivals), tuple(_agreements(judged, stream, label)), tuple(lost))
 
 

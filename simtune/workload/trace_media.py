@@ -1,7 +1,7 @@
 """Media of requests that a trace names, as those of a load: sized by the model, named by their file.
 
 A trace is repeated end to end if more requests are asked for; the items of each round are unlike those of the others,
-as the texts are.
+as the texts are. An item of a session's turn is in the context of its later turns, where it is the same item.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from simtune.arrays import Ints
 from simtune.errors import UsageError
 from simtune.specs.tower import MEDIA_KINDS, MediaKind, MediaShape
 from simtune.specs.towers import NO_TOWERS, Towers
@@ -51,18 +52,24 @@ def image_counts(workload: Workload, trace: Trace | None, span: Span) -> ItemCou
     return ItemCounts(trace.num_images[span.numbers % len(trace)], max(1, int(trace.num_images.max())))
 
 
+def within_text(trace: Trace) -> bool:
+    """Return True if an item of a trace stands behind some text of its request."""
+    return any(item.at for items in trace.media or () for item in items)
+
+
 def repeats_items(trace: Trace) -> bool:
     """Return True if a trace has the same item more than once."""
     return bool(_of_round(trace, NO_TOWERS).repeated.any())
 
 
-def replayed_media(trace: Trace, towers: Towers, span: Span) -> RequestMedia:
-    """Return the items of a range of the requests of a trace; sized if the model's encoders are given.
+def replayed_media(trace: Trace, towers: Towers, numbers: Ints) -> RequestMedia:
+    """Return the items of requests by their numbers in the endlessly repeated trace; sized if the model's encoders are
+    given.
 
     Raises UsageError for a video or recording that is too short for a token of the prompt.
     """
     media = _of_round(trace, towers)
-    round_, row = np.divmod(span.numbers, len(trace))
+    round_, row = np.divmod(numbers, len(trace))
     chosen = media.rows(row)
     return replace(chosen, name=chosen.name + np.repeat(round_, chosen.per_request) * max(1, len(media)))
 
@@ -81,13 +88,14 @@ def _of_round(trace: Trace, towers: Towers) -> RequestMedia:
     shape = np.array(shapes, dtype=np.int64).reshape(-1, 4)
     before = np.cumsum(shape[:, 3]) - shape[:, 3]
     owner = np.repeat(np.arange(len(trace.media)), np.diff(begin))
+    text_before = np.array([item.at for item in items], dtype=np.int64)
     return RequestMedia(
         begin=begin,
         kind=np.array([MEDIA_KINDS.index(item.kind) for item in items], dtype=np.int64),
         name=np.array(names, dtype=np.int64),
         repeated=np.array([times[name] > 1 for name in names], dtype=bool),
         size=np.array([item[2:5] for item in items], dtype=np.float64).reshape(-1, 3),
-        start=before - before[begin[owner]] if len(items) else before,
+        start=before - before[begin[owner]] + text_before if len(items) else before,
         shape=shape,
         sized=sized,
     )

@@ -207,6 +207,27 @@ def test_servers_that_encode(tmp_path: Path, engine: str, stage: dict[str, Any])
     assert not [note for note in imported.notes if not note.startswith("ignored: ")]
 
 
+@pytest.mark.parametrize("engine", ["sglang-0.5.23", "vllm-0.33"])
+@pytest.mark.parametrize("instances", [1, 7])
+def test_servers_that_encode_in_front_of_prefill_servers(tmp_path: Path, engine: str, instances: int) -> None:
+    """Also on two nodes: 4 + 2 + 7 GPUs."""
+    pools = [{"name": "prefill", "role": "prefill", "instances": 2, "parallelism": {"tp": 2}},
+             {"name": "decode", "role": "decode", "instances": 2}]  # fmt: skip
+    stage = {"encoder": "weights", "devices": 1, "instances": instances, "pool": "prefill"}
+    same(tmp_path, plan_of(tmp_path, engine, *pools, model="qwen2.5-vl-7b", stage=stage))
+
+
+@pytest.mark.parametrize("encoder", ["weights", "data"])
+def test_servers_of_vllm_that_encode(tmp_path: Path, encoder: str) -> None:
+    stage = {"encoder": encoder, "devices": 1, "instances": 7}
+    same(tmp_path, plan_of(tmp_path, "vllm-0.33", {"instances": 3}, model="qwen2.5-vl-7b", stage=stage))
+
+
+def test_servers_that_encode_on_two_nodes(tmp_path: Path) -> None:
+    stage = {"encoder": "data", "devices": 2, "instances": 5}
+    same(tmp_path, plan_of(tmp_path, "sglang-0.5.23", {"instances": 3}, model="qwen2.5-vl-7b", stage=stage))
+
+
 @pytest.mark.parametrize(("engine", "drafter", "scheme"), DRAFTS)
 def test_drafts(tmp_path: Path, engine: str, drafter: str, scheme: dict[str, Any]) -> None:
     speculation = {"drafter": DRAFTERS[drafter], "scheme": scheme, "acceptance": ACCEPTANCE}

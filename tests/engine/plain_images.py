@@ -14,6 +14,8 @@ class PlainImage:
     tokens: int
     vectors: int
     name: int
+    seen: str = ""
+    """Its tokens, those with embeddings marked by x; all have some unless given."""
 
 
 class PlainEncodingEngine(PlainEngine):
@@ -43,7 +45,7 @@ class PlainEncodingEngine(PlainEngine):
         before = {name: set(users) for name, users in self.cached.items()}, list(self.unused)
         granted, _ = self._reached(request, past, tokens)
         self.cached, self.unused = before
-        self.asked = past, granted
+        self.asked = past, tokens
         return granted
 
     def _reached(self, request: PlainRequest, past: int, tokens: int) -> tuple[int, list[PlainImage]]:
@@ -59,7 +61,7 @@ class PlainEncodingEngine(PlainEngine):
                     self.unused.remove(image.name)
                 self.cached[image.name].add(request.id)
                 continue
-            if self.whole and past < image.start and past + tokens < image.start + image.tokens:
+            if self.whole and past <= image.start and past + tokens < image.start + image.tokens:
                 return image.start - past, pending
             waiting = sum(other.vectors for other in pending)
             free = self.room - self._in_use()
@@ -68,6 +70,8 @@ class PlainEncodingEngine(PlainEngine):
                 return max(0, image.start - past), pending
             while image.vectors + waiting > self.room - self._in_use():
                 del self.cached[self.unused.pop(0)]
+            if image.seen and "x" not in image.seen[max(0, past - image.start) : past + tokens - image.start]:
+                continue
             budget -= image.vectors
             pending.append(image)
         return tokens, pending

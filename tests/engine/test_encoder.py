@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "priority, caching, async": {"priority": True, "prefix_caching": True, "async_scheduling": True},
     "threshold": {"long_prefill_token_threshold": 5},
     "whole images": {"whole": True},
+    "sound": {},
+    "sound, caching, async": {"prefix_caching": True, "async_scheduling": True},
+    "sound, whole images": {"whole": True},
 }
 
 
@@ -86,7 +90,7 @@ class ImageWorld:
     def request(self, number: int) -> Request:
         shown = self.load[number]
         media = tuple(
-            MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors), MEDIA_KINDS[i.name % 3])
+            MediaItem(i.start, i.tokens, i.vectors, i.name, (1, i.vectors), MEDIA_KINDS[i.name % 3], runs_of(i.seen))
             for i in shown.images
         )
         names = self.names(shown)
@@ -102,6 +106,20 @@ class ImageWorld:
         return tuple(names)
 
 
+def runs_of(seen: str) -> tuple[tuple[int, int], ...]:
+    """Where tokens with embeddings begin and end."""
+    return tuple(match.span() for match in re.finditer("x+", seen))
+
+
+def in_turns(rng: random.Random, at: int, name: int, vectors: int, sound: int) -> list[PlainImage]:
+    """A video and its sound, two markers before and behind both, and their tokens in any order."""
+    order = rng.choice([["v"] * vectors + ["s"] * sound, rng.sample(["v"] * vectors + ["s"] * sound, vectors + sound)])
+    turns = ".." + "".join(order) + ".."
+    videos, sounds = (turns.replace(other, ".").replace(kind, "x") for kind, other in ("vs", "sv"))
+    tokens = len(turns)
+    return [PlainImage(at, tokens, vectors, name, videos), PlainImage(at, tokens, sound, 100 + name, sounds)]
+
+
 def image_worlds(features: str) -> st.SearchStrategy[ImageWorld]:
     return st.integers(0, 2**32).map(lambda seed: image_world(features, seed))
 
@@ -115,6 +133,8 @@ def image_world(features: str, seed: int) -> ImageWorld:
     # images, videos and recordings: some are much larger than others
     vectors = {name: rng.randint(1, rng.choice(most)) for name in range(rng.randint(1, 8))}
     limit = max(max(vectors.values()), rng.choice([1, 6, 12]))
+    sounds = {name: rng.randint(1, 4) if features.startswith("sound") and rng.random() < 0.7 else 0 for name in vectors}
+    limit = max(limit, *(vectors[name] + sounds[name] for name in vectors))
     load, step = [], 0
     for _ in range(rng.randint(1, 18)):
         step += rng.choice([0, 0, 0, 1, 3, 20])
@@ -123,15 +143,19 @@ def image_world(features: str, seed: int) -> ImageWorld:
             name = rng.choice([*vectors])
             # markers around an item, and timestamps of a video
             tokens = vectors[name] + name % 2 + 2 * (name % 3 == 1)
+            if sounds[name] and at + vectors[name] + sounds[name] + 4 <= longest // 2:
+                images += in_turns(rng, at, name, vectors[name], sounds[name])
+                at = images[-1].start + images[-1].tokens
+                continue
             if at + tokens > longest // 2:
                 break
             images.append(PlainImage(at, tokens, vectors[name], name))
             at += tokens + rng.choice([0, 0, 2])
         prompt = min(longest // 2 + 1, at + rng.randint(1, 8))
         load.append(Shown(step, prompt, rng.randint(1, max(1, longest // 3)), rng.randint(0, 2), tuple(images)))
-    largest = max(vectors.values())
+    largest = max(vectors[name] + sounds[name] for name in vectors)
     # without chunks that end within an image, a step has room for the largest one
-    budget = max(seqs, rng.choice([1, 6, 20]), largest + 4 if features == "whole images" else 1)
+    budget = max(seqs, rng.choice([1, 6, 20]), largest + 4 if "whole images" in features else 1)
     room = max(largest, limit if rng.random() < 0.5 else rng.choice([6, 20]))
     return ImageWorld(blocks, block_size, seqs, budget, room, limit, tuple(load), FEATURES[features])
 

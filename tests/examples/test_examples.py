@@ -102,7 +102,10 @@ def look_at(example: str, run: Path) -> tuple[Plan, list[dict[str, str]], Any]:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("adapters", "techniques"))) for name in EXAMPLES],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("adapters", "images", "techniques")))
+        for name in EXAMPLES
+    ],
 )
 def test_an_example_with_its_own_load(example: str, tmp_path: Path) -> None:
     optimize(example, tmp_path / "run")
@@ -126,8 +129,8 @@ def test_an_example_with_a_published_trace(example: str, trace: str, data_dir: P
 
 def test_all_examples_are_tried() -> None:
     assert EXAMPLES == [
-        "adapters", "autoscaling", "checkpoints", "closed-loop", "code-completion", "llama-70b", "quickstart",
-        "speculation", "techniques",
+        "adapters", "autoscaling", "checkpoints", "closed-loop", "code-completion", "images", "llama-70b",
+        "quickstart", "speculation", "techniques",
     ]  # fmt: skip
 
 
@@ -190,15 +193,31 @@ def test_pictures_are_encoded_once_or_found(tmp_path: Path) -> None:
     assert 0 < work["busy_share"] < 0.5
 
 
+def test_servers_that_encode_are_searched_beside_those_that_do_it_in_their_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    optimize("images", run, requests=80)
+    certificate = json.loads((run / "certificate.json").read_text())
+    assert certificate["variants"] == ["", "one-apart", "two-apart"]
+    plans = {plan["plan"]: plan["num_gpus"] for plan in certificate["plans"]}
+    assert {name: gpus for name, gpus in plans.items() if "-x3-" in name or "x4" in name} == {
+        "tp1-pp1-x4-s64-t4096": 4,
+        "tp1-pp1-enc1-v-one-apart-x3-s64-t4096": 4,
+    }
+
+
 def test_clips_and_voice_messages_are_encoded(tmp_path: Path) -> None:
     """Clips of the set are found; every voice message is new."""
-    clips, voice = tmp_path / "clips", tmp_path / "voice"
+    clips, voice, turns = (tmp_path / name for name in ("clips", "voice", "turns"))
     simulate("media/plan.yaml", "media/workload.yaml", clips, "--requests", "200", "--audit")
     simulate("media/speech-plan.yaml", "media/speech.yaml", voice, "--requests", "200", "--audit")
-    (of_clips,), (of_voice,) = (json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice))
+    simulate("media/plan.yaml", "media/turns.yaml", turns, "--requests", "30", "--audit")
+    (of_clips,), (of_voice,), (of_turns,) = (
+        json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice, turns)
+    )
     assert of_clips["encoded_images"] > 60
     assert of_clips["cache_hits"] > 0
     assert (of_voice["encoded_images"], of_voice["cache_hits"]) == (200, 0)
+    assert of_turns["encoded_images"] == 30, "a chart, a logo and a clip in each of ten rounds"
 
 
 def test_a_day_is_followed_by_starting_instances(tmp_path: Path) -> None:

@@ -9,12 +9,18 @@ import pytest
 
 from simtune.costs.encoder import EncoderCosts, Work
 from simtune.costs.ticks import to_ticks
+from simtune.engine import Request
+from simtune.engine.encoder import EncoderLimits
+from simtune.engine.encoding import EncodingFcfs
 from simtune.errors import Infeasible, UsageError
 from simtune.sim.deployment import Deployment, deploy
+from simtune.sim.source import media_items
 from simtune.specs.catalog import load_hardware, load_model
+from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.tower import media_words
 from simtune.specs.towers import Towers
+from simtune.specs.video import SoundTurns
 from simtune.specs.workload import Workload
 from simtune.workload import media as media_of_loads
 from simtune.workload.media import check_sees
@@ -51,13 +57,15 @@ def requests(number: int, *, towers: Towers = MODEL.towers, **media: Any) -> Req
     return build_stream(load(**media), None, requests=number, seed=0, towers=towers)
 
 
-def deployed(encoder: dict[str, Any] | None, *, stages: list[dict[str, Any]] | None = None, **more: Any) -> Deployment:
+def deployed(
+    encoder: dict[str, Any] | None, *, stages: list[dict[str, Any]] | None = None, model: Model = MODEL, **more: Any
+) -> Deployment:
     """Memory is that of 8,000 blocks, whatever the encoders take."""
     batching = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, **more.pop("batching", {})}
     kv_cache = {"num_blocks": 8001, **more.pop("kv_cache", {})}
     pool = {"hardware": "h100-sxm", "instances": 1, "batching": batching, "kv_cache": kv_cache, "max_model_len": 16384}
     pools = [{**pool, "encoder": encoder, **more}]
-    return deploy(Plan.model_validate({"name": "p", "model": "m", "pools": pools, "stages": stages}), MODEL, H100)
+    return deploy(Plan.model_validate({"name": "p", "model": "m", "pools": pools, "stages": stages}), model, H100)
 
 
 def test_a_request_with_all_kinds_is_encoded_kind_by_kind() -> None:
@@ -149,6 +157,82 @@ def test_the_sound_of_a_video_is_a_recording_of_its_length() -> None:
     assert work.encoded_images == 120
 
 
+def in_turns(**video: Any) -> Model:
+    """Return the model with turns of frames and sound, a second a turn."""
+    assert MODEL.vision is not None
+    assert MODEL.vision.video is not None
+    rules = MODEL.vision.video.model_copy(update={"sound": SoundTurns(positions_per_s=12.5), **video})
+    return MODEL.model_copy(update={"vision": MODEL.vision.model_copy(update={"video": rules})})
+
+
+def test_sound_in_turns_is_one_range_of_the_prompt_with_its_video() -> None:
+    """Ten groups of frames of 299 tokens a second; thirteen or twelve tokens of sound behind each."""
+    clip = {**CLIP, "seconds": 10, "per_request": 2, "sound": True}
+    behind, between = (requests(3, videos=clip, towers=model.towers) for model in (MODEL, in_turns()))
+    assert behind.prompt_tokens.tolist() == between.prompt_tokens.tolist()
+    assert between.media is not None
+    video, sound, second, last = between.media.of(1)
+    assert [item.kind for item in (video, sound, second, last)] == ["video", "audio", "video", "audio"]
+    tokens = video.shape.tokens + sound.shape.tokens
+    assert [item.tokens for item in (video, sound, second, last)] == [tokens] * 4
+    assert [item.start for item in (video, sound, second, last)] == [0, 0, tokens, tokens]
+    assert [end - begin for begin, end in video.runs] == [299] * 10
+    assert [end - begin for begin, end in sound.runs[:4]] == [13, 12, 13, 12]
+    assert sum(end - begin for begin, end in sound.runs) == sound.shape.vectors
+    assert not behind.media or [item.start for item in behind.media.of(1)][:2] == [0, video.shape.tokens]
+
+
+def test_blocks_of_a_video_with_sound_end_with_both() -> None:
+    clip = {**CLIP, "seconds": 10, "sound": True, "repeats": {"share": 1.0, "items": 1}}
+    stream = requests(2, videos=clip, towers=in_turns().towers)
+    assert stream.media is not None
+    assert stream.hash_ids is not None
+    assert stream.hash_ids[0] == stream.hash_ids[1]
+    assert len(stream.hash_ids[0]) == stream.media.of(0)[1].tokens // 16
+
+
+def test_sound_in_turns_is_encoded_with_the_first_chunk_that_has_some() -> None:
+    """A chunk of 256 tokens has frames of the first second alone; behind the video sound came in the last chunk."""
+    clip = {**CLIP, "seconds": 5, "sound": True}
+    model = in_turns()
+    stream = requests(1, videos=clip, towers=model.towers)
+    assert stream.media is not None
+    request = Request(0, int(stream.prompt_tokens[0]), 4, media=media_items(stream.media, 0))
+    assert [item.reaches(0, 256) for item in request.media] == [True, False]
+    limits = EncoderLimits(4096, 4096)
+    sizes: dict[str, Any] = {"num_blocks": 500, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    engine = EncodingFcfs(**sizes, max_model_len=8000, encoder=limits)
+    assert engine.add(request)
+    kinds = []
+    for _ in range(3):
+        step = engine.schedule()
+        assert step is not None
+        kinds.append([item.kind for item in step.encoded])
+        engine.complete()
+    assert kinds == [["video"], ["audio"], []]
+    deployment = deployed({}, model=model, batching={"max_num_batched_tokens": 256, "max_num_seqs": 8})
+    result = deployment.simulate(requests(20, videos=clip, towers=model.towers))
+    assert result.completed.all()
+    assert same(result, deployment.simulate(result.stream, single_steps=True))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "batching", "why"),
+    [
+        ({"disable_chunked_mm_input": True}, {"max_num_batched_tokens": 16_500},
+         r"needs a step for a video and its sound \(16,758 tokens\); raise max_num_batched_tokens \(16,500\)"),
+        ({}, {}, r"16,755 embeddings with its sound, .* keep \(16,384\), and would wait for ever; raise max_num"),
+    ],
+)  # fmt: skip
+def test_a_video_whose_sound_never_fits_is_refused(encoder: Any, batching: Any, why: str) -> None:
+    clip = {"sizes": [{"width": 980, "height": 1008}], "seconds": 13, "sound": True}
+    model = in_turns()
+    stream = requests(1, videos=clip, towers=model.towers)
+    deployment = deployed(encoder, model=model, batching=batching, max_model_len=17_000)
+    with pytest.raises(UsageError, match=why):
+        deployment.simulate(stream)
+
+
 def test_the_sound_of_videos_needs_a_model_that_hears() -> None:
     workload = load(videos={**CLIP, "sound": True})
     with pytest.raises(UsageError, match=r"w has videos\.sound, and model qwen2\.5-vl-7b states no audio encoder"):
@@ -183,6 +267,25 @@ def test_media_are_encoded_on_servers_in_front_of_a_pool() -> None:
     sent = (1196 + 1495 + 750) * 3584 * 2 / 1e9
     prefill = deployment.costs.mixed(0, 0, [(0, 3546)], 1)
     assert outcome.first_token[0] - outcome.arrival[0] == pytest.approx(to_ticks(encoding + sent) + prefill, abs=2)
+
+
+def test_media_are_encoded_in_front_of_a_prefill_pool() -> None:
+    """The prefill instance gets the request with its embeddings; keys and values then go to the decode instance."""
+    stage = {"name": "encode", "pool": "prefill", "encoder": "weights", "devices": 1, "bytes_per_s": 1e9}
+    alike = {"hardware": "h100-sxm", "instances": 1, "max_model_len": 16384, "async_scheduling": False}
+    alike |= {"batching": {"max_num_seqs": 64, "max_num_batched_tokens": 4096}, "kv_cache": {"num_blocks": 8001}}
+    pools = [{**alike, "name": role, "role": role} for role in ("prefill", "decode")]
+    plan = {"name": "p", "model": "m", "pools": pools, "stages": [stage], "link": {}}
+    deployment = deploy(Plan.model_validate(plan), MODEL, H100)
+    assert deployment.plan.num_devices == 3
+    outcome = deployment.simulate(requests(1, images=PICTURE)).outcome
+    encoding = EncoderCosts(MODEL, H100, deployment.plan.pools[0]).seconds([Work(1, 4784, 1196)])
+    sent = 1196 * 3584 * 2 / 1e9
+    prefill = deployment.pools[0].costs.mixed(0, 0, [(0, 1298)], 1)
+    assert outcome.prefilled[0] - outcome.arrival[0] == pytest.approx(to_ticks(encoding + sent) + prefill, abs=2)
+    without = deploy(Plan.model_validate({**plan, "stages": None}), MODEL, H100)
+    with pytest.raises(UsageError, match="pool prefill does not encode them"):
+        without.simulate(requests(1, images=PICTURE))
 
 
 @pytest.mark.parametrize(

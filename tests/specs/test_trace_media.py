@@ -25,17 +25,18 @@ from tests.specs.test_traces import problems, written
 SEES = load_model("qwen2.5-vl-7b")
 PIXELS, NAMES = st.integers(1, 4000), st.none() | st.sampled_from(["a", "b", "c d"])
 SECONDS = st.floats(0.5, 60).map(lambda x: round(x, 3))
+PLACES = st.sampled_from([0, 0, 0, 1])
 ITEMS = st.one_of(
-    st.builds(lambda w, h, n: TraceItem("image", n, w, h), PIXELS, PIXELS, NAMES),
+    st.builds(lambda w, h, n, at: TraceItem("image", n, w, h, at=at), PIXELS, PIXELS, NAMES, PLACES),
     st.builds(lambda w, h, s, f, n: TraceItem("video", n, w, h, s, fps=f), PIXELS, PIXELS, SECONDS, st.none() | SECONDS,
               NAMES),
-    st.builds(lambda s, n: TraceItem("audio", n, seconds=s), SECONDS, NAMES),
+    st.builds(lambda s, n, at: TraceItem("audio", n, seconds=s, at=at), SECONDS, NAMES, PLACES),
 )  # fmt: skip
 
 
 def made(rows: list[list[TraceItem]]) -> Trace:
     kinds = ["image", "video", "audio"]
-    media = tuple(tuple(sorted(items, key=lambda item: kinds.index(item.kind))) for items in rows)
+    media = tuple(tuple(sorted(items, key=lambda item: (item.at, kinds.index(item.kind)))) for items in rows)
     lengths = np.arange(1, len(rows) + 1)
     return Trace("t", "0" * 64, np.arange(len(rows)) / 4, lengths, lengths * 2, media=media)
 
@@ -45,8 +46,8 @@ def test_what_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory,
     trace = made(rows)
     folder = tmp_path_factory.mktemp("t")
     names = ["t.jsonl", "t.csv"]
-    if any(item.fps is not None or item.name == "c d" for items in rows for item in items):
-        with pytest.raises(UsageError, match=r"names with spaces; end the name in \.jsonl"):
+    if any(item.fps is not None or item.name == "c d" or item.at for items in rows for item in items):
+        with pytest.raises(UsageError, match=r"or names with spaces; end the name in \.jsonl"):
             trace_text(trace, names.pop())
     for name in names:
         assert read_trace(written(folder, trace_text(trace, name), name)).media == trace.media
@@ -101,7 +102,11 @@ def test_a_wrong_cell_is_named(tmp_path: Path, cell: str, why: str) -> None:
          "1: videos[0].seconds: must be above 0 and at most 100,000, not True"),
         ('[{"width": 4, "height": 4, "seconds": 1, "depth": 2}]',
          "1: videos[0].depth: unknown key of a video; its keys are width, height, seconds, name, frame_rate, fps, "
-         "frames"),
+         "frames, at"),
+        ('[{"width": 4, "height": 4, "seconds": 1, "at": -1}]',
+         "1: videos[0].at: must be tokens of text from 0, not -1"),
+        ('[{"width": 4, "height": 4, "seconds": 1, "at": 11}]',
+         "1: videos: at (11) exceeds the 10 tokens of text; lower it"),
         ('[{"width": 4, "height": 4, "seconds": 1, "name": 7}]', "1: videos[0].name: must be a text, not 7"),
         ('[{"width": 4, "height": 4, "seconds": 1, "fps": 2, "frames": 3}]',
          "1: videos[0].fps: frames that clients send are not sampled again; remove fps, or frames"),
@@ -109,21 +114,6 @@ def test_a_wrong_cell_is_named(tmp_path: Path, cell: str, why: str) -> None:
 )  # fmt: skip
 def test_a_wrong_item_is_named(tmp_path: Path, value: str, why: str) -> None:
     line = f'{{"timestamp": 0, "input_length": 10, "output_length": 5, "videos": {value}}}'
-    assert problems(tmp_path, line, "t.jsonl") == [why]
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ('"hash_ids": [1]', "1: images: items name the blocks that prompts share; remove hash_ids, or the items"),
-        ('"after": [], "pause_s": 0, "session": 0', "1: images: items of turns that wait for answers are not read; "
-         "remove them"),
-    ],
-)  # fmt: skip
-def test_items_beside_blocks_and_turns_are_refused(tmp_path: Path, more: str, why: str) -> None:
-    line = (
-        f'{{"timestamp": 0, "input_length": 10, "output_length": 5, "images": [{{"width": 4, "height": 4}}], {more}}}'
-    )
     assert problems(tmp_path, line, "t.jsonl") == [why]
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from simtune.specs.catalog import load_model
 from simtune.specs.tower import MediaShape
-from simtune.specs.video import Clip
+from simtune.specs.video import Clip, SoundTurns
 from simtune.specs.vision import NativeSizing, Vision
 from tests.specs.published.configs import PUBLISHED
 from tests.specs.test_hf_config import read
@@ -160,6 +160,11 @@ def test_tokens_of_omni_models(sides: tuple[int, int], of_older: tuple[int, int]
         assert encoder.shape(*sides) == (1, 4 * image, image, image + 2)
         assert encoder.clip_shape(Clip(*sides, 10.0, 30.0)) == (10, 4 * group, 10 * group, 10 * group + 2)
     assert omni(*OMNI3).projectors == 4
+
+
+def test_turns_of_omni_models() -> None:
+    older, newer = (of.video.sound for of in (omni(*OMNI25), omni(*OMNI3)) if of.video is not None)
+    assert (older, newer) == (SoundTurns(positions_per_s=25, chunk_s=2), SoundTurns(positions_per_s=13, fps=1.0))
 
 
 def test_windows_of_qwen() -> None:

@@ -233,12 +233,15 @@ def test_bounds_hold_of_compiled_costs(given: dict[str, Any]) -> None:
         _never_above(deployment, stream, slo)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
-    """A prompt that waits for its image lets those behind it pass; images come again, some have a video."""
+@pytest.mark.parametrize("apart", [0, 1, 3])
+def test_bounds_hold_of_prompts_with_images(apart: int) -> None:
+    """A prompt that waits for its image lets those behind it pass, as it does at `apart` servers that encode; images
+    come again, some have a video."""
     model = load_model("qwen2.5-vl-7b")
     sizes = [{"width": 1280, "height": 720}]
-    images = LoadImages.model_validate({"per_request": [1, 3], "sizes": sizes, "repeats": {"share": 0.5, "images": 4}})
+    images = LoadImages.model_validate(
+        {"per_request": [1, 3], "sizes": sizes, "repeats": {"share": 0.5, "images": 4}, "share": 0.6}
+    )
     workload = Workload(
         name="load",
         arrivals=Poisson(rate_rps=4.0),
@@ -250,7 +253,8 @@ def test_bounds_hold_of_prompts_with_images(apart: bool) -> None:
     encoder: dict[str, Any] = {} if apart else {"encoder": Encoder(cache_size=1200)}
     given: dict[str, Any] = {"kv_cache": {"prefix_caching": True}, "batching": {"max_num_batched_tokens": 2048}}
     parts = pool(max_model_len=8192, **given, **encoder)
-    stages = (Stage(name="encode", pool="mixed", encoder="weights", devices=1),) if apart else None
+    stage = {"name": "encode", "pool": "mixed", "encoder": "weights", "devices": 1, "instances": apart}
+    stages = (Stage.model_validate(stage),) if apart else None
     plan = Plan(name="plan", model=model.name, pools=(parts,), stages=stages)
     deployment = deploy(plan, model, HARDWARE)
     stream = build_stream(workload, None, requests=150, seed=1, towers=model.towers)

@@ -116,7 +116,7 @@ def _imported(request: ImportRequest) -> Imported:
         unique = list(dict.fromkeys(problems))
         raise SpecError(unique[:_MOST_PROBLEMS])
     data = _plan(request, source, model, pools)
-    data |= encoders_read.stages_of(encoders, pools[0]["name"], notes, lenient=request.lenient)
+    data |= encoders_read.stages_of(encoders, pools, notes, lenient=request.lenient)
     return _checked(data, note_lines(notes), request)
 
 

@@ -166,10 +166,21 @@ class Source:
             ports, hosts = _values(words, f"{option}-ports"), _values(words, f"{option}-hosts")
             for host, port in zip(hosts or [""] * len(ports), ports, strict=False):
                 self.roles[_node(host), port] = role
+        self._encoding_proxy(words)
         if "disaggregated" in words and "-c" in words[:-1]:
             path = self._beside(words[words.index("-c") + 1])
             if path is not None:
                 self.servers(yamlfile.parse(read_text(path), str(path)).data)
+
+    def _encoding_proxy(self, words: Sequence[str]) -> None:
+        """Keep the roles that a proxy before servers that encode states; without prefill servers the others do both."""
+        of_roles = {role: _values(words, f"--{role}-servers-urls") for role in ("prefill", "decode")}
+        if not of_roles["prefill"] or not of_roles["prefill"][0].startswith("http"):
+            return
+        for role, texts in of_roles.items():
+            for url in ",".join(texts).split(","):
+                host, _, port = url.removeprefix("http://").rpartition(":")
+                self.roles[_node(host), port] = role
 
     def servers(self, data: Any) -> None:
         """Keep the roles in the file of `trtllm-serve disaggregated`."""

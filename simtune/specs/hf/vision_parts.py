@@ -114,19 +114,25 @@ def _qwen35(block: Block, data: Block, hidden: int) -> Block:
 
 
 def _qwen25_omni(block: Block, data: Block, hidden: int) -> Block:
-    return {**_qwen25(block, data, hidden), "video": _frames(128 * 28**2, 768 * 28**2)}
+    turns = {
+        "positions_per_s": value_in(block, "tokens_per_second", 25),
+        "chunk_s": value_in(data, "seconds_per_chunk", 2),
+    }
+    return {**_qwen25(block, data, hidden), "video": _frames(128 * 28**2, 768 * 28**2, turns)}
 
 
 def _qwen3_omni(block: Block, data: Block, hidden: int) -> Block:
     # Qwen3-VL's encoder behind the processors of Qwen2-VL, which write no times
     sizing = {"kind": "native", "min_pixels": 3136, "max_pixels": 12_845_056}
-    return {**_qwen3(block, data, hidden), "sizing": sizing, "video": _frames(128 * 32**2, 768 * 32**2)}
+    # its processor counts turns by one frame per second, whatever the loader samples
+    turns = {"positions_per_s": value_in(data, "position_id_per_seconds", 13), "fps": 1.0}
+    return {**_qwen3(block, data, hidden), "sizing": sizing, "video": _frames(128 * 32**2, 768 * 32**2, turns)}
 
 
-def _frames(least: int, most: int) -> Block:
+def _frames(least: int, most: int, sound: Block) -> Block:
     """Return limits of each frame: `videos_kwargs` of processing_qwen2_5_omni.py and processing_qwen3_omni_moe.py,
-    which replace those of preprocessor_config.json."""
-    return {"limits": "frame", "min_pixels": least, "max_pixels": most}
+    which replace those of preprocessor_config.json; and turns of frames and sound."""
+    return {"limits": "frame", "min_pixels": least, "max_pixels": most, "sound": sound}
 
 
 def _gemma3(block: Block, data: Block, hidden: int) -> Block:

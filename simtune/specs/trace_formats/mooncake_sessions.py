@@ -1,12 +1,7 @@
 """Mooncake's keys with sessions: turns with `session_id` and `delay`, as aiperf replays them.
 
-<<<<<<< HEAD
 The first turn of a session has a `timestamp`, later turns a `delay` after the answer before them, in milliseconds. A
-turn has the tokens and blocks that it adds alone: its prompt is all prompts and answers before it, and these.
-=======
-The first turn of a session has a `timestamp`, later turns a `delay` after the answer before them, in ms. A turn
-has the tokens and blocks that it adds alone: its prompt is all prompts and answers before it, and these.
->>>>>>> wt-agents
+turn has the tokens, blocks and media that it adds alone: its prompt is all prompts and answers before it, and these.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from simtune.specs.trace_formats.session_rows import (
     session_log,
     whole_tokens,
 )
+from simtune.specs.trace_media import MEDIA_COLUMNS
 
 ID_TOKENS = 512
 """Tokens of a block of `hash_ids`."""
@@ -81,12 +77,19 @@ def _session(
         if hashed:
             _check_ids(row, line, problems)
         added, output = row["input_length"], row["output_length"]
-        prompt = before + added if whole_tokens(added) else added
+        prompt, media = before + added if whole_tokens(added) else added, _media(row)
+        text_before = before
         before += whole_tokens(added) + whole_tokens(output)
         pause_s = 0.0 if number == 0 else _delay_s(row, line, problems)
         after = (number - 1,) if number else ()
-        turns.append(RecordedTurn(line, prompt, output, after, pause_s, 0, before // SHARED_BLOCK_TOKENS))
+        blocks = before // SHARED_BLOCK_TOKENS
+        turns.append(RecordedTurn(line, prompt, output, after, pause_s, 0, blocks, media, text_before))
     return RecordedSession(turns, _timestamp(rows[0], lines[0], problems), [_text(rows[0], turns, hashed, free_name)])
+
+
+def _media(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of media of a row."""
+    return {column: row[column] for column in MEDIA_COLUMNS if column in row}
 
 
 def _check_ids(row: Mapping[str, Any], line: int, problems: Problems) -> None:

@@ -29,6 +29,10 @@ class RecordedTurn:
     """Number of the text, within the session, that its prompt and answer are the beginning of."""
     blocks: int = 0
     """Leading blocks of the text that its prompt and answer fill."""
+    media: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of the media that it adds, as the file contains them."""
+    text_before: int = 0
+    """Tokens of text before what it adds."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,8 @@ class SessionLog(LogRequests):
 
     turns: TraceTurns | None = None
     block_tokens: int = 0
+    text_before: Sequence[int] | None = None
+    """Tokens of text before what each turn adds, if turns add media."""
 
 
 def session_log(
@@ -61,7 +67,25 @@ def session_log(
     """Return the rows of sessions, those that arrive first before all others."""
     timed = all(session.arrival is not None for session in sessions)
     ordered = sorted(sessions, key=_arrival) if timed else list(sessions)
-    rows = [(number, session, turn) for number, session in enumerate(ordered) for turn in session.turns]
+    if not timed:
+        names = {key: name for key, name in names.items() if key != "arrival"}
+    turns = [turn for session in ordered for turn in session.turns]
+    media = _media_columns(turns)
+    return SessionLog(
+        names,
+        {**_columns(ordered, timed), **media},
+        [turn.line for turn in turns],
+        per_s,
+        list(notes),
+        _turns(ordered),
+        block_tokens,
+        [turn.text_before for turn in turns] if media else None,
+    )
+
+
+def _columns(sessions: Sequence[RecordedSession], timed: bool) -> dict[str, Any]:
+    """Return the columns of the turns of sessions, with arrivals if `timed`."""
+    rows = [(number, session, turn) for number, session in enumerate(sessions) for turn in session.turns]
     values: dict[str, Any] = {
         "prompt": [turn.prompt for _, _, turn in rows],
         "output": [turn.output for _, _, turn in rows],
@@ -69,12 +93,15 @@ def session_log(
     }
     if timed:
         values["arrival"] = [session.arrival for _, session, _ in rows]
-    else:
-        names = {key: name for key, name in names.items() if key != "arrival"}
-    if all(session.texts for session in ordered):
-        values["hash_ids"] = _text_blocks(ordered)
-    lines = [turn.line for _, _, turn in rows]
-    return SessionLog(names, values, lines, per_s, list(notes), _turns(ordered), block_tokens)
+    if all(session.texts for session in sessions):
+        values["hash_ids"] = _text_blocks(sessions)
+    return values
+
+
+def _media_columns(turns: Sequence[RecordedTurn]) -> dict[str, list[Any]]:
+    """Return the columns of media of all turns; None where a turn has none."""
+    columns = dict.fromkeys(column for turn in turns for column in turn.media)
+    return {column: [turn.media.get(column) for turn in turns] for column in columns}
 
 
 def _arrival(session: RecordedSession) -> float:

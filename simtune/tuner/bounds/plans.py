@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from simtune.arrays import Array, Ints
 from simtune.sim.deployment import Deployment
 from simtune.sim.plan_parts import POLICY, ROUTER
+from simtune.specs.plan import Plan
 from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import MeanLimit, SloLimits, of_one_request, of_statistics
@@ -170,11 +171,7 @@ class PlanBounds(LoneRequests):
             and pool.pool.spec.lora is None
             for pool in self.front
         )
-        plan = self.deployment.plan
-        weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
-        # Instances that start and drain change whose turn it is.
-        dealt = ROUTER.find(plan.router.kind).deals_in_turn and not weighted and not plan.autoscales
-        return self.known and dealt and self.timed and all(in_order)
+        return self.known and _dealt_in_turn(self.deployment.plan) and self.timed and all(in_order)
 
     @cached_property
     def _cores(self) -> tuple[list[Ints], Array, Array]:
@@ -230,6 +227,15 @@ class PlanBounds(LoneRequests):
             if int(late.sum()) > line.allowed:
                 return True
         return any(self.mean_missed(mean, ttft_s) for mean in means)
+
+
+def _dealt_in_turn(plan: Plan) -> bool:
+    """True if cores get requests in turn, in order of arrival."""
+    weighted = isinstance(plan.router, RoundRobinRouting) and bool(plan.router.weights)
+    if plan.autoscales or plan.stages:
+        # Instances that start and drain change whose turn it is, and requests leave stages in another order.
+        return False
+    return ROUTER.find(plan.router.kind).deals_in_turn and not weighted
 
 
 def _bisected(fails: Callable[[float], bool], start: float, high: float, best: RateBound) -> RateBound:

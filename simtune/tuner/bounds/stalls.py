@@ -54,6 +54,8 @@ def stalled_rps(deployment: Deployment, stream: RequestStream, slo: Slo) -> floa
     pool, limit_s = deployment.pools[0], _limit_s(stream, slo)
     plan, compiled = deployment.plan, isinstance(pool.costs, CompiledCosts | CompiledRounds)
     alone = len(deployment.pools) == 1 and not plan.events and plan.control is None and not plan.autoscales
+    # Servers in front even out how requests arrive.
+    alone = alone and not plan.stages
     if not alone or not compiled or limit_s is None or stream.hash_ids is not None or not _begins_at_once(pool):
         return math.inf
     load = BoundLoad(stream, deployment.max_model_len)

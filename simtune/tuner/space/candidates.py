@@ -69,6 +69,13 @@ class PoolShape:
     """GPUs of the feed-forward blocks, if the variant has them apart."""
     spare: int = 0
     """Instances that stand by beside those that serve, if the variant has some."""
+    encoder_devices: int = 0
+    """GPUs of the servers that encode media in front of the pool, if the variant has some."""
+
+    @property
+    def encodes(self) -> bool:
+        """True if instances encode the media of their prompts themselves."""
+        return self.role != "decode" and not self.encoder_devices
 
     @property
     def parallelism(self) -> Parallelism:
@@ -81,8 +88,9 @@ class PoolShape:
         return self.tp * self.pp * self.attention_dp * self.cp * self.prompt_groups + self.ffn_devices
 
     def devices_of(self, instances: int) -> int:
-        """Return the GPUs of a number of instances and of those that stand by, without those of drafters."""
-        return (instances + self.spare) * self.devices
+        """Return the GPUs of a number of instances, of those that stand by and of encoder servers, without those of
+        drafters."""
+        return (instances + self.spare) * self.devices + self.encoder_devices
 
     @cached_property
     def name(self) -> str:
@@ -90,6 +98,7 @@ class PoolShape:
         more = [f"dp{self.attention_dp}"] * (self.attention_dp > 1) + [f"cp{self.cp}"] * (self.cp > 1)
         more += [f"pcp{self.prompt_groups}"] * (self.prompt_groups > 1)
         more += [f"ffn{self.ffn_devices}"] * bool(self.ffn_devices) + [f"spare{self.spare}"] * bool(self.spare)
+        more += [f"enc{self.encoder_devices}"] * bool(self.encoder_devices)
         more += ["ep"] * self.expert_parallel
         more += [f"w-{self.weight_dtype}"] if self.weight_dtype else []
         more += [f"kv-{self.kv_dtype}"] if self.kv_dtype else []
@@ -128,13 +137,13 @@ class PoolChoice:
 
     @property
     def devices(self) -> int:
-        """GPUs of all instances, including those that stand by and those of drafters; none of a pool beside another one
-        on the same GPUs, which counts them."""
+        """GPUs of all instances, including those that stand by and those of drafters and of encoder servers in front;
+        none of a pool beside another one on the same GPUs, which counts them."""
         if self.beside:
             return 0
         if self.fixed is not None:
-            return self.fixed.most_instances * self.fixed.devices
-        return (self.instances + self.shape.spare) * self._devices_each
+            return self.fixed.most_instances * self.fixed.devices + self.shape.encoder_devices
+        return (self.instances + self.shape.spare) * self._devices_each + self.shape.encoder_devices
 
     @cached_property
     def changed(self) -> str:
@@ -361,7 +370,7 @@ class Candidate:
     gpu_labels: bool = False
     """True if names include the GPU on which a pool runs."""
     changes: PlanFragment | None = field(default=None, compare=False)
-    """Router and link of the variant of the pools; None if the plan has those of the study."""
+    """Router, link and encoder servers of the variant of the pools; None if the plan has those of the study."""
 
     def gpu_label(self, pool: PoolChoice) -> str:
         """Return the GPU as it is written in the name; empty if the study has one kind of GPU."""
@@ -407,6 +416,7 @@ class Candidate:
             decode_router=(changes.decode_router or study.decode_router) if apart else None,
             link=(changes.link or study.link or KvLink()) if apart else None,
             local_prefill=changes.local_prefill if apart else None,
+            stages=None if changes.encoders_apart is None else (changes.encoders_apart.stage(pools[0].name),),
         )
 
     def _weighted(self, router: Routing) -> Routing:
@@ -590,7 +600,7 @@ def _mixed(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
         counts_of_study = _choices(study, "mixed").instances
         if counts_of_study is not None:
             counts: Iterable[int] = [n for n in dict.fromkeys(counts_of_study) if n <= most]
-        elif _counting(study):
+        elif _counting(study, shape):
             counts = range(1, most + 1)
         else:
             counts = [most] if most else []
@@ -599,7 +609,10 @@ def _mixed(study: Study, variant: Variant) -> Iterator[tuple[PoolChoice, ...]]:
 
 
 def _of_kinds(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolChoice, ...], ...]]:
-    """Yield the sides of two mixed pools of different hardware, in the study's order."""
+    """Yield the sides of two mixed pools of different hardware, in the study's order; none with encoder servers, which
+    are in front of one pool."""
+    if variant.plan.encoders_apart is not None:
+        return
     settings = cache(lambda shape, instances: _named_settings(study, shape, instances, variant))
     for first, second in combinations(_pool_shapes(study, "mixed", variant), 2):
         if first.gpu != second.gpu:
@@ -613,15 +626,20 @@ def _named_settings(study: Study, shape: PoolShape, instances: int, variant: Var
     return tuple(replace(choice, own_name=name) for choice in _settings(study, shape, instances, variant))
 
 
-def _counting(study: Study) -> bool:
-    """True if every number of instances is a plan of its own: also if the budget may allow only some numbers."""
+def _counting(study: Study, side: PoolShape | PoolChoice) -> bool:
+    """True if every number of instances is a plan of its own: also if the budget may allow only some numbers, and for
+    objectives per GPU if the variant has encoder servers, whose number is the same for all."""
+    shape = side.shape if isinstance(side, PoolChoice) else side
+    if shape.encoder_devices and study.objective in PER_DEVICE:
+        return True
     return study.objective in COUNTING or study.limits.usd_per_hour is not None
 
 
 def _most(study: Study, shape: PoolShape) -> int:
     """Return the most instances of a shape that the devices allow."""
     devices = study.devices(shape.gpu)
-    return max(0, min(devices, study.limits.gpus or devices) // shape.devices - shape.spare)
+    for_instances = min(devices, study.limits.gpus or devices) - shape.encoder_devices
+    return max(0, for_instances // shape.devices - shape.spare)
 
 
 def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolChoice, ...], ...]]:
@@ -637,7 +655,7 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
     for prefill, decode in _together(sides, variant):
         pair = [_fixed_choice(study, side, variant) if isinstance(side, Pool) else side for side in (prefill, decode)]
         # Shapes of as many GPUs have the same numbers of instances.
-        key = tuple(side if isinstance(side, PoolChoice) else (side.gpu, side.devices, side.spare) for side in pair)
+        key = tuple(side if isinstance(side, PoolChoice) else _size(side) for side in pair)
         if key not in numbers:
             numbers[key] = counted(study, *pair)
         for counts in numbers[key]:
@@ -645,6 +663,11 @@ def _disaggregated(study: Study, variant: Variant) -> Iterator[tuple[tuple[PoolC
                 (side,) if isinstance(side, PoolChoice) else settings(side, n)
                 for side, n in zip(pair, counts, strict=True)
             )
+
+
+def _size(shape: PoolShape) -> tuple[str, int, int, int]:
+    """Return what the numbers of instances of a shape depend on."""
+    return shape.gpu, shape.devices, shape.spare, shape.encoder_devices
 
 
 def _together(
@@ -666,7 +689,7 @@ def _equal_counts(
     assert isinstance(prefill, PoolShape)
     assert isinstance(decode, PoolShape)
     counts = sorted(set(_of_side(study, prefill)) & set(_of_side(study, decode)))
-    every = _counting(study) or _given(study, prefill) or _given(study, decode)
+    every = _counting(study, prefill) or _given(study, prefill) or _given(study, decode)
     return [(count, count) for count in (counts if every else counts[-1:])]
 
 
@@ -675,6 +698,7 @@ def _fixed_choice(study: Study, pool: Pool, variant: Variant) -> PoolChoice:
     shape = PoolShape(
         pool.hardware, cut.tp, cut.pp, cut.attention_dp, cut.expert_parallel, pool.kv_cache.dtype or "", pool.role,
         pool.weight_dtype or "", variant=variant.label, spare=pool.spare,
+        encoder_devices=variant.encoder_devices(pool.role),
     )  # fmt: skip
     return PoolChoice(
         shape,
@@ -694,7 +718,7 @@ def _counts(study: Study, prefill: PoolShape | PoolChoice, decode: PoolShape | P
     it fits. Otherwise: the pairs to which the devices allow no further instance.
     """
     fitting = _fitting(study, prefill, decode)
-    if _counting(study):
+    if _counting(study, prefill):
         return sorted(fitting)
     if study.objective in PER_DEVICE:
         fixed_counts = any(_given(study, side) for side in (prefill, decode))
@@ -766,6 +790,7 @@ def _pool_shapes(study: Study, role: Role, variant: Variant) -> list[PoolShape]:
         parallelism.get("prefill_context_parallel") or 1,
         afd.get("ffn_devices", 0),
         changes.get("spare", 0),
+        variant.encoder_devices(role),
     )
     every = product(gpus, *cuts, *dtypes, lengths)
     return list(

@@ -201,7 +201,7 @@ class _Refuser:
     def __init__(self, question: Question, plans: Sequence[Candidate]) -> None:
         self._question = question
         self._max_model_len = question.length_limit(plans)
-        self._settings: dict[tuple[str, str, int, str, str], Mapping[str, Any]] = {}
+        self._settings: dict[tuple[str, str, int, str, str, bool], Mapping[str, Any]] = {}
         self._emitters: dict[tuple[str | None, str], Emitter | None] = {}
         self._known: dict[PoolChoice, str] = {}
         self._known_objects: dict[int, tuple[PoolChoice, str]] = {}
@@ -222,7 +222,7 @@ class _Refuser:
 
     def _asked(self, choice: PoolChoice) -> str:
         question, shape = self._question, choice.shape
-        of = (shape.gpu, shape.weight_dtype, shape.pp, shape.engine, shape.checkpoint)
+        of = (shape.gpu, shape.weight_dtype, shape.pp, shape.engine, shape.checkpoint, shape.encodes)
         if of not in self._settings:
             self._settings[of] = question.settings_of(shape)
         pool = replace(choice, changes=None).pool(question.study, self._max_model_len, self._settings[of])
