@@ -14,15 +14,10 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.implied_results import prompts_tell
-from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
+from simtune.tuner.search.rate_hints import RateHints
+from simtune.tuner.search.short_runs import short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
 from simtune.tuner.trial import Attempt, Trial
-
-HINTS = (0, 1, -1, -3, 3, -6, -10)
-"""Rates that are tried first, in steps from the likely one."""
-BIASED = -3
-"""Steps by which full runs of one plan meet less than short ones, or more, before those of the next plan are taken to as
-well: fewer may be chance."""
 
 
 class PlanJudge:
@@ -47,12 +42,7 @@ class PlanJudge:
         """The highest rate at which the prompts of a prefill pool did not end too late by themselves."""
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
-        self._full_to_short = 1.0
-        """The highest rate that full runs of a plan met over the one that short runs did, of the last plan of which
-        both are known: short runs end before they feel a rate that is a little too high, and where many ranks wait for
-        one another their first requests stand for too much."""
-        self._highest_short: float | None = None
-        """The highest rate that short runs of the plan that is being judged met; None if there were none."""
+        self._hints = RateHints(question, self.simulated_shorter)
 
     def judge(self, plan: BoundedCandidate, low: float | None) -> None:
         """Simulate a plan until it is known whether it is better than the best one, and by how much."""
@@ -61,36 +51,33 @@ class PlanJudge:
         if not self.question.objective.searches_rate:
             self.take(plan, None, self.simulated(plan, None))
             return
-        self._highest_short = None
-        lengths = short_lengths(self.question, plan.candidate)
-        climb = self._as_its_like(plan, low) or self._begun(plan, low, lengths)
+        climb = self._as_its_like(plan, low) or self._begun(plan, low)
         if climb is None:
             return
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
             if finding.met and low is not None and not climb.hints:
-                climb = replace(climb, hints=self._hints(plan, lengths[-1:], rate))
+                climb = replace(climb, hints=self._hints.after(plan, rate, finding))
             if not finding.met:
                 plan.miss(Miss(rate, finding.missed_by))
             if finding.met or climb.met is None:
                 self.take(plan, rate, finding)
             else:
                 self.seen.remember(plan, rate, finding)
-        if self._highest_short is not None and climb.met is not None:
-            self._full_to_short = climb.met.rate_rps / self._highest_short
+        self._hints.learn(None if climb.met is None else climb.met.rate_rps)
         if climb.met is not None and plan.row.status == "infeasible":
             # The plan meets the SLO, but breaks a limit of the study.
             plan.row.best = None
 
-    def _begun(self, plan: BoundedCandidate, low: float | None, lengths: Sequence[int]) -> Climb | None:
-        """Begin with runs of the short `lengths` and with prompts alone; return None if one of them rules the plan
-        out."""
+    def _begun(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
+        """Begin with short runs and with prompts alone; return None if one of them rules the plan out."""
+        lengths = short_lengths(self.question, plan.candidate)
         if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
             return None
         if low is not None and self._prompts_miss(plan, low):
             return None
-        hints = self._hints(plan, lengths[-1:]) if low is None else ()
+        hints = self._hints.first(plan) if low is None else ()
         return Climb(plan.ceiling_rps, self._step, low, hints=hints)
 
     def _as_its_like(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
@@ -159,32 +146,6 @@ class PlanJudge:
         stream = self.plan_cache.stream(plan.candidate)
         task = Simulation(plan.deployment, stream, self.question.study.slo, rate, prompts_alone=True)
         return (f"{plan.candidate.name} prompts alone", rate, 0), task
-
-    def _hints(self, plan: BoundedCandidate, lengths: Sequence[int], met: float | None = None) -> tuple[float, ...]:
-        """Return rates around the one that full runs are likely to meet the SLO at, by the highest one of short runs,
-        which decides nothing; `met` is a rate that a full run met."""
-        if not lengths:
-            return ()
-        climb = Climb(plan.ceiling_rps, self._step, met)
-        if met is not None:
-            climb = replace(climb, met=Rung(met, None))
-        while (rate := climb.rate_rps) is not None:
-            climb = climb.after(rate, self._shown(plan, rate, lengths[0]))
-        if climb.met is None:
-            return ()
-        self._highest_short = climb.met.rate_rps
-        ratio = self._full_to_short
-        likely = self._highest_short * (ratio if ratio < self._step**BIASED or ratio > self._step**-BIASED else 1.0)
-        return tuple(likely * self._step**steps for steps in HINTS)
-
-    def _shown(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
-        """Return what a short run shows of a rate; one that lasts less than a lifetime is repeated with more requests,
-        up to those of a full run."""
-        finding = self.simulated_shorter(plan, rate, requests)
-        longer = min(self.question.requests, lasting(finding))
-        if longer > requests:
-            finding = self.simulated_shorter(plan, rate, longer)
-        return as_shown(finding)
 
     def simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
         """Simulate the beginning of a plan's load."""

@@ -46,16 +46,16 @@ def short_lengths(question: Question, candidate: Candidate) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def lasting(finding: SimulationFinding) -> int:
-    """Return the requests with which a short run that meets the SLO would last a LIFETIME, and a fifth more; 0 if it
-    does, or misses the SLO."""
+def lasting(finding: SimulationFinding, least: float = LIFETIME) -> int:
+    """Return the requests with which a short run that meets the SLO would last `least` lifetimes, and a fifth more; 0
+    if it does, or misses the SLO."""
     lifetimes = finding.summary.lifetimes
-    if not finding.met or lifetimes is None or lifetimes >= LIFETIME:
+    if not finding.met or lifetimes is None or lifetimes >= least:
         return 0
-    return math.ceil(1.2 * LIFETIME / max(lifetimes, 1e-9) * finding.summary.requests)
+    return math.ceil(1.2 * least / max(lifetimes, 1e-9) * finding.summary.requests)
 
 
-def as_shown(finding: SimulationFinding) -> SimulationFinding:
-    """Return the finding of a short run as it counts for the rate to try next: missed if it lasts less than a
-    LIFETIME."""
-    return replace(finding, met=False, strain=None) if lasting(finding) else finding
+def as_shown(finding: SimulationFinding, least: float = LIFETIME) -> SimulationFinding:
+    """Return the finding of a short run as it counts for the rate to try next: missed if it lasts less than `least`
+    lifetimes."""
+    return replace(finding, met=False, strain=None) if lasting(finding, least) else finding
