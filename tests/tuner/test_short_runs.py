@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import pytest
 
 from simtune.specs.workload import ClosedLoop, SharedPrefix, Slo
 from simtune.tuner.doubt.draw_spread import CAPACITY, DrawSpread
+from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.candidate_filter import BoundedCandidate
-from simtune.tuner.search.climb import Climb, Rung, Simulation
+from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
+from simtune.tuner.search.climb import Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.plan_judge import PlanJudge
+from simtune.tuner.search.rate_hints import RateHints
 from simtune.tuner.search.search_journal import key_of
 from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 from simtune.tuner.space.candidates import Candidate, space_of
@@ -48,6 +51,50 @@ def test_short_runs_tell_which_rates_to_try_first() -> None:
     assert replace(climb, met=Rung(40.0, 0.99)).rate_rps == 40.8
     assert replace(climb, missed=Rung(40.0, 1.01)).rate_rps == 39.2
     assert replace(climb, met=Rung(40.0, 0.99), missed=Rung(40.8, 1.01)).rate_rps is None
+
+
+@pytest.mark.parametrize(
+    ("before", "met", "likely"),
+    [
+        (Rung(10.0, 0.5), Rung(12.0, 0.6), 20.0),
+        (Rung(10.0, 0.5), Rung(20.0, 0.5 * 2**0.5), 40.0),
+        (Rung(10.0, 0.6), Rung(12.0, 0.6), math.inf),
+        (Rung(10.0, None), Rung(12.0, 0.6), math.inf),
+    ],
+)
+def test_the_next_rate_is_where_strains_that_grow_by_a_power_reach_the_limit(
+    before: Rung, met: Rung, likely: float
+) -> None:
+    climb = Climb(1000.0, 1.02, None, met=met, met_before=before)
+    assert climb.rate_rps == pytest.approx(min(likely, math.sqrt(met.rate_rps * 1000.0)))
+
+
+def test_short_runs_are_long_enough_to_show_a_rate_and_full_ones_correct_them() -> None:
+    q = random_question(1, 4)
+    q = replace(q, workload=q.workload.model_copy(update={"requests": 2000}))
+    candidates = space_of(q.study).candidates
+    _, plans, _ = CandidateFilter(q, PlanCache(q, candidates)).sorted_by_kind(candidates)
+    plan, asked = plans[0], list[int]()
+    summary = Simulation(plan.deployment, q.stream(plan.candidate, 0.1, 20), Slo(), None).run()
+
+    def simulated(_: BoundedCandidate, rate_rps: float, requests: int) -> SimulationFinding:
+        """Short runs last a lifetime for every 500 requests, and meet the SLO up to half of the bound."""
+        asked.append(requests)
+        lasts = summary.summary.model_copy(update={"lifetimes": requests / 500, "requests": requests})
+        return replace(summary, met=rate_rps <= plan.bound_rps / 2, strain=None, summary=lasts)
+
+    hints = RateHints(q, simulated)
+    first = hints.first(plan)
+    assert {*asked} == {500, 1200}
+    assert asked.index(1200) == len(asked) - asked.count(1200), "no run is too short after one was"
+    assert plan.bound_rps / 2 / 1.02 <= first[0] <= plan.bound_rps / 2
+    hints.learn(0.8 * first[0])
+    assert hints.first(plan)[0] == pytest.approx(0.8 * first[0])
+    asked.clear()
+    longer = replace(summary, summary=summary.summary.model_copy(update={"requests": 2001}))
+    coarse = hints.after(plan, 0.4 * plan.bound_rps, longer)
+    assert {*asked} == {2000}, "the study's own requests are a short run of one that was made longer"
+    assert plan.bound_rps / 2 / 1.02**2 <= coarse[0] <= plan.bound_rps / 2, "nothing was learnt of runs of this length"
 
 
 def test_a_journal_tells_short_runs_from_full_ones() -> None:
