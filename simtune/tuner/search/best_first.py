@@ -193,13 +193,11 @@ class BestFirst:
             self._report()
 
     def _show_all(self) -> None:
-        """Simulate what the table of variants and the gap on the same requests state besides."""
+        """Simulate what the table of variants states besides."""
         best = self.best
         for plan in to_show(self.question, self.plans):
             self._judge.judge(plan, None)
         self.best = best or self.best
-        if self.confirmed is not None:
-            show_on_draw(self.question, self._judge, self.confirmed, self.plans)
 
     def _begin_well(self) -> None:
         """Judge the plan first that very short runs favour, so that there is a good plan to hold others against."""
@@ -341,6 +339,7 @@ class BestFirst:
             self._judge.look_at_nearest(self.plans)
             raise no_plan(self.question, self.rows)
         best = self.best = confirmed.plan
+        show_on_draw(self.question, self._judge, confirmed, self.plans)
         value = self.value(best)
         for plan in self.plans:
             plan.row.best = plan.reaches
