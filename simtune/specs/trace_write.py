@@ -21,8 +21,8 @@ def trace_text(trace: Trace, name: str) -> str:
         cells = {} if trace.media is None else media_cells(trace.media)
         if cells is None:
             raise UsageError(
-                f"{name}: this trace says how videos are sampled, has items within the text, or names with spaces; end "
-                "the name in .jsonl"
+                f"{name}: this trace says how videos are sampled or that their sound is read, has items within the "
+                "text, or names with spaces; end the name in .jsonl"
             )
         columns = _requests(trace) | cells
         rows = (",".join("" if x is None else str(x) for x in row) for row in zip(*columns.values(), strict=True))
