@@ -158,9 +158,10 @@ class RequestMedia:
         """Return the items of some requests, in the order of these."""
         counts = self.per_request[requests]
         begin = np.concatenate([[0], np.cumsum(counts)])
-        return self._items(begin, np.repeat(self.begin[requests] - begin[:-1], counts) + np.arange(begin[-1]))
+        return self.items_at(begin, np.repeat(self.begin[requests] - begin[:-1], counts) + np.arange(begin[-1]))
 
-    def _items(self, begin: Ints, at: Ints) -> RequestMedia:
+    def items_at(self, begin: Ints, at: Ints) -> RequestMedia:
+        """Return the items numbered `at`; those of request i are from `begin[i]` to `begin[i + 1]` of these."""
         return replace(
             self, begin=begin, kind=self.kind[at], name=self.name[at], repeated=self.repeated[at], size=self.size[at],
             start=self.start[at], shape=self.shape[at], group_s=None if self.group_s is None else self.group_s[at],
@@ -261,7 +262,7 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
     together = RequestMedia(begin, **joined, sized=all(media.sized for media in of_kinds))
     turns = next((media.turns for media in of_kinds if media.turns), None)
     together = replace(together, group_s=_group_s(of_kinds), turns=turns)
-    return together._items(begin, np.argsort(owner, kind="stable"))
+    return together.items_at(begin, np.argsort(owner, kind="stable"))
 
 
 def _group_s(parts: Sequence[RequestMedia]) -> Array | None:
@@ -277,7 +278,7 @@ def _with_sound(videos: RequestMedia, load: LoadVideos, towers: Towers) -> Reque
     columns = ("kind", "name", "repeated", "size", "start", "shape")
     joined: dict[str, Any] = {name: np.concatenate([getattr(media, name) for media in parts]) for name in columns}
     together = RequestMedia(2 * videos.begin, **joined, sized=all(media.sized for media in parts))
-    together = together._items(together.begin, np.arange(2 * len(videos)).reshape(2, -1).T.reshape(-1))
+    together = together.items_at(together.begin, np.arange(2 * len(videos)).reshape(2, -1).T.reshape(-1))
     vision = towers.vision
     if vision is None or vision.video is None or vision.video.sound is None:
         return together
