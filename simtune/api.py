@@ -49,9 +49,8 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
 from simtune.specs.workload import Workload
 from simtune.specs.yamlfile import Document
-from simtune.workload.media import check_sees
 from simtune.workload.requests import RequestStream, build_stream
-from simtune.workload.trace_media import media_kinds
+from simtune.workload.trace_media import check_media
 
 if TYPE_CHECKING:
     # A simulation needs no tuner: importing it takes a third of the time in which a command starts.
@@ -259,7 +258,7 @@ def set_up(
 ) -> Experiment:
     """Draw the requests and deploy the plan, which names what it is deployed on. See `simulate`."""
     workload, trace, towers = specs.workload, specs.trace, specs.model.towers
-    check_sees(towers, workload, specs.model.name, media_kinds(workload, trace))
+    check_media(towers, workload, trace, specs.model.name)
     stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed, towers=towers)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
@@ -278,7 +277,7 @@ def stream(
     """Simulate a plan under any number of requests in memory that does not grow with them: no columns, and percentiles
     within `simtune.results.sketch.ERROR`. See `simulate`; raises UsageError for what needs all requests at once."""
     workload, trace, towers = specs.workload, specs.trace, specs.model.towers
-    check_sees(towers, workload, specs.model.name, media_kinds(workload, trace))
+    check_media(towers, workload, trace, specs.model.name)
     number = requests or workload.requests
     load = StreamedLoad(workload, trace, requests=number, seed=seed, rate_rps=rate_rps, towers=towers)
     deployment = _deployed(specs, load.extremes, costs)

@@ -3,7 +3,11 @@ with the language model alone (`--language-only`), which are given the addresses
 pools these are the prefill servers (docs.sglang.io, EPD disaggregation).
 
 Options and rules are those of sgl-project/sglang, python/sglang/srt/server_args.py (release 0.5.14) and
-arg_groups/pd_disaggregation_hook.py (0.5.23), `handle_encoder_disaggregation`.
+arg_groups/pd_disaggregation_hook.py (0.5.23), `handle_encoder_disaggregation`. Every request with media is sent to the
+servers that encode, unless `--enable-adaptive-dispatch-to-encoder` is given: then those with fewer items of all kinds
+than `SGLANG_ENCODER_DISPATCH_MIN_ITEMS`, 2 unless set, are encoded by the server that answers
+(managers/tokenizer_manager.py, `_handle_epd_disaggregation_encode_request` and `_should_dispatch_to_encoder`). It is
+not written, since servers of SGLang that encode in their own steps are not simulated.
 """
 
 from __future__ import annotations
@@ -116,6 +120,13 @@ class EncodingSglang(Sglang):
         """See `Emitter.unsaid`; and how SGLang's servers differ from a stage."""
         if pool.name != self._encoders:
             yield from super().unsaid(pool)
+            if pool.role != "decode":
+                yield (
+                    "enable-adaptive-dispatch-to-encoder: all media are encoded by the encoder servers; with it "
+                    "requests with fewer items than SGLANG_ENCODER_DISPATCH_MIN_ITEMS (2) would be encoded here"
+                )
+                # models/qwen2_5_vl.py, qwen3_vl.py and kimi_vl.py build it before they look at language_only
+                yield "stages: the encoder is built here too, and its weights take memory of the KV blocks"
             return
         yield "stages: the items of one request are divided among all servers here"
         yield "stages: items of several requests may be encoded together here"

@@ -189,9 +189,9 @@ def _check_limits(where: str, pool: Pool, model: Model, media: RequestMedia) -> 
 
 def _check_sound(where: str, pool: Pool, media: RequestMedia, room: int) -> None:
     """Raise UsageError if a video between whose frames its sound stands would wait for ever."""
-    if media.within is None:
+    if media.group_s is None:
         return
-    sound = np.flatnonzero(media.within)
+    sound = np.flatnonzero(media.group_s)
     tokens, budget = media.shape[sound, 3] + media.shape[sound - 1, 3], pool.batching.max_num_batched_tokens
     if pool.encoder is not None and pool.encoder.disable_chunked_mm_input and tokens.max(initial=0) > budget:
         raise UsageError(

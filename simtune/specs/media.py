@@ -141,7 +141,8 @@ PerRequest = Annotated[Seq[Items], Field(min_length=1, strict=False), BeforeVali
 
 class LoadMedia(Part):
     """Items of one kind in requests, behind the prefix that prompts share, if there is one, and before the rest of the
-    text; images first, then videos, then recordings.
+    text; images first, then videos, then recordings. In sessions whose turns follow answers, a turn adds items before
+    the text that it adds, and later turns read them again.
 
     `prompt` of the workload counts text only.
     """

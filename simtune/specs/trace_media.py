@@ -44,6 +44,8 @@ class TraceItem(NamedTuple):
     """Frames that the client sends in place of a file."""
     at: int = 0
     """Tokens of the prompt's text before it."""
+    sound: bool = False
+    """True if the sound of a video is read too, as a recording of its length (`use_audio_in_video`)."""
 
 
 class Faults(Protocol):
@@ -60,7 +62,7 @@ _REQUIRED: dict[MediaKind, tuple[str, ...]] = {
 }
 _OPTIONAL: dict[MediaKind, tuple[str, ...]] = {
     "image": ("name", "at"),
-    "video": ("name", "frame_rate", "fps", "frames", "at"),
+    "video": ("name", "frame_rate", "fps", "frames", "at", "sound"),
     "audio": ("name", "at"),
 }
 _WHOLE = {"width": MOST_PIXELS, "height": MOST_PIXELS, "frames": 100_000}
@@ -207,6 +209,8 @@ def _wrong_value(key: str, value: Any) -> str:
     """Return the problem of a value; empty without one."""
     if key == "name":
         return "" if isinstance(value, str) and value else f"must be a text, not {_short(value)}"
+    if key == "sound":
+        return "" if isinstance(value, bool) else f"must be true or false, not {_short(value)}"
     if key in _WHOLE:
         if type(value) is int and 1 <= value <= _WHOLE[key]:
             return ""
@@ -244,18 +248,18 @@ def media_entries(media: Sequence[Sequence[TraceItem]]) -> dict[str, list[list[d
 def _entry(item: TraceItem) -> dict[str, Any]:
     keys = (*_REQUIRED[item.kind], *_OPTIONAL[item.kind])
     entry = {key: value for key, value in item._asdict().items() if key in keys and value is not None}
-    defaults = {"frame_rate": FRAME_RATE, "at": 0}
+    defaults = {"frame_rate": FRAME_RATE, "at": 0, "sound": False}
     return {key: value for key, value in entry.items() if key not in defaults or value != defaults[key]}
 
 
 def media_cells(media: Sequence[Sequence[TraceItem]]) -> dict[str, list[str]] | None:
     """Return the columns of a trace in CSV, as `read_media` reads them; None if cells cannot hold all of it: names with
-    spaces, items within the text, and how videos are sampled."""
+    spaces, items within the text, how videos are sampled, and their sound."""
     columns: dict[str, list[str]] = {}
     for column, rows in media_entries(media).items():
         if any(len(entry.get("name", "x").split()) != 1 for row in rows for entry in row):
             return None
-        if any({"frame_rate", "fps", "frames", "at"} & set(entry) for row in rows for entry in row):
+        if any({"frame_rate", "fps", "frames", "at", "sound"} & set(entry) for row in rows for entry in row):
             return None
         columns[column] = [" ".join(map(_cell, row)) for row in rows]
     return columns

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from simtune.errors import UsageError
 from simtune.specs.trace_media import media_cells, media_entries
-from simtune.specs.traces import Trace
+from simtune.specs.traces import MAX_HASH_ID, Trace
 
 SUFFIXES = (".csv", ".jsonl")
 
@@ -20,8 +21,8 @@ def trace_text(trace: Trace, name: str) -> str:
         cells = {} if trace.media is None else media_cells(trace.media)
         if cells is None:
             raise UsageError(
-                f"{name}: this trace says how videos are sampled, has items within the text, or names with spaces; end "
-                "the name in .jsonl"
+                f"{name}: this trace says how videos are sampled or that their sound is read, has items within the "
+                "text, or names with spaces; end the name in .jsonl"
             )
         columns = _requests(trace) | cells
         rows = (",".join("" if x is None else str(x) for x in row) for row in zip(*columns.values(), strict=True))
@@ -32,6 +33,20 @@ def trace_text(trace: Trace, name: str) -> str:
     return "".join(
         json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in zip(*columns.values(), strict=True)
     )
+
+
+def written_names(rows: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return the names of the blocks of each prompt as `hash_ids` of a file.
+
+    Names stay as they are unless one of them exceeds `MAX_HASH_ID`, the most that a file may have; then all names are
+    numbered from 0 in order of appearance: equal names stay equal, and the first rows have the same numbers whatever
+    rows follow. Names of blocks with images, videos or recordings are digests, which exceed it.
+    """
+    names = [list(row) for row in rows]
+    if max((max(row, default=0) for row in names), default=0) <= MAX_HASH_ID:
+        return names
+    numbers: dict[int, int] = {}
+    return [[numbers.setdefault(name, len(numbers)) for name in row] for row in names]
 
 
 def _requests(trace: Trace) -> dict[str, list[Any]]:
@@ -56,6 +71,6 @@ def _shared(trace: Trace) -> dict[str, list[Any]]:
         columns["after"] = [list(after) for after in trace.turns.after]
         columns["pause_s"] = [round(x, 9) for x in trace.turns.pause_s.tolist()]
     if trace.hash_ids is not None:
-        columns["hash_ids"] = [list(row) for row in trace.hash_ids]
+        columns["hash_ids"] = written_names(trace.hash_ids)
         columns["block_tokens"] = [trace.block_tokens] * len(trace)
     return columns

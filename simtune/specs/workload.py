@@ -482,10 +482,11 @@ class Workload(Spec):
             media = getattr(self, key)
             if media is None:
                 continue
-            for name in ("graph", "sessions"):
-                if getattr(self, name):
-                    are = "is that" if key == "audio" else "are those"
-                    raise ErrorAt(f"{key} {are} of single requests; remove {key}, or {name}", key)
+            are, need = ("is that", "needs") if key == "audio" else ("are those", "need")
+            if self.graph:
+                raise ErrorAt(f"{key} {are} of single requests and of sessions; remove {key}, or graph", key)
+            if self.sessions is not None and self.sessions.follow == "arrivals":
+                raise ErrorAt(f"{key} {need} turns that follow answers; remove {key}, or follow and concurrent", key)
             if media.block_tokens != self.media[0].block_tokens:
                 raise ErrorAt(
                     "blocks are of one size in all media; give each the same block_tokens", key, "block_tokens"

@@ -13,8 +13,7 @@ from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
-from simtune.workload.media import check_sees
-from simtune.workload.trace_media import media_kinds
+from simtune.workload.trace_media import check_media, media_kinds
 
 
 class LoadedEngine(Protocol):
@@ -78,7 +77,7 @@ def check(question: LoadedStudy) -> None:
     have."""
     study, name = question.study, question.study.name
     workload = question.workload
-    check_sees(question.model.towers, workload, study.model, media_kinds(workload, question.trace))
+    check_media(question.model.towers, workload, question.trace, study.model)
     for setting, objective in (
         ("objective", question.objective),
         *(("limit", limit.objective) for limit in question.limits),

@@ -27,6 +27,7 @@ from simtune.sim.drawn_worlds import DrawnWorlds
 from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.plan_words import in_words
+from simtune.specs.trace_write import written_names
 from simtune.tuner.certificate.search_certificate import Certificate
 from simtune.tuner.doubt.leaders import Leader, PlanErrors, leaders
 from simtune.tuner.doubt.next_loads import WORLDS, LoadOfPlan, LoadsOfStudy, NextRun, choose, latencies
@@ -165,7 +166,7 @@ def next_measurement(question: Question, run: Run, noise: float, study_file: str
         runs=runs,
     )
     traces: Files = {
-        _trace_file(entry.name): _trace(load.stream)
+        _trace_file(entry.name): mooncake_text(load.stream)
         for entry, (_, load) in zip(runs, entries, strict=True)
         if load.kind == "trace"
     }
@@ -249,9 +250,10 @@ def _trace_file(name: str) -> str:
     return f"loads/{name}.jsonl"
 
 
-def _trace(stream: RequestStream) -> str:
-    """Return requests in Mooncake's keys, times in milliseconds."""
+def mooncake_text(stream: RequestStream) -> str:
+    """Return requests in Mooncake's keys, times in milliseconds, as JSON lines."""
     assert stream.arrival_s is not None
+    blocks = None if stream.hash_ids is None else written_names(stream.hash_ids)
     lines = []
     for number, sent_s in enumerate(stream.arrival_s.tolist()):
         row: dict[str, Any] = {
@@ -259,8 +261,9 @@ def _trace(stream: RequestStream) -> str:
             "input_length": int(stream.prompt_tokens[number]),
             "output_length": int(stream.output_tokens[number]),
         }
-        if stream.hash_ids is not None:
-            row["hash_ids"] = list(stream.hash_ids[number])
+        if blocks is not None:
+            # load generators take the size of blocks from their command, simtune from here
+            row |= {"hash_ids": blocks[number], "block_tokens": stream.block_tokens}
         lines.append(json.dumps(row) + "\n")
     return "".join(lines)
 

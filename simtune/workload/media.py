@@ -62,7 +62,7 @@ class ItemCounts(NamedTuple):
 
 
 class VideoTurns(NamedTuple):
-    """Turns of the videos of a load and their sound."""
+    """Turns of a video and its sound."""
 
     sound: SoundTurns
     group_s: float
@@ -115,10 +115,10 @@ class RequestMedia:
     shape: Ints
     """Columns of `MediaShape`: sequences, patches, vectors and tokens of each item; zeros unless sized."""
     sized: bool = False
-    within: NDArray[np.bool_] | None = None
-    """True for the sound of a video whose tokens stand between those of the video, the item before it; None if there is
-    none."""
-    turns: VideoTurns | None = None
+    group_s: Array | None = None
+    """Seconds of one group of frames, by which turns are counted, for the sound of a video whose tokens stand between
+    those of the video, the item before it; 0 for all other items. None if there is no such sound."""
+    turns: SoundTurns | None = None
     """Turns of the videos and their sound; None if sound stands behind them."""
 
     def __len__(self) -> int:
@@ -132,9 +132,10 @@ class RequestMedia:
             PromptItem(start, name, MediaShape(*shape), MEDIA_KINDS[kind], shape[3])
             for start, name, shape, kind in zip(*columns, strict=True)
         ]
-        if self.within is not None and self.turns is not None:
-            for at in np.flatnonzero(self.within[rows]).tolist():
-                items[at - 1 : at + 1] = self.turns.of(*items[at - 1 : at + 1])
+        if self.group_s is not None and self.turns is not None:
+            group_s = self.group_s[rows]
+            for at in np.flatnonzero(group_s).tolist():
+                items[at - 1 : at + 1] = VideoTurns(self.turns, float(group_s[at])).of(*items[at - 1 : at + 1])
         return items
 
     @property
@@ -157,12 +158,13 @@ class RequestMedia:
         """Return the items of some requests, in the order of these."""
         counts = self.per_request[requests]
         begin = np.concatenate([[0], np.cumsum(counts)])
-        return self._items(begin, np.repeat(self.begin[requests] - begin[:-1], counts) + np.arange(begin[-1]))
+        return self.items_at(begin, np.repeat(self.begin[requests] - begin[:-1], counts) + np.arange(begin[-1]))
 
-    def _items(self, begin: Ints, at: Ints) -> RequestMedia:
+    def items_at(self, begin: Ints, at: Ints) -> RequestMedia:
+        """Return the items numbered `at`; those of request i are from `begin[i]` to `begin[i + 1]` of these."""
         return replace(
             self, begin=begin, kind=self.kind[at], name=self.name[at], repeated=self.repeated[at], size=self.size[at],
-            start=self.start[at], shape=self.shape[at], within=None if self.within is None else self.within[at],
+            start=self.start[at], shape=self.shape[at], group_s=None if self.group_s is None else self.group_s[at],
         )  # fmt: skip
 
     def largest_requests(self) -> RequestMedia:
@@ -182,7 +184,7 @@ class RequestMedia:
         together: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
         sized, turns = all(part.sized for part in parts), next((part.turns for part in parts if part.turns), None)
         return cls(
-            np.concatenate([[0], np.cumsum(counts)]), **together, sized=sized, within=_within(parts), turns=turns
+            np.concatenate([[0], np.cumsum(counts)]), **together, sized=sized, group_s=_group_s(parts), turns=turns
         )
 
     def kept(self, seen: NDArray[np.bool_]) -> RequestMedia:
@@ -237,8 +239,15 @@ def draw_media(
     before = np.cumsum(media.shape[:, 3]) - media.shape[:, 3]
     first = np.repeat(media.begin[:-1], media.per_request)
     start = before - before[first] if len(before) else before
-    if media.within is not None:
-        start[media.within] = start[np.flatnonzero(media.within) - 1]
+    return with_sound_within(replace(media, start=start))
+
+
+def with_sound_within(media: RequestMedia) -> RequestMedia:
+    """Return items of which each sound that stands between the frames of a video begins where the video does."""
+    if media.group_s is None:
+        return media
+    start, sound = media.start.copy(), np.flatnonzero(media.group_s)
+    start[sound] = start[sound - 1]
     return replace(media, start=start)
 
 
@@ -252,15 +261,15 @@ def _together(of_kinds: Sequence[RequestMedia]) -> RequestMedia:
     begin = np.sum([media.begin for media in of_kinds], axis=0)
     together = RequestMedia(begin, **joined, sized=all(media.sized for media in of_kinds))
     turns = next((media.turns for media in of_kinds if media.turns), None)
-    together = replace(together, within=_within(of_kinds), turns=turns)
-    return together._items(begin, np.argsort(owner, kind="stable"))
+    together = replace(together, group_s=_group_s(of_kinds), turns=turns)
+    return together.items_at(begin, np.argsort(owner, kind="stable"))
 
 
-def _within(parts: Sequence[RequestMedia]) -> NDArray[np.bool_] | None:
-    """Return which items of several parts stand within the one before; None if none does."""
-    if all(part.within is None for part in parts):
+def _group_s(parts: Sequence[RequestMedia]) -> Array | None:
+    """Return `RequestMedia.group_s` of the items of several parts."""
+    if all(part.group_s is None for part in parts):
         return None
-    return np.concatenate([np.zeros(len(p), dtype=bool) if p.within is None else p.within for p in parts])
+    return np.concatenate([np.zeros(len(p)) if p.group_s is None else p.group_s for p in parts])
 
 
 def _with_sound(videos: RequestMedia, load: LoadVideos, towers: Towers) -> RequestMedia:
@@ -269,12 +278,13 @@ def _with_sound(videos: RequestMedia, load: LoadVideos, towers: Towers) -> Reque
     columns = ("kind", "name", "repeated", "size", "start", "shape")
     joined: dict[str, Any] = {name: np.concatenate([getattr(media, name) for media in parts]) for name in columns}
     together = RequestMedia(2 * videos.begin, **joined, sized=all(media.sized for media in parts))
-    together = together._items(together.begin, np.arange(2 * len(videos)).reshape(2, -1).T.reshape(-1))
+    together = together.items_at(together.begin, np.arange(2 * len(videos)).reshape(2, -1).T.reshape(-1))
     vision = towers.vision
     if vision is None or vision.video is None or vision.video.sound is None:
         return together
-    turns = VideoTurns(vision.video.sound, vision.video.group_s(load.fps, vision.frames))
-    return replace(together, within=np.arange(len(together)) % 2 == 1, turns=turns)
+    seconds = vision.video.group_s(load.fps, vision.frames)
+    group_s = np.where(np.arange(len(together)) % 2 == 1, seconds, 0.0)
+    return replace(together, group_s=group_s, turns=vision.video.sound)
 
 
 def _sound_of(videos: RequestMedia, towers: Towers) -> RequestMedia:

@@ -82,13 +82,17 @@ class MediaBlocks(Sequence[tuple[int, ...]]):
 
     def _parts(self, number: int) -> Iterator[_Part]:
         """Yield the parts of a prompt between the beginnings of its items, up to the first that never comes again."""
-        begin, end = self._media.begin[number : number + 2].tolist()
+        rows = slice(*self._media.begin[number : number + 2].tolist())
+        within = [False] * (rows.stop - rows.start) if self._media.group_s is None else self._media.group_s[rows] > 0
         text_before = past = items = tokens = 0
-        for item, repeated in zip(self._media.of(number), self._media.repeated[begin:end].tolist(), strict=True):
+        for item, repeated, inside in zip(
+            self._media.of(number), self._media.repeated[rows].tolist(), within, strict=True
+        ):
             yield _Part(items, text_before, past, item.start)
             if not repeated:
                 return
-            text_before, tokens = item.start - tokens, tokens + item.shape.tokens
+            # sound within its video begins where that does, and has no text between
+            text_before, tokens = text_before if inside else item.start - tokens, tokens + item.shape.tokens
             past = text_before + tokens
             items = int.from_bytes(blake2b(f"{items},{item.name},{item.start}".encode(), digest_size=7).digest(), "big")
         yield _Part(items, text_before, past, None)

@@ -43,7 +43,7 @@ from simtune.specs.workload import (
 )
 from simtune.workload.adapters import AdapterBlocks, Asking, adapters_of
 from simtune.workload.graphs import BLOCK_TOKENS, Families, FamilyGraph, GraphFamilies, compiled
-from simtune.workload.media import RequestMedia, draw_media, named_blocks, placed
+from simtune.workload.media import ItemCounts, RequestMedia, draw_media, named_blocks, placed
 from simtune.workload.media_blocks import MediaBlocks
 from simtune.workload.sampling import (
     ARRIVALS,
@@ -67,6 +67,7 @@ from simtune.workload.session_draws import (
     session_prompts,
     turns_of,
 )
+from simtune.workload.session_media import in_contexts, text_before_items
 from simtune.workload.sessions import SessionTurns
 from simtune.workload.trace_media import (
     image_counts,
@@ -337,8 +338,16 @@ def _media_of(
         return None
     if in_trace is not None:
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove {workload.media_keys}")
+    return _drawn_media(workload, towers, seed, span, image_counts(workload, trace, span))
+
+
+def _drawn_media(
+    workload: Workload, towers: Towers, seed: int, span: Span, counts: ItemCounts | None = None
+) -> RequestMedia:
+    """Return the media that a spec draws for a range of requests. Raise UsageError for an item that is too short for a
+    token."""
     try:
-        return draw_media(workload.media, towers, seed, span, image_counts(workload, trace, span))
+        return draw_media(workload.media, towers, seed, span, counts)
     except ValueError as error:
         raise UsageError(f"workload {workload.name}: {error}") from None
 
@@ -368,14 +377,22 @@ def _with_replayed_media(stream: RequestStream, workload: Workload, trace: Trace
         raise UsageError(f"{trace.file}: the trace names media, which are of its own requests; remove sessions")
     if workload.shared_prefix is not None and within_text(trace):
         raise UsageError(f"{trace.file}: the trace names media within its text; remove shared_prefix")
+    if media.sized and workload.shared_prefix is not None:
+        media = placed(media, stream.hash_ids, stream.block_tokens)
+    return _named_with_media(stream, media, MEDIA_BLOCK_TOKENS, repeats_items(trace))
+
+
+def _named_with_media(
+    stream: RequestStream, media: RequestMedia, block_tokens: int, repeats: bool = True
+) -> RequestStream:
+    """Return requests with media at their places in the prompts. Blocks, of `block_tokens` or fewer, are named by text
+    and items, unless no text has names and no item `repeats`."""
     if not media.sized:
         return replace(stream, media=media)
-    if workload.shared_prefix is not None:
-        media = placed(media, stream.hash_ids, stream.block_tokens)
     stream = replace(stream, media=media, prompt_tokens=stream.prompt_tokens + media.added_tokens())
-    if stream.hash_ids is None and not repeats_items(trace):
+    if stream.hash_ids is None and not repeats:
         return stream
-    size = MEDIA_BLOCK_TOKENS if stream.hash_ids is None else gcd(stream.block_tokens, MEDIA_BLOCK_TOKENS)
+    size = block_tokens if stream.hash_ids is None else gcd(stream.block_tokens, block_tokens)
     blocks = MediaBlocks(stream.hash_ids, stream.block_tokens, media, size)
     return replace(stream, hash_ids=blocks, block_tokens=size)
 
@@ -536,7 +553,7 @@ def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int, to
     if trace is not None and trace.turns is not None:
         stream = _replayed_sessions(workload, trace, count, towers)
     else:
-        stream = _drawn_sessions(workload, trace, count, seed)
+        stream = _drawn_sessions(workload, trace, count, seed, towers)
     assert stream.turns is not None
     users, think_s = _users(workload.arrivals)
     arrival_s = _soon_enough(_arrival_s(workload.arrivals, trace, seed, Span(0, count)), f"workload {workload.name}")
@@ -553,11 +570,13 @@ def _sessions(workload: Workload, trace: Trace | None, count: int, seed: int, to
     return _with_adapters(stream, workload, trace, Span(0, len(stream)), seed)
 
 
-def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: int) -> RequestStream:
+def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: int, towers: Towers) -> RequestStream:
     sessions = workload.sessions
     assert sessions is not None
     if trace is not None and trace.hash_ids is not None and workload.prompt.kind == "trace":
         raise UsageError(f"{workload.trace}: the trace names shared blocks already; remove sessions")
+    if trace is not None and trace.media is not None and replays_rows(workload, trace):
+        raise UsageError(f"{trace.file}: the trace names media, which are of its own requests; remove sessions")
     layout = layout_of(sessions, count, seed)
     requests = len(layout.after)
     room.need(requests * _REQUEST_BYTES, f"{requests:,} turns", _FEWER)
@@ -573,7 +592,7 @@ def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: i
         for side, purpose in (("prompt", PROMPT), ("output", OUTPUT))
     )
     prompt_tokens, hash_ids = session_prompts(workload, sessions, layout, added, output, seed)
-    return RequestStream(
+    stream = RequestStream(
         arrival_s=None,
         prompt_tokens=prompt_tokens,
         output_tokens=output,
@@ -585,6 +604,12 @@ def _drawn_sessions(workload: Workload, trace: Trace | None, count: int, seed: i
         block_tokens=sessions.block_tokens,
         turns=turns,
     )
+    if not workload.media:
+        return stream
+    before = text_before_items(layout, prompt_tokens, added, workload.shared_prefix)
+    of_turns = _drawn_media(workload, towers, seed, span, image_counts(workload, trace, span))
+    media = in_contexts(of_turns, layout.continues, before)
+    return _named_with_media(stream, media, workload.media[0].block_tokens)
 
 
 def _replayed_sessions(workload: Workload, trace: Trace, count: int, towers: Towers) -> RequestStream:

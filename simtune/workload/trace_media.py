@@ -7,6 +7,7 @@ as the texts are. An item of a session's turn is in the context of its later tur
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -21,7 +22,7 @@ from simtune.specs.trace_media import TraceItem
 from simtune.specs.traces import Trace
 from simtune.specs.video import Clip
 from simtune.specs.workload import Workload
-from simtune.workload.media import ItemCounts, RequestMedia
+from simtune.workload.media import ItemCounts, RequestMedia, check_sees, with_sound_within
 from simtune.workload.sampling import Span
 
 
@@ -42,7 +43,9 @@ def media_kinds(workload: Workload, trace: Trace | None) -> tuple[MediaKind, ...
 
 @lru_cache(maxsize=4)
 def _kinds_of(trace: Trace) -> frozenset[MediaKind]:
-    return frozenset(item.kind for items in trace.media or () for item in items)
+    kinds: set[MediaKind] = {item.kind for items in trace.media or () for item in items}
+    sounding = any(item.sound for items in trace.media or () for item in items)
+    return frozenset(kinds | {"audio"} if sounding else kinds)
 
 
 def image_counts(workload: Workload, trace: Trace | None, span: Span) -> ItemCounts | None:
@@ -50,6 +53,21 @@ def image_counts(workload: Workload, trace: Trace | None, span: Span) -> ItemCou
     if trace is None or trace.num_images is None or not replays_rows(workload, trace):
         return None
     return ItemCounts(trace.num_images[span.numbers % len(trace)], max(1, int(trace.num_images.max())))
+
+
+def check_media(towers: Towers, workload: Workload, trace: Trace | None, model: str) -> None:
+    """Raise UsageError if the model has no encoder for media of a load, its own or those of the trace that it replays,
+    or no turns for the sound of the trace's videos."""
+    turns = None if towers.vision is None or towers.vision.video is None else towers.vision.video.sound
+    if trace is not None and replays_rows(workload, trace) and (turns is None or towers.audio is None):
+        sounding = next((i for i, items in enumerate(trace.media or ()) if any(item.sound for item in items)), None)
+        if sounding is not None:
+            raise UsageError(
+                f"{trace.file}: videos.sound of request {sounding + 1} needs a model that reads the sound of videos "
+                f"between their frames (vision.video.sound and audio of the model spec: Omni models), and {model} does "
+                "not; list the sound under audio, or remove sound"
+            )
+    check_sees(towers, workload, model, media_kinds(workload, trace))
 
 
 def within_text(trace: Trace) -> bool:
@@ -78,18 +96,22 @@ def replayed_media(trace: Trace, towers: Towers, numbers: Ints) -> RequestMedia:
 def _of_round(trace: Trace, towers: Towers) -> RequestMedia:
     """Return the items of all requests of a trace, each once."""
     assert trace.media is not None
-    items = list(chain.from_iterable(trace.media))
-    numbers: dict[tuple[MediaKind, str], int] = {}
-    names = [i if item.name is None else numbers.setdefault((item.kind, item.name), i) for i, item in enumerate(items)]
+    per_request = [list(_with_sound(items)) for items in trace.media]
+    items = list(chain.from_iterable(per_request))
+    numbers: dict[tuple[MediaKind, bool, str], int] = {}
+    names = [
+        i if item.name is None else numbers.setdefault((item.kind, item.sound, item.name), i)
+        for i, item in enumerate(items)
+    ]
     times = Counter(names)
-    begin = np.concatenate([[0], np.cumsum([len(row) for row in trace.media])])
+    begin = np.concatenate([[0], np.cumsum([len(row) for row in per_request])])
     sized = all(towers.of(kind) is not None for kind in {item.kind for item in items})
     shapes = [tuple(_shape(trace, towers, item)) for item in items] if sized else [(0, 0, 0, 0)] * len(items)
     shape = np.array(shapes, dtype=np.int64).reshape(-1, 4)
     before = np.cumsum(shape[:, 3]) - shape[:, 3]
-    owner = np.repeat(np.arange(len(trace.media)), np.diff(begin))
+    owner = np.repeat(np.arange(len(per_request)), np.diff(begin))
     text_before = np.array([item.at for item in items], dtype=np.int64)
-    return RequestMedia(
+    media = RequestMedia(
         begin=begin,
         kind=np.array([MEDIA_KINDS.index(item.kind) for item in items], dtype=np.int64),
         name=np.array(names, dtype=np.int64),
@@ -99,6 +121,24 @@ def _of_round(trace: Trace, towers: Towers) -> RequestMedia:
         shape=shape,
         sized=sized,
     )
+    return _in_turns(media, items, towers)
+
+
+def _with_sound(items: Iterable[TraceItem]) -> Iterator[TraceItem]:
+    """Yield the items of a request, behind each video whose sound is read a recording with `sound` set."""
+    for item in items:
+        yield item._replace(sound=False)
+        if item.sound:
+            yield TraceItem("audio", item.name, seconds=item.seconds, fps=item.fps, at=item.at, sound=True)
+
+
+def _in_turns(media: RequestMedia, items: Sequence[TraceItem], towers: Towers) -> RequestMedia:
+    """Return items of which the sound of videos stands between their frames, if the model has it so."""
+    video = None if towers.vision is None else towers.vision.video
+    if towers.vision is None or video is None or video.sound is None or not any(item.sound for item in items):
+        return media
+    group_s = [video.group_s(item.fps, towers.vision.frames) if item.sound else 0.0 for item in items]
+    return with_sound_within(replace(media, group_s=np.array(group_s), turns=video.sound))
 
 
 def _shape(trace: Trace, towers: Towers, item: TraceItem) -> MediaShape:

@@ -851,8 +851,8 @@ def test_images_for_a_model_that_reads_none(desk: Any) -> None:
         ("sizes:", "per_request: 0, sizes:",
          "pictures.yaml:6:10: images.per_request.0: must be greater than or equal to 1 (found 0)"),
         (
-            "images:", "sessions: {turns: 3}\nimages:",
-            "pictures.yaml:7:1: images: images are those of single requests; remove images, or sessions",
+            "images:", "sessions: {concurrent: 2, turns: 3}\nimages:",
+            "pictures.yaml:7:1: images: images need turns that follow answers; remove images, or follow and concurrent",
         ),
     ],
 )  # fmt: skip
@@ -886,8 +886,8 @@ MEDIA = PICTURES + "videos: {sizes: [{width: 640, height: 360}], seconds: 5}\nau
             "block_tokens",
         ),
         (
-            "images:", "sessions: {turns: 3}\nimages:",
-            "pictures.yaml:7:1: images: images are those of single requests; remove images, or sessions",
+            "images:", "graph: [{name: ask}]\nimages:",
+            "pictures.yaml:7:1: images: images are those of single requests and of sessions; remove images, or graph",
         ),
     ],
 )  # fmt: skip

@@ -171,6 +171,23 @@ def test_a_cache_of_embeddings_is_left_out_on_request() -> None:
     assert any("--enable-prefix-mm-cache" in note for note in notes)
 
 
+def test_requests_that_are_encoded_by_other_rules_are_named(tmp_path: Path) -> None:
+    """SGLang 0.5.23 sends all requests with media to encoder servers unless it is set, and builds encoders anyway."""
+    option = "--enable-adaptive-dispatch-to-encoder"
+    plan = plan_of(tmp_path, "sglang-0.5.23", *PD, model=SEES, stage={**STAGE, "instances": 1, "pool": "prefill"})
+    emitted = engine_files(plan, load_model(SEES), 8, {})
+    for name, is_named in (("see", False), ("prefill", True), ("decode", False)):
+        text = emitted[f"engine/sglang-{name}.yaml"]
+        assert ("SGLANG_ENCODER_DISPATCH_MIN_ITEMS" in text) is is_named
+        assert ("the encoder is built here too" in text) is is_named
+        assert option[2:] not in yaml.safe_load(text)
+    with pytest.raises(SpecError, match="it changes which requests are encoded by encoder servers, and which by this"):
+        imported(ENCODES, f"{SERVES} {option}")
+    notes = imported(ENCODES, f"{SERVES} {option} --tp 4", lenient=True)
+    assert any(option in note for note in notes.notes)
+    assert notes.plan.pools[0].parallelism.tp == 4
+
+
 # --- vLLM -------------------------------------------------------------------------------------------------
 
 PRODUCES = "vllm serve Qwen/Qwen2.5-VL-7B-Instruct --port 8001 --ec-transfer-config "

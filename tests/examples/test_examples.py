@@ -207,13 +207,16 @@ def test_servers_that_encode_are_searched_beside_those_that_do_it_in_their_steps
 
 def test_clips_and_voice_messages_are_encoded(tmp_path: Path) -> None:
     """Clips of the set are found; every voice message is new."""
-    clips, voice, turns = (tmp_path / name for name in ("clips", "voice", "turns"))
+    clips, voice, turns, shown = (tmp_path / name for name in ("clips", "voice", "turns", "shown"))
     simulate("media/plan.yaml", "media/workload.yaml", clips, "--requests", "200", "--audit")
     simulate("media/speech-plan.yaml", "media/speech.yaml", voice, "--requests", "200", "--audit")
     simulate("media/plan.yaml", "media/turns.yaml", turns, "--requests", "30", "--audit")
-    (of_clips,), (of_voice,), (of_turns,) = (
-        json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice, turns)
+    simulate("media/plan.yaml", "media/sessions.yaml", shown, "--audit")
+    (of_clips,), (of_voice,), (of_turns,), (of_shown,) = (
+        json.loads((run / "summary.json").read_text())["encoders"] for run in (clips, voice, turns, shown)
     )
+    turns_shown = json.loads((shown / "summary.json").read_text())["requests"]
+    assert 0.4 < of_shown["encoded_images"] / turns_shown < 0.6, "half of the turns show a picture, encoded once"
     assert of_clips["encoded_images"] > 60
     assert of_clips["cache_hits"] > 0
     assert (of_voice["encoded_images"], of_voice["cache_hits"]) == (200, 0)

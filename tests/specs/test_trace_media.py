@@ -102,7 +102,7 @@ def test_a_wrong_cell_is_named(tmp_path: Path, cell: str, why: str) -> None:
          "1: videos[0].seconds: must be above 0 and at most 100,000, not True"),
         ('[{"width": 4, "height": 4, "seconds": 1, "depth": 2}]',
          "1: videos[0].depth: unknown key of a video; its keys are width, height, seconds, name, frame_rate, fps, "
-         "frames, at"),
+         "frames, at, sound"),
         ('[{"width": 4, "height": 4, "seconds": 1, "at": -1}]',
          "1: videos[0].at: must be tokens of text from 0, not -1"),
         ('[{"width": 4, "height": 4, "seconds": 1, "at": 11}]',

@@ -19,9 +19,10 @@ from simtune.sim.deployment import Deployment, deploy
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan import Plan
 from simtune.specs.trace_media import TraceItem
-from simtune.specs.trace_write import trace_text
-from simtune.specs.traces import Trace, read_trace
+from simtune.specs.trace_write import trace_text, written_names
+from simtune.specs.traces import MAX_HASH_ID, Trace, read_trace
 from simtune.specs.workload import Workload
+from simtune.validation.next_measurement import mooncake_text
 from simtune.workload.media_blocks import MediaBlocks
 from simtune.workload.requests import RequestStream, build_stream
 from simtune.workload.session_fit import fit_sessions
@@ -195,6 +196,67 @@ def test_jumps_beside_turns_with_media_are_exact_to_the_tick(tmp_path: Path, cac
     result: Result = deployment.simulate(stream)
     assert result.completed.all()
     assert same(result, deployment.simulate(stream, single_steps=True))
+
+
+# --- written ----------------------------------------------------------------------------------------------
+
+
+def named_streams(folder: Path) -> dict[str, RequestStream]:
+    """Return loads whose names of blocks exceed what a file may have, by their source."""
+    sizes = {"sizes": [{"width": 560, "height": 560}, {"width": 280, "height": 280}]}
+    load = {
+        "name": "w",
+        "arrivals": REPLAYED["arrivals"],
+        "prompt": {"kind": "fixed", "tokens": 40},
+        "output": {"kind": "fixed", "tokens": 9},
+        "images": {**sizes, "repeats": {"share": 0.9, "images": 3}},
+    }
+    prefix = {"shared_prefix": {"groups": 2, "tokens": 32, "block_tokens": 16}}
+    chart = {"width": 560, "height": 560, "name": "chart"}
+    rows = [
+        {"timestamp": 50 * n, "input_length": 1030, "output_length": 9, "hash_ids": [5, 6 + n % 2],
+         "images": [{**chart, "at": 64 * (n % 3)}]}
+        for n in range(6)
+    ]  # fmt: skip
+    drawn_loads = {"drawn": load, "prefixed": load | prefix, "adapters": load | {"adapters": {"count": 40}}}
+    streams = {
+        name: build_stream(Workload.model_validate(spec), None, requests=30, seed=1, towers=SEES.towers)
+        for name, spec in drawn_loads.items()
+    }
+    return streams | {"trace": replayed(read(folder, rows), 12)}
+
+
+def test_names_of_blocks_with_items_are_read_again(tmp_path: Path) -> None:
+    """`simtune measure` writes such loads: the prompts that are read share what those that were written share."""
+    for source, stream in named_streams(tmp_path).items():
+        rows = stream.hash_ids
+        assert rows is not None
+        assert max(map(max, filter(None, rows))) > MAX_HASH_ID, source
+        again = read_trace(written(tmp_path, mooncake_text(stream), f"{source}.jsonl"))
+        assert again.hash_ids is not None
+        assert again.block_tokens == stream.block_tokens
+        assert again.prompt_tokens.tolist() == stream.prompt_tokens.tolist()
+        assert [*map(len, again.hash_ids)] == [*map(len, rows)]
+        pairs = {pair for names in zip(rows, again.hash_ids, strict=True) for pair in zip(*names, strict=True)}
+        assert len(pairs) == len(dict(pairs)) == len({name for _, name in pairs}), f"{source}: names are distinct"
+        assert sum(map(len, rows)) > len(pairs), f"{source}: prompts share something"
+
+
+@given(
+    rows=st.lists(st.lists(st.one_of(st.integers(0, 9), st.integers(MAX_HASH_ID + 1, MAX_HASH_ID + 9)))),
+    more=st.lists(st.lists(st.integers(0, 2 * MAX_HASH_ID))),
+)
+def test_written_names_depend_on_the_rows_before_alone(rows: list[list[int]], more: list[list[int]]) -> None:
+    names = written_names(rows)
+    if max((max(row, default=0) for row in rows), default=0) <= MAX_HASH_ID:
+        assert names == rows
+    else:
+        assert written_names([*rows, *more])[: len(rows)] == names
+
+
+def test_largest_names_that_a_file_may_have_are_written_as_they_are() -> None:
+    assert written_names([(MAX_HASH_ID, 3), ()]) == [[MAX_HASH_ID, 3], []]
+    assert written_names([(MAX_HASH_ID + 1, 3), (), (3,)]) == [[0, 1], [], [1]]
 
 
 # --- names beside tokens ----------------------------------------------------------------------------------

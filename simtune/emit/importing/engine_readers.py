@@ -353,6 +353,7 @@ class SglangReader(OptionReader):
         {"enable-two-batch-overlap", "enable-flashinfer-allreduce-fusion", "enable-mixed-chunk", "enable-torch-compile"}
         | {"enable-hierarchical-cache", "enable-eplb", "enable-lora", "enable-symm-mem", "enable-dp-lm-head"}
         | {"disable-custom-all-reduce", "enable-nccl-nvls", "speculative-adaptive", "enable-single-batch-overlap"}
+        | {"enable-adaptive-dispatch-to-encoder"}
     )
 
     def finish(self, draft: PoolDraft, launch: Launch) -> None:

@@ -148,6 +148,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "how a sequence is divided among ranks": "enable-prefill-context-parallel "
         "enable-nsa-prefill-context-parallel",
         "which kinds of workers share the devices": "disaggregation-decode-tp disaggregation-prefill-pp",
+        "which requests are encoded by encoder servers, and which by this one": "enable-adaptive-dispatch-to-encoder",
     },
     "trtllm": {
         _KERNELS: "moe-config attn-backend nvfp4-gemm-config use-low-precision-moe-combine torch-compile-config",
