@@ -35,6 +35,7 @@ from simtune.tuner.question import Question
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Trial
 from simtune.workload.requests import RequestStream
+from simtune.workload.trace_media import media_kinds
 
 MEASURE_SCHEMA: Literal["simtune/measure@1"] = "simtune/measure@1"
 MEASURE = "measure.json"
@@ -133,8 +134,13 @@ class PreparedRuns(NamedTuple):
 
 
 def next_measurement(question: Question, run: Run, noise: float, study_file: str | None = None) -> PreparedRuns:
-    """Return the runs that tell the leading plans of a finished search apart. Raise UsageError if there is no rival, or
-    if plans of this study are not told apart by runs."""
+    """Return the runs that tell the leading plans of a finished search apart. Raise UsageError if there is no rival, if
+    plans of this study are not told apart by runs, or if its requests hold media."""
+    if kinds := media_kinds(question.workload, question.trace):
+        raise UsageError(
+            f"measure: requests of this load hold {' and '.join(kinds)}, which the load generators would send as text "
+            "of the same length, so that nothing would be encoded; search with a load of text alone"
+        )
     certificate = run.certificate
     if certificate is None:
         raise UsageError("measure: this run has no certificate; name a run directory that simtune optimize wrote")

@@ -15,6 +15,7 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.question_checks import check as check_question
 from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.validation.next_measurement import next_measurement
 from tests.tuner.fragments import with_variants
 from tests.tuner.test_exhaustive import check
 
@@ -135,3 +136,8 @@ def test_a_wrong_fragment_is_refused(fragment: str, why: str) -> None:
     )
     with pytest.raises(SpecError, match=why):
         Study.from_text(text + f"search: {{variants: [{fragment}]}}\n")
+
+
+def test_a_load_with_media_is_not_measured_as_text() -> None:
+    with pytest.raises(UsageError, match=r"hold image, which the load generators would send as text .* text alone"):
+        next_measurement(question(), None, 0.03)  # type: ignore[arg-type]
