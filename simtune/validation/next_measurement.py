@@ -138,7 +138,7 @@ def next_measurement(question: Question, run: Run, noise: float, study_file: str
     plans of this study are not told apart by runs, or if its requests hold media."""
     if kinds := media_kinds(question.workload, question.trace):
         raise UsageError(
-            f"measure: requests of this load hold {' and '.join(kinds)}, which the load generators would send as text "
+            f"measure: requests of this load hold media ({', '.join(kinds)}), which the load generators would send as text "
             "of the same length, so that nothing would be encoded; search with a load of text alone"
         )
     certificate = run.certificate
