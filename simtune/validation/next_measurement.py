@@ -27,6 +27,7 @@ from simtune.sim.drawn_worlds import DrawnWorlds
 from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.plan_words import in_words
+from simtune.specs.tower import MEDIA_NAMES
 from simtune.specs.trace_write import written_names
 from simtune.tuner.certificate.search_certificate import Certificate
 from simtune.tuner.doubt.leaders import Leader, PlanErrors, leaders
@@ -138,8 +139,9 @@ def next_measurement(question: Question, run: Run, noise: float, study_file: str
     plans of this study are not told apart by runs, or if its requests hold media."""
     if kinds := media_kinds(question.workload, question.trace):
         raise UsageError(
-            f"measure: requests of this load hold media ({', '.join(kinds)}), which the load generators would send as text "
-            "of the same length, so that nothing would be encoded; search with a load of text alone"
+            f"measure: requests of this load hold {' and '.join(MEDIA_NAMES[kind] for kind in kinds)}, which load "
+            "generators would send as text of the same length, so that nothing would be encoded; search with a load of "
+            "text alone"
         )
     certificate = run.certificate
     if certificate is None:

@@ -139,7 +139,5 @@ def test_a_wrong_fragment_is_refused(fragment: str, why: str) -> None:
 
 
 def test_a_load_with_media_is_not_measured_as_text() -> None:
-    with pytest.raises(
-        UsageError, match=r"hold media \(image\), which the load generators would send as text .* text alone"
-    ):
+    with pytest.raises(UsageError, match=r"hold images, which load generators would send as text .* text alone"):
         next_measurement(question({}), None, 0.03)  # type: ignore[arg-type]
