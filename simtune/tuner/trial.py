@@ -33,8 +33,6 @@ class Attempt(NamedTuple):
     """Requests at the start of the simulation, over all cores; None for the study's own number."""
     missed_by: int | None = None
     """Requests of the simulated cores in the part of the run that missed the SLO; None if no part was cut off."""
-    prompts_alone: bool = False
-    """True if answers of one token showed whether the ends of prompts alone miss the SLO."""
 
 
 class Confirmed(NamedTuple):

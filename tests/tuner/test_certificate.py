@@ -14,7 +14,7 @@ import yaml
 from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
-from simtune.tuner.certificate.search_certificate import Audit, Certificate, Tried, certificate_of, inputs_of
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of, inputs_of
 from simtune.tuner.doubt.draw_spread import DrawSpread
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
@@ -109,29 +109,6 @@ def test_limits_of_a_study_are_held_against_it() -> None:
     dear = claimed.model_copy(update={"incumbent": claimed.incumbent.model_copy(update={"rate_rps": 30.0})})
     problems = audited(dear.model_copy(update={"digest": dear.expected_digest}), limited).problems
     assert any("usd_per_million_tokens" in problem for problem in problems)
-
-
-def test_runs_of_prompts_alone_are_made_again() -> None:
-    """Prompts that come faster than a prefill pool computes them end too late, and slow ones do not."""
-    asked = question(
-        layouts=("prefill-decode",), tp=(1,), pp=(1,), max_num_seqs=(64,), max_num_batched_tokens=(512, 2048)
-    )
-    claimed = certificate_of(optimize(asked, jobs=1))
-    rival = next(fate for fate in claimed.plans if fate.plan != claimed.incumbent.plan)
-
-    def problems(rate_rps: float) -> list[str]:
-        alone = Tried(rate_rps=rate_rps, met=False, all_cores=False, prompts_alone=True)
-        assert alone.model_dump()["prompts_alone"]
-        fates = [fate.model_copy(update={"simulated": (alone,)}) if fate == rival else fate for fate in claimed.plans]
-        changed = claimed.model_copy(update={"plans": tuple(fates)})
-        audit = Audit(changed.model_copy(update={"digest": changed.expected_digest}), asked)
-        audit.run()
-        return audit.problems
-
-    met = f"{rival.plan} at 0.1 requests/s: whether it meets the SLO is False in the certificate, but True was computed"
-    assert met in problems(0.1)
-    assert not any("whether it meets the SLO" in problem for problem in problems(1000.0))
-    assert "prompts_alone" not in Tried(rate_rps=1.0, met=False, all_cores=False).model_dump(), "older digests hold"
 
 
 def test_what_all_cores_missed_counts() -> None:

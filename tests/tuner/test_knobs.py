@@ -23,13 +23,11 @@ from simtune.specs.pool import Batching, KvCache, Parallelism, Pool, Role
 from simtune.specs.schemes import BatchRange, ByBatch, Chain
 from simtune.specs.speculation import Speculation
 from simtune.specs.workload import Lognormal, Poisson, Slo, Workload
-from simtune.tuner.search.climb import Simulation
 from simtune.tuner.search.implied_results import (
     DECODE_MARGIN,
     Allowed,
     decodes_miss,
     first_tokens_miss,
-    prompts_tell,
     tell_apart,
     uses,
 )
@@ -241,29 +239,10 @@ def test_first_tokens_that_miss_do_so_whatever_decodes(statistic: str) -> None:
     assert told > 0, "there was to be a prefill pool that misses the SLO alone"
 
 
-@pytest.mark.parametrize("statistic", ["p90", "mean"])
-def test_prompts_alone_miss_what_is_missed_whatever_decodes(statistic: str) -> None:
-    """And they miss it wherever the ends of prompts alone do in a run of the load itself."""
-    slo, verdicts = Slo(ttft_s={statistic: 0.3}, tpot_s={"p99": 10.0}), list[bool]()
-    for rate_rps, tokens in product((4.0, 16.0, 40.0, 200.0), (512, 8192)):
-        plans = [
-            deployed(pool(128, tokens, 12_000, "prefill"), pool(seats, 1024, 12_000, "decode")) for seats in (4, 256)
-        ]
-        alone = {Simulation(plan, stream(1.0), slo, rate_rps, prompts_alone=True).run().met for plan in plans}
-        results = [plan.simulate(stream(1.0).at_rate(rate_rps), slo) for plan in plans]
-        assert alone == {not first_tokens_miss(plans[1], results[1])}, "many seats: no prompt waits for them"
-        assert alone == {True} or not any(result.meets_slo for result in results)
-        verdicts += alone
-    assert {*verdicts} == {True, False}
-
-
 def test_prompts_that_the_decode_pool_may_compute_tell_nothing() -> None:
     plan, requests = deployed(pool(128, 512, 12_000, "prefill"), pool(256, 1024, 6000, "decode")), stream(200.0, 200)
-    assert prompts_tell(plan, requests)
-    assert not prompts_tell(deployed(pool(64, 1024, 6000)), requests)
     near = plan.plan.model_copy(update={"local_prefill": LocalPrefill(below_tokens=100)})
     local = deploy(near, MODEL, HARDWARE, None)
-    assert not prompts_tell(local, requests)
     slo = Slo(ttft_s={"mean": 0.01}, tpot_s={"mean": 0.001})
     assert first_tokens_miss(plan, plan.simulate(requests, slo))
     assert not first_tokens_miss(local, local.simulate(requests, slo))

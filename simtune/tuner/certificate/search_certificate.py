@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -73,11 +72,6 @@ class Tried(Record):
     requests: int | None = Field(None, description="over all cores, to begin with; null: the study's own number")
     missed_by: int | None = Field(
         None, description="requests of the part that missed the SLO; null: no part did alone", exclude_if=_is_none
-    )
-    prompts_alone: bool = Field(
-        False,
-        description="whether answers of one token showed if the ends of prompts alone miss the SLO, whatever decodes",
-        exclude_if=operator.not_,
     )
 
 
@@ -317,8 +311,6 @@ class Resimulations:
         stream = self._plan_cache.stream(bounded_candidate.candidate)
         if tried.requests is not None:
             stream = draws.stream(tried.requests, tried.draw)
-        if tried.prompts_alone:
-            return Simulation(deployment, stream, slo, tried.rate_rps, prompts_alone=True)
         if tried.all_cores:
             users = self._question.searches_users
             deployment = confirmed_deployment(self._question, self._plan_cache, bounded_candidate)

@@ -120,13 +120,6 @@ class BoundedCandidate:
         like = (decode.shape, decode.instances, decode.prefix_caching, decode.drafter)
         return [self.kind, ("prefill", prefill, candidate.router), ("decode", like, candidate.router)]
 
-    @property
-    def prompts_key(self) -> tuple[object, ...] | None:
-        """Key under which simulations of prompts alone apply to other plans; None if prompts have no pool of their
-        own."""
-        keys = self.shared_keys
-        return keys[1] if len(keys) > 1 else None
-
     def ruled_out_by(self, other: BoundedCandidate, finding: SimulationFinding) -> str:
         """Return why this plan misses the SLO if another one did, at a rate no lower; empty if it might meet the
         SLO."""

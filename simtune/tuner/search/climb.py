@@ -12,7 +12,6 @@ from simtune.results.result import WHOLE, MissBudget, Result, parts_of
 from simtune.results.steady import LIFETIMES
 from simtune.results.summary import SimulationSummary
 from simtune.sim.deployment import Deployment
-from simtune.specs.plan import FirstToken, Plan
 from simtune.specs.workload import Slo
 from simtune.tuner.question import SAMPLED_CORES
 from simtune.tuner.search.backlog import kept_up_below_rps
@@ -59,8 +58,6 @@ class SimulationFinding:
     kept_up_below_rps: float | None = None
     """Rate below which the plan keeps up, if all requests of the run were present at once
     (`simtune.tuner.search.backlog`)."""
-    prompts_alone: bool = False
-    """True of a simulation of the ends of prompts alone, whose summary is not that of the load."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,9 @@ class Simulation:
     """True to run the most users of a closed loop that meet the SLO, by requests of `draws`."""
     at_once: bool = False
     """True if all requests are present at once, to see at what rate they are served."""
-    prompts_alone: bool = False
-    """True to see by answers of one token whether the ends of prompts alone miss the SLO, whatever pool decodes."""
 
     def run(self) -> SimulationFinding:
         """Simulate the plan, longer if needed, and return the finding; it is the same wherever it is run."""
-        if self.prompts_alone:
-            return self._of_prompts()
         stream = self.stream
         if self.searches_users and self.draws is not None:
             result = most_users(UserLoad(stream, self.draws, self.draw), self._simulated)
@@ -117,36 +110,9 @@ class Simulation:
             kept_up_below_rps=kept_up_below_rps(result) if self.at_once else None,
         )
 
-    def _of_prompts(self) -> SimulationFinding:
-        stream = replace(self.stream, output_tokens=np.ones_like(self.stream.output_tokens))
-        # First tokens come with the ends of prompts, so that the run ends as soon as these lose the SLO.
-        deployment = replace(self.deployment, plan=_delivered_by_prefill(self.deployment.plan))
-        result = replace(self, deployment=deployment)._simulated(stream)
-        late = first_tokens_miss(deployment, result)
-        return SimulationFinding(
-            met=not late,
-            summary=result.summary(noise=False),
-            reason="prompts alone end too late, whatever decodes" if late else "",
-            used=None,
-            first_tokens_miss=late,
-            decodes_miss=None,
-            strain=None,
-            missed_by=len(result.stream) if late else 0,
-            prompts_alone=True,
-        )
-
     def _simulated(self, stream: RequestStream) -> Result:
         at_rate = stream if self.rate_rps is None else stream.at_rate(self.rate_rps)
         return self.deployment.simulate(at_rate, self.slo, cores=self.cores, until_lost=self.part or WHOLE)
-
-
-def _delivered_by_prefill(plan: Plan) -> Plan:
-    """Return a plan whose prefill instances deliver the first tokens."""
-    first: dict[str, FirstToken] = {"first_token": "prefill"}
-    links = None if plan.links is None else tuple(link.model_copy(update=first) for link in plan.links)
-    return plan.model_copy(
-        update={"link": None if plan.link is None else plan.link.model_copy(update=first), "links": links}
-    )
 
 
 def longer(result: Result, requests: int) -> int | None:

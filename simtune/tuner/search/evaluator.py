@@ -59,6 +59,5 @@ class Evaluator:
 
 
 def _ledger_key(task: Simulation) -> str:
-    how = "prompts alone" if task.prompts_alone else "all cores" if task.cores is None else ""
-    how = how or ("as long as it is" if task.draws is None else "")
+    how = "all cores" if task.cores is None else "as long as it is" if task.draws is None else ""
     return key_of(task.deployment.plan, task.rate_rps, task.draw, len(task.stream), how)

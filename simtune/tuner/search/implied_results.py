@@ -22,8 +22,7 @@ TensorRT-LLM and SGLang (without drafts) reserve room for whole answers, and loo
 
 A prefill pool does not depend on the pool that decodes, unless KV caches that wait for it take all the room. If no
 request found it full, no prompt could have ended sooner, whatever pool decodes; and if the ends of prompts alone miss a
-limit of TTFT, no plan with the same prefill pool meets it. Answers of one token show that as well as the load's own do,
-and sooner (`Simulation.prompts_alone`).
+limit of TTFT, no plan with the same prefill pool meets it.
 
 A decode pool gets its requests from the prefill pool, later and more evenly than they arrive. While steps grow
 linearly with the requests in them, the time of a token hardly depends on that: of Poisson arrivals it is
@@ -61,7 +60,6 @@ from simtune.specs.routing import RoundRobinRouting
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds.limits import limits_the_mean
 from simtune.tuner.bounds.windows import ROUNDING
-from simtune.workload.requests import RequestStream
 
 NO_END = 1 << 62
 DECODE_MARGIN = 0.05
@@ -162,20 +160,15 @@ def uses(deployment: Deployment, result: Result) -> tuple[Use, ...] | None:
     return tuple(Use(Allowed.of(pool), _reached(pool, result, dealt=dealt)) for pool in deployment.pools)
 
 
-def prompts_tell(deployment: Deployment, stream: RequestStream) -> bool:
-    """True if the ends of prompts do not depend on the pool that decodes, unless KV caches that wait for it take all
-    the room."""
-    pool, plan = deployment.pools[0], deployment.plan
-    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or plan.prefills_locally:
-        return False
-    return _asks_only(pool, shared=stream.hash_ids is not None) and _dealt_alone(deployment)
-
-
 def first_tokens_miss(deployment: Deployment, result: Result) -> bool:
     """True if the ends of prompts alone miss the SLO, and would miss it whatever pool decodes."""
-    if not prompts_tell(deployment, result.stream):
+    pool, plan = deployment.pools[0], deployment.plan
+    shared = result.stream.hash_ids is not None
+    if pool.spec.role != "prefill" or len(deployment.pools) != 2 or plan.prefills_locally:
         return False
-    return _prompts_are_late(result) and _never_full(deployment.pools[0], result)
+    if not _asks_only(pool, shared=shared) or not _dealt_alone(deployment):
+        return False
+    return _prompts_are_late(result) and _never_full(pool, result)
 
 
 def decodes_miss(deployment: Deployment, result: Result) -> DecodeMiss | None:

@@ -13,7 +13,6 @@ from simtune.tuner.question import Question
 from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import LOWEST, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.evaluator import Evaluator, Keyed
-from simtune.tuner.search.implied_results import prompts_tell
 from simtune.tuner.search.rate_hints import RateHints
 from simtune.tuner.search.short_runs import short_lengths
 from simtune.tuner.search.simulated_plans import SeenPlan, SeenPlans
@@ -38,8 +37,6 @@ class PlanJudge:
         self._step = 1 + question.study.search.rate_tolerance
         self.looked_at: dict[int, Trial] = {}
         """Rows of plans that were simulated, or that were compared with a simulated plan."""
-        self._prompts_met: dict[tuple[object, ...], float] = {}
-        """The highest rate at which the prompts of a prefill pool did not end too late by themselves."""
         self.seen = SeenPlans()
         """Findings of simulations, for plans that must do the same."""
         self._hints = RateHints(question, self.simulated_shorter)
@@ -71,11 +68,9 @@ class PlanJudge:
             plan.row.best = None
 
     def _begun(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
-        """Begin with short runs and with prompts alone; return None if one of them rules the plan out."""
+        """Begin with short runs; return None if one of them rules the plan out."""
         lengths = short_lengths(self.question, plan.candidate)
         if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
-            return None
-        if low is not None and self._prompts_miss(plan, low):
             return None
         hints = self._hints.first(plan) if low is None else ()
         return Climb(plan.ceiling_rps, self._step, low, hints=hints)
@@ -120,32 +115,6 @@ class PlanJudge:
         plan.miss(Miss(rate, finding.missed_by))
         self.take(plan, rate, finding)
         return True
-
-    def _prompts_miss(self, plan: BoundedCandidate, low: float) -> bool:
-        """Rule a plan out whose prompts alone end too late at the rate `low`, whatever pool decodes."""
-        key = plan.prompts_key
-        if key is None or low <= self._prompts_met.get(key, 0.0) or not self._prompts_tell(plan):
-            return False
-        plan.row.simulations += 1
-        finding = self._evaluator.finding(*self._of_prompts(plan, low), self._upcoming())
-        if finding.met:
-            self._prompts_met[key] = low
-            return False
-        plan.row.tried.append(Attempt(low, False, prompts_alone=True))
-        plan.miss(Miss(low, finding.missed_by))
-        self.take(plan, low, finding)
-        return True
-
-    def _prompts_tell(self, plan: BoundedCandidate) -> bool:
-        """True if prompts can be simulated alone: requests come by themselves, and no answer decides when."""
-        load, stream = self.question.workload, self.plan_cache.stream(plan.candidate)
-        by_themselves = not (load.waits_for_answers or load.batch or self.question.sends_families)
-        return by_themselves and prompts_tell(plan.deployment, stream)
-
-    def _of_prompts(self, plan: BoundedCandidate, rate: float) -> Keyed:
-        stream = self.plan_cache.stream(plan.candidate)
-        task = Simulation(plan.deployment, stream, self.question.study.slo, rate, prompts_alone=True)
-        return (f"{plan.candidate.name} prompts alone", rate, 0), task
 
     def simulated_shorter(self, plan: BoundedCandidate, rate: float, requests: int) -> SimulationFinding:
         """Simulate the beginning of a plan's load."""
@@ -193,10 +162,7 @@ class PlanJudge:
     def take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Write the finding of a simulation into the row of its plan."""
         row, objective = plan.row, self.question.objective
-        if finding.prompts_alone:
-            row.rate_rps = rate
-        else:
-            row.take(finding.summary, rate)
+        row.take(finding.summary, rate)
         if not finding.met:
             self.seen.remember(plan, rate, finding)
             at = f"at {rate:.4g} requests/s: " if rate is not None else ""
@@ -238,8 +204,7 @@ class PlanJudge:
         if finding.met:
             self.take(plan, rate, finding)
             return
-        row.status, row.rate_rps, row.reason = "infeasible", rate, reason
-        row.summary = None if finding.prompts_alone else finding.summary
+        row.status, row.summary, row.rate_rps, row.reason = "infeasible", finding.summary, rate, reason
         row.best = None
         if rate is not None and self.question.searches_rate:
             plan.miss(Miss(rate, finding.missed_by))
