@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from simtune.specs.workload import Slo
-from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of
+from simtune.tuner.certificate.differences import Differences
+from simtune.tuner.certificate.search_certificate import Audit, Certificate, Resimulations, Tried, certificate_of
 from simtune.tuner.doubt.draw_spread import CAPACITY, DrawSpread
 from simtune.tuner.doubt.same_draw import (
     Beginning,
@@ -174,6 +175,20 @@ def test_a_certificate_that_states_less_is_refused(tuned: Tuned, gap: str, probl
     audit = Audit(Certificate.sealed(**{**content, gap: content[gap] / 2}), tuned.question)
     assert not audit.run()
     assert [found.partition(" is ")[0] for found in audit.problems] == [problem]
+
+
+def test_short_runs_that_meet_the_slo_are_made_again_as_long_as_they_were(tuned: Tuned) -> None:
+    """The search does not make them longer until they last ten lifetimes, as it does full ones."""
+    q, chosen = tuned.question, bounded(tuned.question)[tuned.chosen.candidate.name]
+    short = [run for run in tuned.chosen.tried if run.met and run.requests is not None and not run.all_cores]
+    assert short
+    resimulations = Resimulations(q, chosen.plan_cache, Differences())
+    for run in short:
+        tried = Tried(**run._asdict())
+        again = resimulations.finding(chosen, tried)
+        assert again.met
+        assert again.summary.requests == run.requests
+    assert resimulations.finding(chosen, Tried(rate_rps=0.5, met=True, all_cores=False)).met
 
 
 @dataclass

@@ -317,6 +317,9 @@ class Resimulations:
             return Simulation(
                 deployment, stream, slo, tried.rate_rps, None, draws=draws if users else None, searches_users=users
             )
+        if tried.requests is not None and not tried.draw:
+            # A short run is judged as long as it is.
+            return Simulation(deployment, stream, slo, tried.rate_rps)
         part = part_requests(self._question) if tried.draw else None
         return Simulation(
             deployment,
