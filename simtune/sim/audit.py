@@ -228,10 +228,14 @@ def _written(plan: Plan, model: Model, stream: RequestStream, problems: Sequence
     command = (
         f"simtune simulate --plan {folder}/plan.yaml --model {folder}/model.yaml --workload {folder}/workload.yaml"
     )
+    media = (
+        [] if stream.media is None else ["", "Images, videos and recordings are not in it: their tokens are text here."]
+    )
     lines = [
         "This run violates a law of conservation; please report the folder.",
         "",
         *problems,
+        *media,
         "",
         f"{command} --audit",
     ]

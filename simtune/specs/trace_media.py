@@ -55,6 +55,7 @@ class Faults(Protocol):
         """Add a problem."""
 
 
+_ITEMS: dict[MediaKind, str] = {"image": "an image", "video": "a video", "audio": "a recording"}
 _REQUIRED: dict[MediaKind, tuple[str, ...]] = {
     "image": ("width", "height"),
     "video": ("width", "height", "seconds"),
@@ -195,10 +196,10 @@ def _problems(kind: MediaKind, entry: Mapping[str, Any]) -> Iterator[tuple[str, 
     required, possible = _REQUIRED[kind], (*_REQUIRED[kind], *_OPTIONAL[kind])
     for key in required:
         if entry.get(key) is None:
-            yield key, f"is missing; a {kind} has {', '.join(required)}"
+            yield key, f"is missing; {_ITEMS[kind]} has {', '.join(required)}"
     for key, value in entry.items():
         if key not in possible:
-            yield key, f"unknown key of a {kind}; its keys are {', '.join(possible)}"
+            yield key, f"unknown key of {_ITEMS[kind]}; its keys are {', '.join(possible)}"
         elif value is not None and (message := _wrong_value(key, value)):
             yield key, message
     if entry.get("fps") is not None and entry.get("frames") is not None:

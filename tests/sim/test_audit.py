@@ -18,6 +18,7 @@ from simtune.specs.catalog import load_hardware, load_model, load_workload
 from simtune.specs.plan import Plan
 from simtune.specs.workload import Slo
 from simtune.testing.clusters import stream_of
+from simtune.workload.media import RequestMedia
 from tests.cli.conftest import call
 
 
@@ -127,6 +128,29 @@ def test_a_violation_leaves_what_repeats_the_run(
     *_, command = (folder / "README").read_text().strip().splitlines()
     assert command.startswith("simtune simulate --plan ")
     assert call(*command.split()[1:], "--json").json["completed"] == 40
+
+
+def test_what_repeats_a_run_says_that_media_are_not_in_it(
+    over: tuple[Deployment, Any, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deployed, cores, result = over
+    number = len(result.stream)
+    media = RequestMedia(
+        begin=np.concatenate([[0], np.ones(number, dtype=np.int64)]),
+        kind=np.zeros(1, dtype=np.int64),
+        name=np.zeros(1, dtype=np.int64),
+        repeated=np.zeros(1, dtype=np.bool_),
+        size=np.array([[64.0, 64.0, 0.0]]),
+        start=np.zeros(1, dtype=np.int64),
+        shape=np.array([[1, 16, 4, 4]]),
+        sized=True,
+    )
+    stream = dataclasses.replace(result.stream, media=media)
+    with pytest.raises(AuditError):
+        audit(deployed.plan, deployed.model, cores, dataclasses.replace(result, stream=stream, num_gpus=2))
+    (folder,) = tmp_path.iterdir()
+    assert "Images, videos and recordings are not in it: their tokens are text here." in (folder / "README").read_text()
 
 
 def test_every_simulation_is_audited_where_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simtune.errors import UsageError
+from simtune.errors import SpecError, UsageError
 from simtune.specs.catalog import load_model
 from simtune.specs.media import LoadImages
 from simtune.specs.trace_cut import merged, scaled
@@ -115,6 +115,16 @@ def test_a_wrong_cell_is_named(tmp_path: Path, cell: str, why: str) -> None:
 def test_a_wrong_item_is_named(tmp_path: Path, value: str, why: str) -> None:
     line = f'{{"timestamp": 0, "input_length": 10, "output_length": 5, "videos": {value}}}'
     assert problems(tmp_path, line, "t.jsonl") == [why]
+
+
+def test_problems_of_a_recording_name_it(tmp_path: Path) -> None:
+    row = '{"prompt_tokens": 10, "output_tokens": 5, "arrival_s": 0, "audio": [{"length": 4}]}\n'
+    path = tmp_path / "trace.jsonl"
+    path.write_text(row)
+    with pytest.raises(SpecError) as error:
+        read_trace(path)
+    assert "audio[0].seconds: is missing; a recording has seconds" in str(error.value)
+    assert "audio[0].length: unknown key of a recording; its keys are seconds, name, at" in str(error.value)
 
 
 def test_cuts_take_the_items_along_and_files_share_none() -> None:
