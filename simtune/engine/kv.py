@@ -31,10 +31,12 @@ NO_HIT = Hit([], None, 0, 0)
 class KvBlocks:
     """A pool of `total` equal blocks of `block_size` tokens, without a prefix cache. Blocks are counted, not named."""
 
-    __slots__ = ("block_size", "caches", "free", "tiers", "total")
+    __slots__ = ("block_size", "caches", "free", "least_free", "tiers", "total")
 
     counts_hits = True
     """True if `queried_tokens` and `hit_tokens` count each request once, so that they can be reported."""
+    counts_least = True
+    """True if `least_free` is counted."""
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
     hit_tokens = 0
@@ -44,6 +46,8 @@ class KvBlocks:
         if total < 1 or block_size < 1:
             raise ValueError(f"total ({total}) and block_size ({block_size}) must be at least 1")
         self.total = self.free = total
+        self.least_free = total
+        """Fewest blocks that were free so far."""
         self.block_size = block_size
         self.caches = caches
         """True if content can be found; if not, `find`, `hold` and `name` need not be called."""
@@ -66,6 +70,8 @@ class KvBlocks:
         """Take `blocks` of the free blocks; there must be enough."""
         self.free = free = self.free - blocks
         assert free >= 0, f"{blocks} blocks taken, {free + blocks} free"
+        if free < self.least_free:
+            self.least_free = free
 
     def give(self, blocks: int) -> None:
         """Free blocks without content that could be found."""

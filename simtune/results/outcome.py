@@ -67,6 +67,8 @@ class EngineCoreUse(NamedTuple):
     """Most tokens of a step with prefill chunks."""
     encoder: EncoderUse | None = None
     """Work of encoders of media in its steps; None without one."""
+    most_blocks: int | None = None
+    """Most KV blocks that were not free at one time; None if that is not counted."""
 
 
 class PoolInstances(NamedTuple):

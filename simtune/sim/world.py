@@ -230,5 +230,8 @@ def _use(core: EngineCore) -> EngineCoreUse:
     if slots is not None:
         use = use._replace(adapters=slots.tally)
     return use._replace(
-        sampled=core.sampler.steps(), most_tokens=core.most_tokens, encoder=encoder_use(core.scheduler, core.timer)
+        sampled=core.sampler.steps(),
+        most_tokens=core.most_tokens,
+        encoder=encoder_use(core.scheduler, core.timer),
+        most_blocks=kv.total - kv.least_free if kv.counts_least else None,
     )

@@ -101,6 +101,28 @@ def test_plans_that_are_told_what_they_do_do_it(rate_rps: float, pp: int, cachin
     assert told > 0, "there were to be plans that are told what they do"
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+def test_the_blocks_that_were_taken_are_enough_and_three_quarters_are_not(role: Role, caching: bool) -> None:
+    requests = stream(30.0)
+
+    def run(blocks: int) -> tuple[Deployment, Any]:
+        pools = [_cached(pool(128, 1024, blocks, role), caching)]
+        plan = deployed(*([pool(128, 8192, 6000, "prefill")] if role == "decode" else []), *pools)
+        return plan, plan.simulate(requests)
+
+    ample, result = run(20_000)
+    used = uses(ample, result)
+    assert used is not None
+    # One block of vLLM is empty.
+    enough, same = run(used[-1].reached.blocks + 1)
+    assert not tell_apart(enough, used)
+    assert all(np.array_equal(getattr(result.outcome, c), getattr(same.outcome, c)) for c in COLUMNS)
+    few, other = run(used[-1].reached.blocks * 3 // 4)
+    assert tell_apart(few, used)
+    assert not np.array_equal(result.outcome.finish, other.outcome.finish)
+
+
 def test_prefill_and_decode_pools() -> None:
     requests, told = stream(10.0), 0
     plans = [

@@ -311,9 +311,17 @@ def _reached(pool: DeployedPool, result: Result, *, dealt: bool) -> Allowed:
     if not reserves and not short:
         # A request that was refused asked for the blocks of its tokens in that step.
         of_a_step = -(-pool.spec.batching.max_num_batched_tokens // pool.spec.kv_cache.block_size) + 1
-        most_blocks += min(int(blocks.max(initial=0)), of_a_step)
+        most_blocks = min(most_blocks + min(int(blocks.max(initial=0)), of_a_step), _taken(pool, result, blocks))
     reached = Allowed(seats, drafts.budget(seats, most_tokens), most_blocks)
     return _with_refused(pool, result, reached, int(blocks.max(initial=0)), short=short) if reserves else reached
+
+
+def _taken(pool: DeployedPool, result: Result, blocks: Ints) -> int:
+    """Return the most KV blocks that a core of a pool had taken at one time, with those of one more request, which it
+    may have refused; NO_END if that was not counted. `blocks` are those of each request."""
+    cores = [use for use in result.outcome.cores if use.pool == pool.spec.name]
+    counts = [use.most_blocks for use in cores if use.most_blocks is not None]
+    return max(counts) + int(blocks.max(initial=0)) if counts and len(counts) == len(cores) else NO_END
 
 
 def _with_refused(pool: DeployedPool, result: Result, reached: Allowed, largest: int, *, short: bool) -> Allowed:
