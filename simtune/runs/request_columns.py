@@ -11,7 +11,7 @@ from simtune.errors import UsageError
 from simtune.results.result import Result
 from simtune.runs import parquet
 from simtune.runs.schema import RequestRow
-from simtune.runs.tables import columns, to_csv
+from simtune.runs.tables import columns, plain_csv
 
 BLOCK = 1 << 14
 """Rows that are made together: a row as Python objects takes five times its text."""
@@ -62,13 +62,20 @@ def _times(column: Array) -> list[float | None]:
 
 def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
     """The rows of the table, made in blocks."""
+    for block in _blocks(result):
+        yield from zip(*block.values(), strict=True)
+
+
+def _blocks(result: Result) -> Iterator[dict[str, list[Any]]]:
     for begin in range(0, len(result.stream), BLOCK):
-        yield from zip(*requests_table(result, slice(begin, begin + BLOCK)).values(), strict=True)
+        yield requests_table(result, slice(begin, begin + BLOCK))
 
 
 def requests_csv(result: Result) -> str:
     """`requests.csv` of a simulation."""
-    return to_csv(tuple(_names(result)), _rows(result))
+    blocks = (block | {"good": ["true" if good else "false" for good in block["good"]]} for block in _blocks(result))
+    rows = (row for block in blocks for row in zip(*block.values(), strict=True))
+    return plain_csv(tuple(_names(result)), rows)
 
 
 def check_format(name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Literal, Self
 
 import numpy as np
@@ -102,6 +103,11 @@ class Swimlanes(Record):
 
     def to_bytes(self) -> bytes:
         """The file; the same bytes for the same swimlanes."""
+        return self._packed
+
+    @cached_property
+    def _packed(self) -> bytes:
+        # A run writes it as a file and puts it into its report.
         text = json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True, allow_nan=False)
         return packed([text])
 

@@ -488,7 +488,8 @@ def note_tokens(core: EngineCore, end: int) -> None:
     """Record the times between the tokens of a core's running step, the last repetition of which ends at tick `end`."""
     step = core.step
     assert step is not None
-    # The first token of a request that has just joined follows no other token, so it ends no interval.
-    joining = sum(request.decoding and request not in step.paused for request in core.inbox.unheard)
-    decodes = max(0, step.num_decodes - step.discarded - joining)
-    core.gaps.note_step(step, core.time, core.started, end, decodes, core.recorder)
+    decodes = step.num_decodes - step.discarded
+    if core.inbox.unheard:
+        # The first token of a request that has just joined follows no other token, so it ends no interval.
+        decodes -= sum(request.decoding and request not in step.paused for request in core.inbox.unheard)
+    core.gaps.note_step(step, core.time, core.started, end, decodes if decodes > 0 else 0, core.recorder)

@@ -89,7 +89,8 @@ class TokenGaps:
             recorder.note_intervals(time, decodes)
         elif step.num_decodes > step.discarded:
             self._resume(time, started, decodes, recorder, before=self._cut_at if cut else started)
-        if step.chunks and step.is_last_part:
+        # Chunks beside decodes change nothing here unless requests were preempted: most steps with chunks.
+        if step.chunks and (self._lost or step.num_decodes <= step.discarded) and step.is_last_part:
             self._note_chunks(step, started, ended, recorder)
 
     def _note_chunks(self, step: Step, started: int, ended: int, recorder: Recorder) -> None:

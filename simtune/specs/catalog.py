@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
@@ -256,7 +256,17 @@ def load_acceptance(reference: str, settings: Sequence[str] = ()) -> Acceptance:
 
 def engine_family(engine: str | None) -> EngineFamily | None:
     """Return the family of an engine preset, by name or path; None for no engine."""
-    return None if engine is None or engine == NO_ENGINE else load_engine(engine).family
+    if engine is None or engine == NO_ENGINE:
+        return None
+    # Files of users may change while a process runs; a preset that comes with simtune does not.
+    changeable = is_path(engine) or os.environ.get("SIMTUNE_PATH")
+    return load_engine(engine).family if changeable else _built_in_family(engine)
+
+
+@cache
+def _built_in_family(name: str) -> EngineFamily:
+    # Every simulation of prefill and decode pools needs it, for their links; without the cache each reads files.
+    return load_engine(name).family
 
 
 def load_engine(reference: str, settings: Sequence[str] = ()) -> EnginePreset:

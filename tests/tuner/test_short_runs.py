@@ -14,9 +14,9 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.search import short_runs
 from simtune.tuner.search.best_first import optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
-from simtune.tuner.search.climb import Climb, Rung, Simulation, SimulationFinding
+from simtune.tuner.search.climb import RISING, Climb, Rung, Simulation, SimulationFinding
 from simtune.tuner.search.plan_judge import PlanJudge
-from simtune.tuner.search.rate_hints import RateHints
+from simtune.tuner.search.rate_hints import NEAR, RateHints
 from simtune.tuner.search.search_journal import key_of
 from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 from simtune.tuner.space.candidates import Candidate, space_of
@@ -46,11 +46,23 @@ def test_short_runs_are_of_steady_loads_whose_prompts_share_nothing() -> None:
 
 
 def test_short_runs_tell_which_rates_to_try_first() -> None:
-    climb = Climb(100.0, 1.02, None, hints=(40.0, 40.8, 39.2))
+    climb = Climb(100.0, 1.02, None, hint_rps=40.0)
     assert climb.rate_rps == 40.0
-    assert replace(climb, met=Rung(40.0, 0.99)).rate_rps == 40.8
-    assert replace(climb, missed=Rung(40.0, 1.01)).rate_rps == 39.2
+    assert replace(climb, met=Rung(40.0, 0.99)).rate_rps == pytest.approx(40.8)
     assert replace(climb, met=Rung(40.0, 0.99), missed=Rung(40.8, 1.01)).rate_rps is None
+    known = replace(climb, beats_rps=30.0, met=Rung(30.0, 0.5))
+    assert known.rate_rps == 40.0, "short runs show more than one full run far from the limit"
+
+
+@pytest.mark.parametrize(
+    ("strain", "misses", "lower"),
+    [(1.01, 1, 1.02), (1.44, 1, 1.2), (1.44, 2, 1.44), (None, 1, 0.75**-0.5), (0.9, 3, 0.75**-0.5)],
+)
+def test_a_full_run_that_misses_the_limit_near_the_rate_of_short_ones_shows_how_far_down_it_lies(
+    strain: float | None, misses: int, lower: float
+) -> None:
+    climb = Climb(100.0, 1.02, None, missed=Rung(40.0, strain), tried=misses, hint_rps=41.0)
+    assert climb.rate_rps == pytest.approx(40.0 / lower)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +71,23 @@ def test_short_runs_tell_which_rates_to_try_first() -> None:
         (Rung(10.0, 0.5), Rung(12.0, 0.6), 20.0),
         (Rung(10.0, 0.5), Rung(20.0, 0.5 * 2**0.5), 40.0),
         (Rung(10.0, 0.6), Rung(12.0, 0.6), math.inf),
-        (Rung(10.0, None), Rung(12.0, 0.6), math.inf),
+        (Rung(10.0, None), Rung(12.0, 0.6), 12.0 / 0.6 ** (1 / RISING)),
+        (None, Rung(12.0, 0.6), 12.0 / 0.6 ** (1 / RISING)),
     ],
 )
 def test_the_next_rate_is_where_strains_that_grow_by_a_power_reach_the_limit(
-    before: Rung, met: Rung, likely: float
+    before: Rung | None, met: Rung, likely: float
 ) -> None:
     climb = Climb(1000.0, 1.02, None, met=met, met_before=before)
-    assert climb.rate_rps == pytest.approx(min(likely, math.sqrt(met.rate_rps * 1000.0)))
+    assert climb.rate_rps == pytest.approx(min(likely / math.sqrt(1.02), math.sqrt(met.rate_rps * 1000.0)))
+
+
+def test_between_two_rates_the_next_one_is_the_mean_of_what_rates_below_and_both_show() -> None:
+    climb = Climb(1000.0, 1.02, None, met=Rung(12.0, 0.6), missed=Rung(48.0, 1.2))
+    interpolated = 12.0 * 4 ** (math.log(1 / 0.6) / math.log(2))
+    assert climb.rate_rps == pytest.approx(interpolated / math.sqrt(1.02))
+    below = replace(climb, met_before=Rung(10.0, 0.5))
+    assert below.rate_rps == pytest.approx(math.sqrt(interpolated * 20.0) / math.sqrt(1.02))
 
 
 def test_short_runs_are_long_enough_to_show_a_rate_and_full_ones_correct_them() -> None:
@@ -85,16 +106,21 @@ def test_short_runs_are_long_enough_to_show_a_rate_and_full_ones_correct_them() 
 
     hints = RateHints(q, simulated)
     first = hints.first(plan)
+    assert first is not None
     assert {*asked} == {500, 1200}
     assert asked.index(1200) == len(asked) - asked.count(1200), "no run is too short after one was"
-    assert plan.bound_rps / 2 / 1.02 <= first[0] <= plan.bound_rps / 2
-    hints.learn(0.8 * first[0])
-    assert hints.first(plan)[0] == pytest.approx(0.8 * first[0])
+    assert plan.bound_rps / 2 / 1.02 <= first <= plan.bound_rps / 2
+    hints.learn(0.8 * first)
+    assert hints.first(plan) == pytest.approx(0.8 * first)
     asked.clear()
     longer = replace(summary, summary=summary.summary.model_copy(update={"requests": 2001}))
     coarse = hints.after(plan, 0.4 * plan.bound_rps, longer)
+    assert coarse is not None
     assert {*asked} == {2000}, "the study's own requests are a short run of one that was made longer"
-    assert plan.bound_rps / 2 / 1.02**2 <= coarse[0] <= plan.bound_rps / 2, "nothing was learnt of runs of this length"
+    assert plan.bound_rps / 2 / 1.02**2 <= coarse <= plan.bound_rps / 2, "nothing was learnt of runs of this length"
+    asked.clear()
+    assert hints.after(plan, 0.4 * plan.bound_rps, replace(longer, strain=NEAR)) is None
+    assert not asked, "a full run near its limit shows more than short runs"
 
 
 def test_a_journal_tells_short_runs_from_full_ones() -> None:

@@ -24,6 +24,11 @@ LOWER = 0.75
 """Next rate to try, relative to a rate that was too high, while no rate is known to meet the SLO."""
 FASTEST = 0.5
 """Smallest share of a rate that missed the SLO that is tried next."""
+RISING = 1.5
+"""Exponent with which the strain grows with the rate below a limit, until two runs show it: about 1 for means and 2 for
+percentiles (quickstart, `benchmarks/tuner/aiconfigurator`)."""
+FALLING = 2.0
+"""The same above a limit, where the strain grows faster."""
 GUESSES = 6
 """Simulations after which the remaining interval of rates is halved instead of interpolated."""
 LOWEST = 0.01
@@ -212,8 +217,8 @@ class Climb:
     missed: Rung | None = None
     """The lowest rate known to miss it."""
     tried: int = 0
-    hints: tuple[float, ...] = ()
-    """Rates to try first, the most promising first: shorter runs met the SLO at the first of them."""
+    hint_rps: float | None = None
+    """Highest rate at which shorter runs met the SLO, which is tried first; None without such runs."""
 
     @property
     def rate_rps(self) -> float | None:
@@ -223,9 +228,8 @@ class Climb:
         low, high = self.met.rate_rps, self.bound_rps if self.missed is None else self.missed.rate_rps
         if high <= low * self.step:
             return None
-        hint = next((rate for rate in self.hints if low * self.step <= rate < high), None)
-        if hint is not None:
-            return hint
+        if self.hint_rps is not None and low * self.step <= self.hint_rps < high:
+            return self.hint_rps
         if high <= low * self.step**2 or self.tried >= GUESSES:
             return math.sqrt(low * high)
         guess = max(self._guess(low, high), low * self.step)
@@ -235,14 +239,15 @@ class Climb:
     def _lower(self) -> float | None:
         """Return the rate to try next while no rate is known to meet the SLO; None to give the plan up."""
         if self.missed is None:
-            start = self.hints[0] if self.hints else self.bound_rps * LOWER
+            start = self.bound_rps * LOWER if self.hint_rps is None else self.hint_rps
             return start if self.beats_rps is None else self.beats_rps
         rate, strain = self.missed
         if self.beats_rps is not None or rate < self.bound_rps * LOWEST:
             return None
-        hint = next((hint for hint in self.hints if hint < rate), None)
-        if hint is not None:
-            return hint
+        if self.hint_rps is not None:
+            # Shorter runs met the SLO at about this rate, so the limit is near. Each miss makes the next step longer.
+            growth = math.sqrt(1 / LOWER) if strain is None or strain <= 1 else math.pow(strain, self.tried / FALLING)
+            return rate / max(self.step, growth)
         # A run that is given up underestimates the strain, so that 1 / strain alone approaches the limit slowly.
         return rate * (LOWER if strain is None or strain <= 1 else min(LOWER, max(FASTEST, 1 / (strain * self.step))))
 
@@ -252,18 +257,25 @@ class Climb:
         assert self.met is not None
         met, missed = self.met.strain, None if self.missed is None else self.missed.strain
         if met is None or missed is None or not 0 < met <= 1 < missed:
-            return min(math.sqrt(low * high), self._extrapolated())
-        return low * math.pow(high / low, math.log(1 / met) / math.log(missed / met)) / math.sqrt(self.step)
+            return min(math.sqrt(low * high), self._extrapolated() / math.sqrt(self.step))
+        between = low * math.pow(high / low, math.log(1 / met) / math.log(missed / met))
+        if self.met_before is not None:
+            # The strain grows ever faster: a line through two rates that met the SLO leads above the limit, one to a
+            # rate that missed it stays below.
+            between = math.sqrt(between * min(high, self._extrapolated()))
+        return between / math.sqrt(self.step)
 
     def _extrapolated(self) -> float:
-        """Return the rate at which the strain of the last two rates that met the SLO would have grown to 1; infinite if
-        they do not show it."""
+        """Return the rate at which the strain would have grown to 1, by the last two rates that met the SLO, or by
+        RISING if only one has a strain; infinite if the strain does not grow."""
         met, before = self.met, self.met_before
-        if met is None or before is None or met.strain is None or before.strain is None:
+        if met is None or met.strain is None or not 0 < met.strain <= 1:
             return math.inf
-        if not (before.rate_rps < met.rate_rps and 0 < before.strain < met.strain <= 1):
-            return math.inf
-        growth = math.log(met.strain / before.strain) / math.log(met.rate_rps / before.rate_rps)
+        growth = RISING
+        if before is not None and before.strain is not None:
+            if not (before.rate_rps < met.rate_rps and 0 < before.strain < met.strain):
+                return math.inf
+            growth = math.log(met.strain / before.strain) / math.log(met.rate_rps / before.rate_rps)
         return met.rate_rps * math.pow(1 / met.strain, 1 / growth)
 
     def after(self, rate_rps: float, finding: SimulationFinding) -> Climb:

@@ -54,8 +54,8 @@ class PlanJudge:
         while (rate := climb.rate_rps) is not None:
             finding = self.simulated(plan, rate)
             climb = climb.after(rate, finding)
-            if finding.met and low is not None and not climb.hints:
-                climb = replace(climb, hints=self._hints.after(plan, rate, finding))
+            if finding.met and low is not None and climb.hint_rps is None:
+                climb = replace(climb, hint_rps=self._hints.after(plan, rate, finding))
             if not finding.met:
                 plan.miss(Miss(rate, finding.missed_by))
             if finding.met or climb.met is None:
@@ -72,8 +72,8 @@ class PlanJudge:
         lengths = short_lengths(self.question, plan.candidate)
         if low is not None and any(self._misses_when_shorter(plan, low, requests) for requests in lengths):
             return None
-        hints = self._hints.first(plan) if low is None else ()
-        return Climb(plan.ceiling_rps, self._step, low, hints=hints)
+        hint_rps = self._hints.first(plan) if low is None else None
+        return Climb(plan.ceiling_rps, self._step, low, hint_rps=hint_rps)
 
     def _as_its_like(self, plan: BoundedCandidate, low: float | None) -> Climb | None:
         """Begin with what simulations of plans that must do the same show, at no cost; return None if none of them met

@@ -9,8 +9,9 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.search.climb import Climb, Rung, SimulationFinding
 from simtune.tuner.search.short_runs import as_shown, lasting, short_lengths
 
-HINTS = (0, 1, -1, -3, 3, -6, -10)
-"""Rates that are tried first, in steps from the likely one."""
+NEAR = 0.8
+"""Largest share of a limit used by a run that meets the SLO, above which the limit is near: then the share itself shows
+where, better than shorter runs."""
 SHOWING = 2.0
 """Mean end-to-end latencies that the arrivals of a short run last at least, if it shows where the highest rate of full
 runs lies: in the first one few requests decode beside each other."""
@@ -37,18 +38,20 @@ class RateHints:
         self._shown: tuple[int, float] | None = None
         """Requests of the short runs of the last plan, and the highest rate that they met; None if there were none."""
 
-    def first(self, plan: BoundedCandidate) -> tuple[float, ...]:
-        """Return rates to try first of a plan of which nothing is known; empty if short runs show nothing."""
+    def first(self, plan: BoundedCandidate) -> float | None:
+        """Return the rate to try first of a plan of which nothing is known; None if short runs show nothing."""
         lengths = short_lengths(self._question, plan.candidate)
-        return self._around(plan, lengths[-1]) if lengths else ()
+        return self._around(plan, lengths[-1]) if lengths else None
 
-    def after(self, plan: BoundedCandidate, rate_rps: float, finding: SimulationFinding) -> tuple[float, ...]:
-        """Return rates to try after a full run met the SLO at a rate; empty if short runs show nothing. If that run was
-        made longer than the study's own requests, a run of these is short."""
+    def after(self, plan: BoundedCandidate, rate_rps: float, finding: SimulationFinding) -> float | None:
+        """Return the rate to try after a full run met the SLO at a rate; None if its limit is near, or if short runs
+        show nothing. If that run was made longer than the study's own requests, a run of these is short."""
+        if finding.strain is not None and finding.strain >= NEAR:
+            return None
         if finding.summary.requests > self._question.requests:
             return self._around(plan, self._question.requests, rate_rps)
         lengths = short_lengths(self._question, plan.candidate)
-        return self._around(plan, lengths[-1], rate_rps) if lengths else ()
+        return self._around(plan, lengths[-1], rate_rps) if lengths else None
 
     def learn(self, rate_rps: float | None) -> None:
         """Take the highest rate that full runs of the last plan met; None if there is none."""
@@ -57,7 +60,7 @@ class RateHints:
             self._full_to_short[requests] = rate_rps / shown_rps
         self._shown = None
 
-    def _around(self, plan: BoundedCandidate, requests: int, met_rps: float | None = None) -> tuple[float, ...]:
+    def _around(self, plan: BoundedCandidate, requests: int, met_rps: float | None = None) -> float | None:
         step = self._step if requests < self._question.requests else self._step**COARSE
         climb = Climb(plan.ceiling_rps, step, met_rps, met=None if met_rps is None else Rung(met_rps, None))
         enough = requests
@@ -69,9 +72,8 @@ class RateHints:
                 finding = self._simulated(plan, rate_rps, enough)
             climb = climb.after(rate_rps, as_shown(finding, SHOWING))
         if climb.met is None:
-            return ()
+            return None
         self._shown = requests, climb.met.rate_rps
         ratio = self._full_to_short.get(requests, 1.0)
         biased = max(ratio, 1 / ratio) > self._step**BIASED
-        likely_rps = climb.met.rate_rps * (ratio if biased else 1.0)
-        return tuple(likely_rps * self._step**steps for steps in HINTS)
+        return climb.met.rate_rps * (ratio if biased else 1.0)
