@@ -20,7 +20,8 @@ from simtune.specs.drafters import Eagle
 from simtune.specs.speculation import DrafterChoice
 from simtune.specs.study import HardwareCount, Search, Study
 from simtune.specs.workload import Slo
-from simtune.tuner.search.best_first import SearchCourse, optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.course import SearchCourse
 from simtune.tuner.trial import Tuned
 
 pytestmark = pytest.mark.benchmark_only

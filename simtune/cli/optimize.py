@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from simtune.tuner.doubt.confidence import Confidence
     from simtune.tuner.plan_cache import PlanCache
     from simtune.tuner.question import Question
-    from simtune.tuner.search.best_first import SearchCourse
     from simtune.tuner.search.climb import SimulationFinding
+    from simtune.tuner.search.course import SearchCourse
     from simtune.tuner.search.front_points import Ladder
     from simtune.tuner.search.search_journal import SearchJournal
     from simtune.tuner.space.candidates import Candidate

@@ -47,7 +47,7 @@ class KvBlocks:
             raise ValueError(f"total ({total}) and block_size ({block_size}) must be at least 1")
         self.total = self.free = total
         self.least_free = total
-        """Fewest blocks that were free so far."""
+        """Fewest blocks that were free so far, after blocks were taken."""
         self.block_size = block_size
         self.caches = caches
         """True if content can be found; if not, `find`, `hold` and `name` need not be called."""

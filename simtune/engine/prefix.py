@@ -116,8 +116,6 @@ class PrefixCache(KvBlocks):
         if hit.private is not None:
             self.free -= private_blocks
             hit.private.size -= private_blocks
-        if self.free < self.least_free:
-            self.least_free = self.free
         request.runs = hit.runs
         request.computed = hit.blocks * self.block_size + hit.copied_tokens
         if self.tiers is not None:
@@ -165,10 +163,7 @@ class PrefixCache(KvBlocks):
 
     def take(self, blocks: int) -> None:
         """Take `blocks` of the free blocks: blank ones first, then those in the queue for longest."""
-        assert blocks <= self.free, f"{blocks} blocks taken, {self.free} free"
-        self.free = free = self.free - blocks
-        if free < self.least_free:
-            self.least_free = free
+        super().take(blocks)
         self._blank -= blocks
         if self._blank < 0:
             self._evict()

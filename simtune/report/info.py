@@ -493,10 +493,12 @@ def pareto(candidates: Sequence[CandidateRow]) -> ParetoInfo:
             front.append(p)
         else:
             dominated.append(p)
-    missed = [p for p in points if p.candidate.status == "infeasible"]
+    number_missed = sum(p.candidate.status == "infeasible" for p in points)
+    # Thousands of plans may have the result of one that was simulated, and its place.
+    missed = [*{(p.x, p.y): p for p in reversed(points) if p.candidate.status == "infeasible"}.values()][::-1]
     stopped = [p for p in missed if p.candidate.finished is False]
     infeasible = [p for p in missed if p.candidate.finished is not False]
-    unknown = len(candidates) - len(feasible) - len(missed)
+    unknown = len(candidates) - len(feasible) - number_missed
     return ParetoInfo(tuple(reversed(front)), tuple(dominated), tuple(infeasible), tuple(stopped), unknown)
 
 

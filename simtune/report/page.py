@@ -45,7 +45,8 @@ def render(run: Run) -> str:
         first_caption=None if first is None else first.caption,
         runners_up=(runners_up := info.runners_up(run)),
         best_words=_listed([row.candidate.candidate for row in runners_up]),
-        all_words=_listed([c.candidate for c in run.candidates]),
+        listed=(listed := run.candidates[:LISTED]),
+        all_words=_listed([c.candidate for c in listed]),
         front_words=_listed([point.candidate for point in s.front or ()]),
         chosen=info.chosen_row(run),
         steps=neighbours(run),
@@ -60,6 +61,10 @@ def render(run: Run) -> str:
         summary_json=Markup(_json_in_html(s)),
         plotly_js=Markup(figures.plotly_js()),
     )
+
+
+LISTED = 1000
+"""Most candidates in the table of all: of fifty thousand it would be thirty megabytes."""
 
 
 class Listed(NamedTuple):

@@ -52,6 +52,10 @@ def groups(certificate: Certificate, more_is_better: bool) -> list[FateGroup]:
     return sorted(fates, key=lambda group: (group.fate != CHOSEN, -len(group.plans), group.fate))
 
 
+DRAWN = 1000
+"""Most plans of a fate in the figure, evenly taken: of fifty thousand it would be sixteen megabytes."""
+
+
 def more_is_better(certificate: Certificate) -> bool:
     """True if higher values are better, so that bounds are above the values that are reached."""
     return certificate.bound >= certificate.incumbent.value
@@ -91,6 +95,7 @@ def fates_figure(certificate: Certificate, fates: Sequence[FateGroup]) -> Figure
     data: list[Figure] = []
     for i, group in enumerate(fates):
         plans = sorted((plan for plan in group.plans if plan.best is not None), key=lambda plan: place[plan.plan])
+        plans = plans[:: -(-len(plans) // DRAWN) or 1]
         if plans:
             data.append(
                 {
@@ -159,6 +164,7 @@ def section(run: Run) -> str | None:
         proof=verdict.proof(run.summary),
         rows=rows(fates),
         number=info.number,
+        thinned=any(len(group.plans) > DRAWN for group in fates),
         simulations=run.course[-1].simulations if run.course else None,
         figures={name: Markup(html) for name, html in pictures.items()},
     )

@@ -399,10 +399,14 @@ def _candidate(rank: int, row: Trial, study: Study) -> CandidateRow:
 
 def _startable(tuned: Tuned, row: Trial, known: CandidateRow) -> CandidateRow:
     """Return the row with the command that starts it, if it was simulated and its drafts are none or those of the
-    chosen plan's drafter.
+    chosen plan's drafter. A plan that misses the SLO because another one does has no command.
     """
     drafter = row.candidate.drafter
-    if row.summary is None or (drafter and drafter != tuned.chosen.candidate.drafter):
+    if (
+        row.summary is None
+        or (row.same_as and row.status == "infeasible")
+        or (drafter and drafter != tuned.chosen.candidate.drafter)
+    ):
         return known
     plan = tuned.question.plan(row.candidate, tuned.deployment.max_model_len)
     return known.model_copy(update={"launch": launch_like(tuned.deployment, plan)})

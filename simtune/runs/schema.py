@@ -403,7 +403,9 @@ class CandidateRow(Record):
         NonNegative | None, _column("price of its GPUs over its output", "USD")
     ] = None
     joules_per_token: Annotated[NonNegative | None, _column("energy of its GPUs over its output tokens", "J")] = None
-    launch: Annotated[str | None, _column("starts it; empty where it was not simulated or no engine can run it")] = None
+    launch: Annotated[
+        str | None, _column("starts it; empty where it was not simulated itself or no engine can run it")
+    ] = None
 
 
 class CourseRow(Record):

@@ -7,7 +7,8 @@ from simtune.report.page import render
 from simtune.runs.contents import of_study
 from simtune.runs.schema import CourseRow
 from simtune.tuner.certificate.search_certificate import Certificate, Incumbent, PlanFate, Tried
-from simtune.tuner.search.best_first import CourseLog, SearchCourse, optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.course import CourseLog, SearchCourse
 from tests.report.test_report_page import read
 from tests.tuner.test_search import question
 

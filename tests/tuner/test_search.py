@@ -30,7 +30,8 @@ from simtune.tuner.doubt.robust import robust
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search import rate_sweep
-from simtune.tuner.search.best_first import SearchCourse, optimize
+from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.course import SearchCourse
 from simtune.tuner.space.candidates import Candidate, space_of
 from simtune.tuner.space.expressible import space_for
 from simtune.tuner.trial import Confirmed

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from simtune.errors import UsageError
 from simtune.sim.parallel import Jobs, executor
@@ -31,6 +30,7 @@ from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFil
 from simtune.tuner.search.choice_on_draws import best_on_draws
 from simtune.tuner.search.climb import SimulationFinding
 from simtune.tuner.search.confirm import ConfirmedPlan, Confirmer
+from simtune.tuner.search.course import CourseLog, ReportsDue, SearchCourse, SearchProgress
 from simtune.tuner.search.evaluator import Evaluator, Keyed, TimeIsUp
 from simtune.tuner.search.open_plans import OpenKind, OpenPlans
 from simtune.tuner.search.plan_judge import PlanJudge
@@ -41,30 +41,13 @@ from simtune.tuner.search.search_journal import Ledger
 from simtune.tuner.search.variant_gains import to_show
 from simtune.tuner.space.candidates import Candidate
 from simtune.tuner.space.expressible import space_for
-from simtune.tuner.space.plan_classes import PlanClasses, UnopenedClasses
-from simtune.tuner.trial import CoursePoint, Trial, Tuned
+from simtune.tuner.space.plan_classes import PlanClass, PlanClasses, UnopenedClasses
+from simtune.tuner.trial import Trial, Tuned
 
 AHEAD = 8
 """Plans that worker processes may simulate before it is their turn."""
 
 
-class SearchCourse(NamedTuple):
-    """Progress of a search."""
-
-    done: int
-    """Plans that are decided."""
-    total: int
-    best: Trial | None
-    value: float | None
-    """Objective of the best plan, in its unit."""
-    bound: float | None
-    """Value that no plan of the space exceeds."""
-    open: int
-    """Plans that could still be better."""
-    simulations: int
-
-
-SearchProgress = Callable[[SearchCourse], None]
 Begins = Callable[[Sequence[Candidate], PlanCache], None]
 
 
@@ -80,10 +63,11 @@ def optimize(
     """Search the study's space. Raise Infeasible, with the reasons, if no plan meets the SLO.
 
     `jobs` processes simulate plans side by side (default: one per core); the answer does not depend on it. `progress`
-    is called after every plan. Simulations that the `ledger` contains are not repeated, and new ones are added to it.
-    An interrupt (Ctrl-C) ends the search with its best plan so far, marked `interrupted`; if no plan has met the SLO
-    yet, it is raised. So does `time_is_up` as soon as it returns True; it raises UsageError if no plan has met the SLO
-    yet. `begins` is called with the space before the search starts.
+    is called after every simulation, and now and then while plans are decided without any. Simulations that the
+    `ledger` contains are not repeated, and new ones are added to it. An interrupt (Ctrl-C) ends the search with its
+    best plan so far, marked `interrupted`; if no plan has met the SLO yet, it is raised. So does `time_is_up` as soon
+    as it returns True; it raises UsageError if no plan has met the SLO yet. `begins` is called with the space before
+    the search starts.
     """
     check(question)
     space = space_for(question)
@@ -113,25 +97,6 @@ def ended(run: Callable[[], bool]) -> bool | None:
     return None
 
 
-class CourseLog:
-    """Records the state of a search whenever its best plan or its bound changes, and passes every state on."""
-
-    def __init__(self, listener: SearchProgress | None = None) -> None:
-        self.points: list[CoursePoint] = []
-        self._listener = listener
-
-    def __call__(self, now: SearchCourse) -> None:
-        """Record the state after a plan was decided."""
-        plan = "" if now.best is None else now.best.candidate.name
-        point = CoursePoint(now.simulations, now.done, plan, now.value, now.bound)
-        if len(self.points) > 1 and all((p.value, p.bound) == (point.value, point.bound) for p in self.points[-2:]):
-            # Two points are enough for a period without changes: its first and its last.
-            self.points.pop()
-        self.points.append(point)
-        if self._listener is not None:
-            self._listener(now)
-
-
 class BestFirst:
     """State of a search: open plans, decided plans and the best plan so far."""
 
@@ -153,7 +118,7 @@ class BestFirst:
         self.best: BoundedCandidate | None = None
         self.confirmed: ConfirmedPlan | None = None
         self._confirmer = Confirmer(question, self.plan_cache, evaluator)
-        self.total = len(candidates)
+        self.total, self._due = len(candidates), ReportsDue(len(candidates))
         self._open, self._scouted = OpenPlans(), False
         self._judge = PlanJudge(question, self.plan_cache, evaluator, self._next, self._met)
         self._classes = UnopenedClasses(PlanClasses(question, self.plan_cache), candidates)
@@ -190,7 +155,8 @@ class BestFirst:
                 self._decide(self._open.pop())
             else:
                 self._admit(self._classes.opened())
-            self._report()
+            if self._due.after_decision(self.evaluator.findings):
+                self._report()
 
     def _show_all(self) -> None:
         """Simulate what the table of variants states besides."""
@@ -309,9 +275,10 @@ class BestFirst:
         if self.progress is None:
             return
         value = None if self.best is None else self.value(self.best)
-        open_plans = [len(item.plans) for item in self._open if self._could_be_better(item.best)]
-        open_groups = [g for g in self._classes if g.best is not None and self._could_be_better(g.best)]
-        num_undecided = sum(open_plans) + sum(len(group.candidates) for group in open_groups)
+        on_draw = None if self.best is None else value_on_draw(self.question, self.best)
+        better, tolerance = self.question.objective.better, self._tolerance
+        counts = _counts(self._open, self._classes)
+        num_undecided = sum(n for best, n in counts if on_draw is None or better(best, on_draw, tolerance))
         self.progress(
             SearchCourse(
                 done=self.total - num_undecided,
@@ -326,9 +293,8 @@ class BestFirst:
 
     def _bound(self, value: float | None) -> float | None:
         """Return the value that no plan exceeds: the best of all bounds, and of the best plan."""
-        return _best_of(
-            self.question, [self._most_promising(), value, *(row.best for row in self._judge.looked_at.values())]
-        )
+        bests = (row.best for row in self._judge.looked_at.values())
+        return _best_of(self.question, [self._most_promising(), value, *bests])
 
     def answer(self, interrupted: bool) -> Tuned:
         """Return the best plan, confirmed on all its cores. Raise Infeasible if no plan meets the SLO."""
@@ -381,6 +347,12 @@ class BestFirst:
             self.confirmed = confirmed
         self.best = best
         return self.value(best) == before
+
+
+def _counts(items: Iterable[OpenKind], classes: Iterable[PlanClass]) -> list[tuple[float, int]]:
+    """Return (best bound, number of plans) of each open kind of plans, and of each class that may meet the SLO."""
+    counts = [(item.best, len(item.plans)) for item in items]
+    return counts + [(group.best, len(group.candidates)) for group in classes if group.best is not None]
 
 
 def _best_of(question: Question, bounds: Iterable[float | None]) -> float | None:

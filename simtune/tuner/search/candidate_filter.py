@@ -103,14 +103,14 @@ class BoundedCandidate:
         capacity_rps = self.plan_cache.capacity(self.candidate).rps
         return question.objective.reaches(self.facts, self.missed, question.draw_spread, capacity_rps)
 
-    @property
+    @cached_property
     def kind(self) -> tuple[object, ...]:
         """Key shared by plans that differ in limits alone: seats, token budgets, KV blocks."""
         pools = tuple((pool.prefix_caching, pool.drafter, pool.weight) for pool in self.candidate.pools)
         speculation = None if self.candidate.speculation is None else self.candidate.speculation.model_dump_json()
         return self.candidate.shape, self.candidate.router, pools, speculation
 
-    @property
+    @cached_property
     def shared_keys(self) -> list[tuple[object, ...]]:
         """Keys under which simulations of other plans apply to this one."""
         candidate, prefill = self.candidate, self.candidate.prefilling
@@ -126,6 +126,8 @@ class BoundedCandidate:
         name = other.candidate.name
         if self.does_the_same(other, finding):
             return f"misses the SLO as {name} does: none of the limits that tell them apart is reached"
+        if not finding.first_tokens_miss and not finding.decodes_miss:
+            return ""
         shared = {key[0] for key in self.shared_keys[1:] if key in other.shared_keys[1:]}
         if finding.first_tokens_miss and "prefill" in shared:
             return f"has the prefill pool of {name}, whose first tokens miss the SLO whatever decodes"
@@ -133,7 +135,7 @@ class BoundedCandidate:
             return f"decodes as {name} does, which takes too long for a token whatever prefills"
         return ""
 
-    @property
+    @cached_property
     def decodes(self) -> Allowed:
         """Limits of the decode pool."""
         pool = self.candidate.decoding

@@ -33,9 +33,12 @@ class Evaluator:
     ) -> None:
         self._ahead = None if pool is None else LookAhead[SimulationKey, SimulationFinding](pool)
         self._ledger, self._time_is_up = ledger, time_is_up
+        self.findings = 0
+        """Findings that were asked for so far."""
 
     def finding(self, key: SimulationKey, task: Simulation, expected: Iterable[Keyed]) -> SimulationFinding:
         """Return the finding of one simulation, while workers start those expected after it."""
+        self.findings += 1
         # From an earlier run of the same search: a journal must give the answer that simulating gave.
         finding = self._known(task)
         if finding is None:

@@ -23,10 +23,11 @@ from simtune.tuner.bounds.best_case import least_tpot_s, slo_bound
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import SAMPLED_CORES, Question
 from simtune.tuner.question_checks import check
-from simtune.tuner.search.best_first import AHEAD, Begins, SearchCourse, SearchProgress, ended, optimize
+from simtune.tuner.search.best_first import AHEAD, Begins, ended, optimize
 from simtune.tuner.search.candidate_filter import BoundedCandidate, CandidateFilter
 from simtune.tuner.search.climb import Simulation, SimulationFinding
 from simtune.tuner.search.confirm import DrawsVerdict, FreshDraws
+from simtune.tuner.search.course import SearchCourse, SearchProgress
 from simtune.tuner.search.evaluator import Evaluator, Keyed
 from simtune.tuner.search.front_points import FrontPoint, Ladder
 from simtune.tuner.search.implied_results import tell_apart
