@@ -166,18 +166,24 @@ def _of_instances(plan: Plan, outcome: Outcome) -> Iterator[str]:
     for of in outcome.scaled:
         scaling = plan.pool(of.pool).autoscaling
         assert scaling is not None
+        least, most = scaling.min_instances, len(of.held_ticks)
+        if of.ranks:
+            least = (scaling.min_ranks or 1) * most // of.ranks
+        units = "ranks" if of.ranks else "instances"
         for tick, accepting, holding in of.counts:
-            if not scaling.min_instances <= accepting <= holding <= scaling.max_instances:
-                yield f"pool {of.pool} has {accepting} instances on the GPUs of {holding} at tick {tick:,}"
+            if not least <= accepting <= holding <= most:
+                yield f"pool {of.pool} has {accepting} {units} on the GPUs of {holding} at tick {tick:,}"
         ticks = [*(tick for tick, _, _ in of.counts[1:]), of.end]
         under_counts = sum(
             holding * (until - since) for (since, _, holding), until in zip(of.counts, ticks, strict=True)
         )
         if of.end > 0 and under_counts != sum(of.held_ticks):
-            yield f"instances of pool {of.pool} hold GPUs for {sum(of.held_ticks):,} ticks, counted {under_counts:,}"
+            yield f"{units} of pool {of.pool} hold GPUs for {sum(of.held_ticks):,} ticks, counted {under_counts:,}"
         for core in outcome.cores:
-            if core.pool == of.pool and core.busy > of.held_ticks[core.instance]:
-                yield f"instance {core.instance} of pool {of.pool} runs steps on GPUs that it does not hold"
+            place = core.instance * of.ranks + core.virtual_engine if of.ranks else core.instance
+            if core.pool == of.pool and core.busy > of.held_ticks[place]:
+                rank = f"rank {core.virtual_engine} of " if of.ranks else ""
+                yield f"{rank}instance {core.instance} of pool {of.pool} runs steps on GPUs that it does not hold"
 
 
 def _of_energy(plan: Plan, result: Result) -> Iterator[str]:
