@@ -333,6 +333,16 @@ class Vllm(Emitter):
                 "requests of all are lost"
             )
 
+    def _scaled_by(self, pool: Pool) -> str:
+        """See `Emitter._scaled_by`."""
+        assert pool.autoscaling is not None
+        first, most = pool.autoscaling.first_ranks, pool.parallelism.attention_dp
+        begins = "" if first == most else f", first for {first} of the {most} that it starts with"
+        return (
+            "vLLM changes the number of ranks on request alone: a program that reads its metrics has to call "
+            f"POST /scale_elastic_ep with new_data_parallel_size by the rule{begins}"
+        )
+
     def _async_refusals(self, pool: Pool) -> Iterator[str]:
         if not pool.schedules_async:
             return

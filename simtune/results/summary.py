@@ -100,8 +100,8 @@ class InstanceUse(Record):
         None, description="share of the time in which it held its GPUs; left out unless its pool is autoscaled"
     )
     busy_gpus: Uncertain[NonNegative | None] = Field(
-        None, description="share of the time of all its GPUs in which they ran steps; left out unless its ranks come "
-        "and go"
+        None,
+        description="share of the time of all its GPUs in which they ran steps; left out unless its ranks come and go",
     )
 
 
@@ -343,8 +343,12 @@ class SimulationSummary(Record):
         None, description="instances that took the other role; left out without a controller"
     )
     instances: Seq[InstanceUse]
-    autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances, or ranks of theirs, come and go with the load")
-    rank_changes: Seq[ChangedRanks] = Field((), description="changes of the ranks of instances, by events of the plan or autoscaling")
+    autoscaling: Seq[PoolScaling] = Field(
+        (), description="pools whose instances, or ranks of theirs, come and go with the load"
+    )
+    rank_changes: Seq[ChangedRanks] = Field(
+        (), description="changes of the ranks of instances, by events of the plan or autoscaling"
+    )
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     encoders: Seq[EncoderWork] = Field((), description="pools that encode media in their steps")

@@ -1,8 +1,9 @@
 """Autoscaler: starts and drains instances of pools as their load asks for it (`simtune.specs.autoscaling`).
 
 Each pool has a controller of its own, or each instance whose ranks come and go (`simtune.sim.rank_scaler`). It looks at
-fixed intervals, after the steps and transfers that end at an instant and before the requests that arrive. The loads that it reads change only with events that end a jump, or grow by one
-token a step, so that a look within a jump reads what it would read between the jump's single steps.
+fixed intervals, after the steps and transfers that end at an instant and before the requests that arrive. The loads
+that it reads change only with events that end a jump, or grow by one token a step, so that a look within a jump reads
+what it would read between the jump's single steps.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class RankScaler(Scaler):
         drained = partial(self._regroup, leaving=leaving)
         self._availability.announce(Change(now, leaving, up=False, done=drained))
 
-    def _regroup(
-        self, at: int, *, leaving: Sequence[EngineCore] = (), joining: Sequence[EngineCore] = ()
-    ) -> None:
+    def _regroup(self, at: int, *, leaving: Sequence[EngineCore] = (), joining: Sequence[EngineCore] = ()) -> None:
         """Let the instance go on with other ranks, after a pause from tick `at` on."""
         group, terms = self._ranks[0].stepping, self._terms[self._present]
         assert isinstance(group, DpGroup)

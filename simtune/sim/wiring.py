@@ -328,9 +328,7 @@ def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
     )
 
 
-def _autoscaler(
-    plan: Plan, pools: Sequence[DeployedPool], by_pool: ByPool, front_end: FrontEnd | None
-) -> Autoscaler:
+def _autoscaler(plan: Plan, pools: Sequence[DeployedPool], by_pool: ByPool, front_end: FrontEnd | None) -> Autoscaler:
     """Return the controllers of the plan's autoscaled pools."""
     scalers: list[Scaler] = []
     for deployed in pools:

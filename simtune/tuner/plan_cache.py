@@ -8,6 +8,7 @@ from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
+from simtune.costs.elastic_experts import with_ranks
 from simtune.costs.iteration import REDRAWN_KINDS, StepModel
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
@@ -178,8 +179,10 @@ class PlanCache:
             if refusal:
                 return Refused("does_not_fit", refusal)
             if choice.changes and draft is None:
-                # Settings of a variant may need what a profile lacks, such as a link to the host.
+                # Settings of a variant may need what a profile lacks, such as a link to the host, and ranks that stay
+                # room for all experts.
                 self.costs(choice)
+                self._other_ranks(choice)
             if draft is None:
                 return choice
             stream = self.stream(candidate)
@@ -228,13 +231,17 @@ class PlanCache:
 
     # --- what it costs, and could reach -----------------------------------------------------------------------
 
-    def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
+    def costs(self, choice: PoolChoice, ranks: int | None = None) -> CompiledCosts | CompiledRounds:
         """Return the step costs of a pool: compiled once for all pools of its cut that draft alike and have the
-        same settings, whatever their role, for the most seats and the largest budget among them."""
-        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed, choice.changed)
+        same settings, whatever their role, for the most seats and the largest budget among them. `ranks` are the
+        data-parallel ranks, all of them unless given."""
+        shape = replace(choice.shape, role="mixed")
+        key = (shape, choice.drafter, choice.speculation, choice.fixed, choice.changed, ranks)
         if key not in self._costs:
-            seats, tokens = self._widest[replace(choice.shape, role="mixed")]
+            seats, tokens = self._widest[shape]
             q, pool = self.question, self.pool(choice)
+            if ranks is not None:
+                pool = with_ranks(pool, q.model_of(choice.shape), ranks)
             # Tables for the widest pool of the cut serve all narrower ones: they only read less of them.
             wide = pool.batching.model_copy(update={"max_num_seqs": seats, "max_num_batched_tokens": tokens})
             pool = pool.model_copy(update={"batching": wide})
@@ -244,6 +251,14 @@ class PlanCache:
                 factors,
             )  # fmt: skip
         return self._costs[key]
+
+    def _other_ranks(self, choice: PoolChoice) -> list[CompiledCosts | CompiledRounds]:
+        """Return the step costs of a pool with the fewer ranks that its instances may have; none if these do not come
+        and go."""
+        scaling = choice.scaling
+        if scaling is None or scaling.min_ranks is None:
+            return []
+        return [self.costs(choice, ranks) for ranks in range(scaling.min_ranks, choice.shape.attention_dp)]
 
     def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
         """Return the factors on operator times with which a pool is judged, by kind; None if it is judged as
@@ -324,8 +339,10 @@ class PlanCache:
         caches, role = self.pool(choice).kv_cache.prefix_caching, as_role or choice.shape.role
         key = (choice.shape, role, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
-            tables = self.costs(choice).tables
-            self._capacities[key] = PoolCapacity(tables, stream, role, self._length(choice), caches=caches)
+            tables, others = self.costs(choice).tables, [costs.tables for costs in self._other_ranks(choice)]
+            self._capacities[key] = PoolCapacity(
+                tables, stream, role, self._length(choice), caches=caches, others=others
+            )
         return self._capacities[key]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from simtune.costs.bounds import CostBounds
+from simtune.costs.bounds import BoundsOfAll
 from simtune.costs.compiled import CompiledCosts, StepTables
 from simtune.costs.drafting import CompiledRounds
 from simtune.sim.deployment import Deployment
@@ -22,6 +22,7 @@ from simtune.specs.workload import Slo
 from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.tuner.bounds.floors import FLOORS, Floor
+from simtune.tuner.bounds.lone_requests import costs_of_ranks
 from simtune.tuner.bounds.windows import ROUNDING
 from simtune.workload.requests import RequestStream
 
@@ -29,17 +30,26 @@ from simtune.workload.requests import RequestStream
 class PoolCapacity:
     """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `others` are the tables
+    of other numbers of ranks on which steps may run.
     """
 
     def __init__(
-        self, tables: StepTables, stream: RequestStream, role: Role, max_model_len: int, *, caches: bool
+        self,
+        tables: StepTables,
+        stream: RequestStream,
+        role: Role,
+        max_model_len: int,
+        *,
+        caches: bool,
+        others: Sequence[StepTables] = (),
     ) -> None:
-        self._role, self._costs = role, CostBounds(tables)
+        self._role, self._costs = role, BoundsOfAll([tables, *others])
         self._size = len(stream) / stream.arrivals
         if role != "decode":
             one_token = replace(stream, output_tokens=np.ones_like(stream.output_tokens))
-            self._capacity = Capacity(tables, one_token if role == "prefill" else stream, max_model_len, caches=caches)
+            answered = one_token if role == "prefill" else stream
+            self._capacity = Capacity(tables, answered, max_model_len, caches=caches, others=others)
             return
         self._lines, self._context_s = self._costs.linear_minorants(), self._costs.context_cost_s()
         load = BoundLoad(stream, max_model_len)
@@ -86,9 +96,11 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
 
 def _pool_rps(pool: DeployedPool, stream: RequestStream, role: Role) -> float:
     """Return the requests per second that a pool sustains in a role."""
-    assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
+    tables, *others = [
+        costs.tables for costs in costs_of_ranks(pool) if isinstance(costs, CompiledCosts | CompiledRounds)
+    ]
     caches = pool.spec.kv_cache.prefix_caching
-    return PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len, caches=caches).rps(pool)
+    return PoolCapacity(tables, stream, role, pool.max_model_len, caches=caches, others=others).rps(pool)
 
 
 def slo_bound(

@@ -19,13 +19,18 @@ With drafts of at most K tokens a verification emits no more than K + 1: of its 
 n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
 token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
 Replicas of a target that verify in turn (DSI) count as if each was a core that shares prompts too.
+
+Ranks that come and go make steps on several numbers of ranks, each with tables of its own. The parts of w above are
+then the least of all these tables, and the cores those of all ranks: no mix of numbers does better.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from simtune.costs.bounds import CostBounds
+from simtune.costs.bounds import BoundsOfAll
 from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
 from simtune.tuner.bounds.bounded_requests import BoundLoad
@@ -35,17 +40,26 @@ from simtune.workload.requests import RequestStream
 class Capacity:
     """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `others` are the tables
+    of other numbers of ranks on which steps may run.
     """
 
-    def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int, *, caches: bool = False) -> None:
+    def __init__(
+        self,
+        tables: StepTables,
+        stream: RequestStream,
+        max_model_len: int,
+        *,
+        caches: bool = False,
+        others: Sequence[StepTables] = (),
+    ) -> None:
         load = BoundLoad(stream, max_model_len)
         hits = load.could_hit if caches else np.zeros(len(stream), dtype=np.int64)
         self._decodes = load.mean(load.decodes)
         self._tokens = load.mean(load.prompt - hits + load.decodes)
         self._context = load.mean(load.context)
         self._private = load.mean(load.private) if caches else self._context
-        costs = CostBounds(tables)
+        costs = BoundsOfAll([tables, *others])
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
         prefill_s = costs.prefill_cost_s(stream.prompt_tokens, hits)
