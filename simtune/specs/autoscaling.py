@@ -239,7 +239,7 @@ class Autoscaling(Part):
                 if getattr(self, key) is not None:
                     raise ErrorAt("has no effect unless ranks come and go; set min_ranks, or remove it", key)
             if self.max_instances is None:
-                raise ErrorAt("is required and missing", "max_instances")
+                raise ErrorAt("lacks max_instances, which is required unless ranks come and go (min_ranks)")
             return self
         for key in ("max_instances", "min_instances"):
             if (getattr(self, key) or 1) > 1:

@@ -178,10 +178,9 @@ def test_bounds_leave_a_plan_what_it_reaches(far: bool) -> None:
 def test_the_bound_takes_the_least_of_all_numbers_of_ranks() -> None:
     """Where fewer ranks step faster, the costs of all ranks would promise too little."""
     rates = []
-    for variant in (FIXED, scaling(np.random.default_rng(0))):
-        variant = {**variant, "name": "some"}
-        if "autoscaling" in variant:
-            variant["autoscaling"] = {**variant["autoscaling"], "min_ranks": 1, "initial_ranks": 1}
+    by_load = scaling(np.random.default_rng(0))
+    by_load["autoscaling"] |= {"min_ranks": 1, "initial_ranks": 1}
+    for variant in (FIXED, by_load):
         q = question(variant, far=True)
         plan_cache = PlanCache(q, space_of(q.study).candidates)
         settled = plan_cache.settled(space_of(q.study).candidates[0])
