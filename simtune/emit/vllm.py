@@ -30,6 +30,7 @@ from simtune.emit.vllm_releases import (
 )
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.autoscaling import Autoscaling
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import MlaAttention, Model
@@ -333,10 +334,11 @@ class Vllm(Emitter):
                 "requests of all are lost"
             )
 
-    def _scaled_by(self, pool: Pool) -> str:
+    def _scaled_by(self, pool: Pool, scaling: Autoscaling) -> str:
         """See `Emitter._scaled_by`."""
-        assert pool.autoscaling is not None
-        first, most = pool.autoscaling.first_ranks, pool.parallelism.attention_dp
+        if not scaling.scales_ranks:
+            return super()._scaled_by(pool, scaling)
+        first, most = scaling.first_ranks, pool.parallelism.attention_dp
         begins = "" if first == most else f", first for {first} of the {most} that it starts with"
         return (
             "vLLM changes the number of ranks on request alone: a program that reads its metrics has to call "

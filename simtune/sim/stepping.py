@@ -394,11 +394,8 @@ class DpGroup(SharedStepping):
         begun = {flight.core for flight in self._flying if flight.ends and flight.core.started + flight.ends[-1] > now}
         self.reset()
         self._jumping, self._until = None, max(until, self._until)
-        running = [
-            core
-            for core in self.cores
-            if core.step is not None and (core in begun or not ends_between_steps(core, now))
-        ]
+        stepping = [core for core in self.cores if core.step is not None]
+        running = [core for core in stepping if core in begun or not ends_between_steps(core, now)]
         self.adopt(costs)
         # Without a step to compute again, it seems to run one until `resume`.
         self._under_way = len(running) or 1

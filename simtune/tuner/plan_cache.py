@@ -175,14 +175,14 @@ class PlanCache:
             pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, model, hardware, q.drafting_of(choice) if draft is None else None)
-            refusal = self._too_short(choice) or _too_small_a_budget(pool, self.stream(candidate))
+            refusal = _too_short(choice, self._longest) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
             if choice.changes and draft is None:
                 # Settings of a variant may need what a profile lacks, such as a link to the host, and ranks that stay
                 # room for all experts.
-                self.costs(choice)
-                self._other_ranks(choice)
+                for ranks in (None, *_fewer_ranks(choice)):
+                    self.costs(choice, ranks)
             if draft is None:
                 return choice
             stream = self.stream(candidate)
@@ -195,13 +195,6 @@ class PlanCache:
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
-
-    def _too_short(self, choice: PoolChoice) -> str:
-        """Return why a pool would refuse the longest request; empty if it would not."""
-        longest = choice.shape.max_model_len
-        if not longest or longest >= self._longest:
-            return ""
-        return f"max_model_len ({longest}) is less than the longest request of the load ({self._longest:,} tokens)"
 
     def _length(self, choice: PoolChoice) -> int:
         """Return the max_model_len of a pool."""
@@ -251,14 +244,6 @@ class PlanCache:
                 factors,
             )  # fmt: skip
         return self._costs[key]
-
-    def _other_ranks(self, choice: PoolChoice) -> list[CompiledCosts | CompiledRounds]:
-        """Return the step costs of a pool with the fewer ranks that its instances may have; none if these do not come
-        and go."""
-        scaling = choice.scaling
-        if scaling is None or scaling.min_ranks is None:
-            return []
-        return [self.costs(choice, ranks) for ranks in range(scaling.min_ranks, choice.shape.attention_dp)]
 
     def _margins(self, pool: Pool, choice: PoolChoice) -> Mapping[str, float] | None:
         """Return the factors on operator times with which a pool is judged, by kind; None if it is judged as
@@ -339,10 +324,9 @@ class PlanCache:
         caches, role = self.pool(choice).kv_cache.prefix_caching, as_role or choice.shape.role
         key = (choice.shape, role, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
-            tables, others = self.costs(choice).tables, [costs.tables for costs in self._other_ranks(choice)]
-            self._capacities[key] = PoolCapacity(
-                tables, stream, role, self._length(choice), caches=caches, others=others
-            )
+            tables, *fewer_ranks = [self.costs(choice, ranks).tables for ranks in (None, *_fewer_ranks(choice))]
+            length = self._length(choice)
+            self._capacities[key] = PoolCapacity(tables, stream, role, length, caches=caches, fewer_ranks=fewer_ranks)
         return self._capacities[key]
 
 
@@ -364,6 +348,21 @@ def _unsettled(question: Question, candidate: Candidate, pool_of: Callable[[Pool
         if candidate.shares and any(pool.devices > pool.model_devices for pool in pools):
             return "share: a drafter with GPUs of its own cannot be beside pools that share GPUs"
     return _too_many(question, candidate)
+
+
+def _fewer_ranks(choice: PoolChoice) -> range:
+    """Return the numbers of ranks below all of them that instances of a pool may have; none if ranks do not come and
+    go."""
+    most, scaling = choice.shape.attention_dp, choice.scaling
+    return range(most if scaling is None else scaling.min_ranks or most, most)
+
+
+def _too_short(choice: PoolChoice, longest: int) -> str:
+    """Return why a pool would refuse a request of `longest` tokens, the longest of the load; empty if it would not."""
+    limit = choice.shape.max_model_len
+    if not limit or limit >= longest:
+        return ""
+    return f"max_model_len ({limit}) is less than the longest request of the load ({longest:,} tokens)"
 
 
 def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:

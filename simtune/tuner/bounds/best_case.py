@@ -30,8 +30,8 @@ from simtune.workload.requests import RequestStream
 class PoolCapacity:
     """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well. `others` are the tables
-    of other numbers of ranks on which steps may run.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `fewer_ranks`
+    are the tables of the other numbers of ranks on which steps may run.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class PoolCapacity:
         max_model_len: int,
         *,
         caches: bool,
-        others: Sequence[StepTables] = (),
+        fewer_ranks: Sequence[StepTables] = (),
     ) -> None:
-        self._role, self._costs = role, BoundsOfAll([tables, *others])
+        self._role, self._costs = role, BoundsOfAll([tables, *fewer_ranks])
         self._size = len(stream) / stream.arrivals
         if role != "decode":
             one_token = replace(stream, output_tokens=np.ones_like(stream.output_tokens))
             answered = one_token if role == "prefill" else stream
-            self._capacity = Capacity(tables, answered, max_model_len, caches=caches, others=others)
+            self._capacity = Capacity(tables, answered, max_model_len, caches=caches, fewer_ranks=fewer_ranks)
             return
         self._lines, self._context_s = self._costs.linear_minorants(), self._costs.context_cost_s()
         load = BoundLoad(stream, max_model_len)
@@ -96,11 +96,11 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
 
 def _pool_rps(pool: DeployedPool, stream: RequestStream, role: Role) -> float:
     """Return the requests per second that a pool sustains in a role."""
-    tables, *others = [
+    tables, *fewer_ranks = [
         costs.tables for costs in costs_of_ranks(pool) if isinstance(costs, CompiledCosts | CompiledRounds)
     ]
     caches = pool.spec.kv_cache.prefix_caching
-    return PoolCapacity(tables, stream, role, pool.max_model_len, caches=caches, others=others).rps(pool)
+    return PoolCapacity(tables, stream, role, pool.max_model_len, caches=caches, fewer_ranks=fewer_ranks).rps(pool)
 
 
 def slo_bound(

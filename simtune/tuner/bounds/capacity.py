@@ -40,8 +40,8 @@ from simtune.workload.requests import RequestStream
 class Capacity:
     """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well. `others` are the tables
-    of other numbers of ranks on which steps may run.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `fewer_ranks`
+    are the tables of the other numbers of ranks on which steps may run.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Capacity:
         max_model_len: int,
         *,
         caches: bool = False,
-        others: Sequence[StepTables] = (),
+        fewer_ranks: Sequence[StepTables] = (),
     ) -> None:
         load = BoundLoad(stream, max_model_len)
         hits = load.could_hit if caches else np.zeros(len(stream), dtype=np.int64)
@@ -59,7 +59,7 @@ class Capacity:
         self._tokens = load.mean(load.prompt - hits + load.decodes)
         self._context = load.mean(load.context)
         self._private = load.mean(load.private) if caches else self._context
-        costs = BoundsOfAll([tables, *others])
+        costs = BoundsOfAll([tables, *fewer_ranks])
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
         prefill_s = costs.prefill_cost_s(stream.prompt_tokens, hits)

@@ -25,15 +25,14 @@ from simtune.workload.requests import RequestStream
 
 def costs_of_ranks(pool: DeployedPool) -> list[StepCosts]:
     """Return the step costs of a pool, then those of the other numbers of ranks that its instances may have."""
-    others = [terms.costs for terms in pool.by_ranks.values() if terms.costs is not pool.costs]
-    return [pool.costs, *others]
+    return [pool.costs, *(terms.costs for terms in pool.by_ranks.values() if terms.costs is not pool.costs)]
 
 
 def _least_costs(pool: DeployedPool) -> LeastCosts | None:
     """Return costs below those of every step of a pool; None if nothing is known of some."""
     least = [least_costs(costs) for costs in costs_of_ranks(pool)]
-    known = [of_one for of_one in least if of_one is not None]
-    return least_of_all(known) if len(known) == len(least) else None
+    bounded = [of_one for of_one in least if of_one is not None]
+    return least_of_all(bounded) if len(bounded) == len(least) else None
 
 
 class LoneRequests:
