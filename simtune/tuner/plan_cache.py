@@ -49,6 +49,10 @@ class NoCosts:
         """Raise NotImplementedError."""
         raise NotImplementedError
 
+    def with_ranks(self, ranks: int) -> NoCosts:
+        """Return these costs: none are known of any number of ranks."""
+        return self
+
 
 class DraftCache:
     """Speculation of pools, chosen once for all that differ in nothing that the choice depends on."""
@@ -175,14 +179,14 @@ class PlanCache:
             pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, model, hardware, q.drafting_of(choice) if draft is None else None)
+            for ranks in _fewer_ranks(choice):
+                with_ranks(pool, model, ranks)  # they may have no room for all experts
             refusal = _too_short(choice, self._longest) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
             if choice.changes and draft is None:
-                # Settings of a variant may need what a profile lacks, such as a link to the host, and ranks that stay
-                # room for all experts.
-                for ranks in (None, *_fewer_ranks(choice)):
-                    self.costs(choice, ranks)
+                # Settings of a variant may need what a profile lacks, such as a link to the host.
+                self.costs(choice)
             if draft is None:
                 return choice
             stream = self.stream(candidate)

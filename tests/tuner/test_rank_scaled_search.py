@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from simtune.costs.bounds import lines_below
 from simtune.errors import Infeasible, SpecError, UsageError
 from simtune.specs.hardware import Link
+from simtune.specs.plan import KvLink
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import Lognormal, Piecewise, Segment, Slo, Workload
 from simtune.tuner.bounds import attainment_bound, rate_bound
@@ -104,6 +105,22 @@ def simulated(q: Question) -> dict[str, float | None]:
         judged = judged_of(finding.summary, finding.summary.offered_rate_rps)
         found[settled.name] = q.objective.value(q.facts(settled, stream), judged) if finding.met else None
     return found
+
+
+def test_decode_ranks_come_and_go_beside_prefill_instances() -> None:
+    draw = np.random.default_rng(5)
+    by_load = scaling(draw, name="by-load")
+    rule = {"kind": "target", "watch": "under_way", "load": 3.0}
+    by_load["autoscaling"] |= {"rule": rule, "min_ranks": 1, "initial_ranks": 1}
+    decode = {"name": "decode", "parallelism": RANKS, "decode": {"autoscaling": by_load["autoscaling"]}}
+    link = KvLink(bytes_per_s=1e9, setup_s=1e-3, descriptor_s=0.0)
+    keys = {"search": {"layouts": ("prefill-decode",)}, "link": link, "slo": Slo(ttft_s={"p95": 9.0})}
+    q = question(FIXED, decode, objective="gpu_hours_per_million_tokens", **keys)
+    met = {name: value for name, value in simulated(q).items() if value is not None}
+    assert len(met) == 2
+    tuned = optimize(q, jobs=1)
+    assert "v-decode" in tuned.chosen.candidate.name
+    assert tuned.value == pytest.approx(min(met.values()))
 
 
 @pytest.mark.parametrize("seed", range(6))
