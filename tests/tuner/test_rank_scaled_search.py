@@ -114,8 +114,8 @@ def test_decode_ranks_come_and_go_beside_prefill_instances() -> None:
     by_load["autoscaling"] |= {"rule": rule, "min_ranks": 1, "initial_ranks": 1}
     decode = {"name": "decode", "parallelism": RANKS, "decode": {"autoscaling": by_load["autoscaling"]}}
     link = KvLink(bytes_per_s=1e9, setup_s=1e-3, descriptor_s=0.0)
-    keys = {"search": {"layouts": ("prefill-decode",)}, "link": link, "slo": Slo(ttft_s={"p95": 9.0})}
-    q = question(FIXED, decode, objective="gpu_hours_per_million_tokens", **keys)
+    search, slo = {"layouts": ("prefill-decode",)}, Slo(ttft_s={"p95": 9.0})
+    q = question(FIXED, decode, search=search, link=link, slo=slo)
     met = {name: value for name, value in simulated(q).items() if value is not None}
     assert len(met) == 2
     tuned = optimize(q, jobs=1)
