@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
@@ -13,6 +14,7 @@ from simtune.costs.iteration import REDRAWN_KINDS, StepModel
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
+from simtune.sim.encoding import PoolEncoder
 from simtune.sim.feasibility import check
 from simtune.sim.plan_parts import POLICY
 from simtune.sim.pools import DeployedPool
@@ -20,6 +22,7 @@ from simtune.specs.pool import Pool, Role
 from simtune.specs.speculation import Speculation
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import PoolCapacity
+from simtune.tuner.bounds.encoding import least_encoding_s, stage_rates
 from simtune.tuner.doubt.margin import MEAN_OF, margin
 from simtune.tuner.drafting import Draft, DraftContexts, DraftGrid, RoundCost, round_costs
 from simtune.tuner.question import Question
@@ -82,6 +85,27 @@ class DraftCache:
         return self._speculations[key, grid]
 
 
+class ServerRates:
+    """Rates of encoder servers in front of pools, computed once for each shape of these."""
+
+    def __init__(self, question: Question, max_model_len: int) -> None:
+        self._question, self._max_model_len = question, max_model_len
+        self._rates: dict[tuple[PoolShape, int], float] = {}
+
+    def bound(self, candidate: Candidate, pools: Sequence[DeployedPool], stream: RequestStream) -> RateBound:
+        """Return the requests per second that the encoder servers of a candidate with these pools serve at most,
+        infinite without any."""
+        front = candidate.pools[0].shape
+        if not front.encoder_devices:
+            return RateBound(math.inf, "nothing")
+        key = front, len(stream)
+        if key not in self._rates:
+            plan = self._question.plan(candidate, self._max_model_len)
+            deployed = [replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True)]
+            self._rates[key] = min(stage_rates(plan, self._question.model_of(front), deployed, stream).values())
+        return RateBound(self._rates[key], "capacity of the encoder servers")
+
+
 class PlanCache:
     """Memory, costs and bounds of each pool of a space, computed once, however many candidates share the pool."""
 
@@ -103,6 +127,7 @@ class PlanCache:
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
         self._drafts = DraftCache(question)
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
+        self._servers = ServerRates(question, self.max_model_len)
         self._known: dict[PoolChoice, DeployedPool] = {}
         """Pools that were deployed before: another number of instances shares everything but that number."""
 
@@ -297,13 +322,8 @@ class PlanCache:
     def capacity(self, candidate: Candidate) -> RateBound:
         """Return the requests per second that no schedule of a settled candidate exceeds."""
         stream = self._capacity_stream(candidate)
-        rates = [self.sustains(choice, stream) * choice.instances for choice in candidate.pools]
-        bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
-        if candidate.prefills_locally:
-            # Whoever computes its prompt, each request decodes on a decode instance.
-            alone_rps = self.sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
-            return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
-        return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+        pools = [self._deployed(choice.alone) for choice in candidate.pools]
+        return min(_pools_capacity(self, candidate, stream), self._servers.bound(candidate, pools, stream))
 
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
         """Return (GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at
@@ -329,9 +349,33 @@ class PlanCache:
         key = (choice.shape, role, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
             tables, *fewer_ranks = [self.costs(choice, ranks).tables for ranks in (None, *_fewer_ranks(choice))]
-            length = self._length(choice)
-            self._capacities[key] = PoolCapacity(tables, stream, role, length, caches=caches, fewer_ranks=fewer_ranks)
+            encoder = _encoder(self.question, choice, self.pool(choice), self._widest)
+            self._capacities[key] = PoolCapacity(
+                tables, stream, role, self._length(choice), caches=caches, fewer_ranks=fewer_ranks,
+                encoding_s=least_encoding_s(encoder, stream),
+            )  # fmt: skip
         return self._capacities[key]
+
+
+def _pools_capacity(plan_cache: PlanCache, candidate: Candidate, stream: RequestStream) -> RateBound:
+    """Return the requests per second that no schedule on the pools of a settled candidate exceeds."""
+    rates = [plan_cache.sustains(choice, stream) * choice.instances for choice in candidate.pools]
+    bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
+    if candidate.prefills_locally:
+        # Whoever computes its prompt, each request decodes on a decode instance.
+        alone_rps = plan_cache.sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
+        return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
+    return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+
+
+def _encoder(
+    question: Question, choice: PoolChoice, pool: Pool, widest: Mapping[object, tuple[int, int]]
+) -> PoolEncoder | None:
+    """Return the encoder in the steps of a pool with the largest token budget of its cut; None without one."""
+    _, budget = widest[replace(choice.shape, role="mixed")]
+    wide = pool.batching.model_copy(update={"max_num_batched_tokens": budget})
+    wide_pool = pool.model_copy(update={"batching": wide})
+    return PoolEncoder.of(wide_pool, question.model_of(choice.shape), question.shared_hardware(choice))
 
 
 def _capacity_of(role: Role) -> str:

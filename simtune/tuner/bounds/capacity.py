@@ -4,7 +4,7 @@ Capacity (its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens,
 2605.04595, for memory). A request of P prompt and O output tokens keeps its core busy, averaged over the
 load and whatever the schedule, for at least
 
-    w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head
+    w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head + E[encoding of its media]
 
     n = O - 1 decode steps, g = nP + n(n+1)/2 context tokens read over them,
     I = max(E[n] / max_num_seqs, E[P + n] / max_num_batched_tokens, E[g] / KV tokens)   iterations per request
@@ -30,6 +30,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from simtune.arrays import Array
 from simtune.costs.bounds import BoundsOfAll
 from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
@@ -41,7 +42,8 @@ class Capacity:
     """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing.
 
     With `caches` a prefix cache may have what other requests of the stream begin with as well. `fewer_ranks`
-    are the tables of the other numbers of ranks on which steps may run.
+    are the tables of the other numbers of ranks on which steps may run, and `encoding_s` the seconds of each request in
+    which its media are encoded in steps.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Capacity:
         *,
         caches: bool = False,
         fewer_ranks: Sequence[StepTables] = (),
+        encoding_s: Array | float = 0.0,
     ) -> None:
         load = BoundLoad(stream, max_model_len)
         hits = load.could_hit if caches else np.zeros(len(stream), dtype=np.int64)
@@ -63,7 +66,7 @@ class Capacity:
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
         prefill_s = costs.prefill_cost_s(stream.prompt_tokens, hits)
-        self._other_s = load.mean(prefill_s) + load.mean(load.decodes + 1) * costs.head_cost_s()
+        self._other_s = load.mean(prefill_s + encoding_s) + load.mean(load.decodes + 1) * costs.head_cost_s()
 
     def rps(self, pool: DeployedPool) -> float:
         """Return the requests per second that no schedule on the cores of a pool can exceed."""
