@@ -103,7 +103,7 @@ class EncoderCosts:
 
     def least_seconds(self, items: Sequence[Work], most_vectors: int) -> Array:
         """Return seconds for each of these items, which add up to no more than the seconds of any step that encodes
-        some of them, with at most `most_vectors` embeddings."""
+        some of them and no others, with at most `most_vectors` embeddings."""
         seconds = np.zeros(len(items))
         for kind, costs in self._of_kind.items():
             at = [number for number, item in enumerate(items) if item.kind == kind]
@@ -153,11 +153,13 @@ class TowerCosts:
         """
         patches = np.array([item.sequences * item.patches for item in items])
         most = int(max(n / max(1, item.vectors) for n, item in zip(patches, items, strict=True)) * most_vectors)
-        rows = np.arange(1, max(most, int(patches.max())) + 1)
+        # Patches of a step are a sum of those of items.
+        unit = int(np.gcd.reduce(patches))
+        rows = np.arange(unit, max(most, int(patches.max())) + 1, unit)
         of_patch_s = float(((self._of_patches_s(rows) + self._exchanged_s(rows)) / rows).min())
         parts = [self._parts(item.patches) for item in items]
         sizes = {size for of_layers in parts for _, of_size in of_layers for size in of_size}
-        of_part_s = {size: self._least_part_s(size, len(rows) // size) for size in sizes}
+        of_part_s = {size: self._least_part_s(size, int(rows[-1]) // size) for size in sizes}
         attention_s = [
             item.sequences
             * sum(layers * sum(n * of_part_s[size] for size, n in of_size.items()) for layers, of_size in of)
