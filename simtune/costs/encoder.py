@@ -170,12 +170,12 @@ class TowerCosts:
 
     def _parts(self, patches: int) -> list[tuple[int, Counter[int]]]:
         """Return layers, and the parts of a sequence that attend to themselves in each: their numbers by patches."""
-        tower, whole = self._tower, Counter({patches: 1})
+        tower, sequence = self._tower, Counter({patches: 1})
         if tower.window is None:
-            return [(tower.layers, whole)]
+            return [(tower.layers, sequence)]
         full, tail = divmod(patches, tower.window)
         windows = +Counter({tower.window: full}) + Counter({tail: 1} if tail else {})
-        return [(tower.full_layers, whole), (tower.layers - tower.full_layers, windows)]
+        return [(tower.full_layers, sequence), (tower.layers - tower.full_layers, windows)]
 
     def _least_part_s(self, patches: int, most: int) -> float:
         """Least seconds of attention of one part among up to `most` equal ones, without the start of its kernel."""
