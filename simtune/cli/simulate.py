@@ -383,7 +383,7 @@ def _print_scaling(summary: SimulationSummary, price: Price | None) -> None:
     for work in summary.encoders:
         click.echo(f"{'encoder of pool ' + work.pool:30} {work.sentence}")
     if price is not None and price.run_usd is not None:
-        most = f"{number(price.run_usd_of_most)} with all instances throughout"
+        most = f"{number(price.run_usd_of_most)} with all of them throughout"
         click.echo(f"{'price of the run':30} {number(price.run_usd)} USD, of {most}")
 
 

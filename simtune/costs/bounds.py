@@ -97,6 +97,45 @@ def _least_of(tables: StepTables) -> LeastCosts:
     return LeastCosts.of_tables(tables)
 
 
+def least_of_all(several: Sequence[LeastCosts]) -> LeastCosts:
+    """Return bounds that hold for the steps of each of several cost models, such as those of an instance whose ranks
+    come and go."""
+    if len(several) == 1:
+        return several[0]
+
+    def prefill_s(prompt: Ints, cached: Ints) -> Array:
+        least: Array = np.min([least.prefill_s(prompt, cached) for least in several], axis=0)
+        return least
+
+    names = ("context_s", "attention_s", "head_s", "least_head_s", "after_s", "shortest_s")
+    least = {name: min(getattr(of_one, name) for of_one in several) for name in names}
+    return LeastCosts(lines=lines_below([of_one.lines for of_one in several]), prefill_s=prefill_s, **least)
+
+
+def lines_below(several: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return lines c0 + c1 m with c0 >= 0 that are below the highest of the lines of each of several lists, for all
+    m >= 0, in order of c1. Each list has a line with c1 = 0.
+
+    Of a slope each list allows the intercept by which a line just touches its highest lines: below these, which are
+    convex, at one of the points at which two of them meet.
+    """
+    lines: list[tuple[float, float]] = []
+    for slope in sorted({c1 for of_one in several for _, c1 in of_one}):
+        if any(max(c1 for _, c1 in of_one) < slope for of_one in several):
+            # A line this steep rises above every line of some list.
+            break
+        intercept = min(_intercept_below(of_one, slope) for of_one in several)
+        if intercept >= 0:
+            lines.append((intercept, slope))
+    return lines
+
+
+def _intercept_below(lines: Sequence[tuple[float, float]], slope: float) -> float:
+    """Return the largest c0 by which c0 + slope m is nowhere above the highest of these lines."""
+    meets = [(a0 - b0) / (b1 - a1) for a0, a1 in lines for b0, b1 in lines if a1 < b1 and a0 >= b0]
+    return min(max(c0 + c1 * m for c0, c1 in lines) - slope * m for m in (0.0, *meets))
+
+
 def least_costs(costs: StepCosts) -> LeastCosts | None:
     """Return the least costs of a cost model; None if it is of a type without known bounds."""
     if isinstance(costs, CompiledCosts | CompiledRounds):
@@ -158,6 +197,32 @@ class CostBounds:
         """Return the largest c with head and sampling >= c n for all numbers n of sampled rows."""
         least = map(min, self._tables.pure.head[1:], self._tables.mixed.head[1:])
         return min(ticks / n for n, ticks in enumerate(least, start=1)) / TICKS_PER_SECOND
+
+
+class BoundsOfAll:
+    """Bounds that hold for the steps of each of several tables; see `CostBounds`."""
+
+    def __init__(self, several: Sequence[StepTables]) -> None:
+        self._bounds = [CostBounds(tables) for tables in several]
+
+    def linear_minorants(self) -> list[tuple[float, float]]:
+        """See `CostBounds.linear_minorants`."""
+        if len(self._bounds) == 1:
+            return self._bounds[0].linear_minorants()
+        return lines_below([bounds.linear_minorants() for bounds in self._bounds])
+
+    def context_cost_s(self) -> float:
+        """See `CostBounds.context_cost_s`."""
+        return min(bounds.context_cost_s() for bounds in self._bounds)
+
+    def prefill_cost_s(self, prompt_tokens: NDArray[np.integer], cached_tokens: NDArray[np.integer] | int = 0) -> Array:
+        """See `CostBounds.prefill_cost_s`."""
+        least: Array = np.min([of.prefill_cost_s(prompt_tokens, cached_tokens) for of in self._bounds], axis=0)
+        return least
+
+    def head_cost_s(self) -> float:
+        """See `CostBounds.head_cost_s`."""
+        return min(bounds.head_cost_s() for bounds in self._bounds)
 
 
 def _lower_hull(table: Ints) -> list[tuple[int, int]]:

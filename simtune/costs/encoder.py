@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simtune.arrays import Array, Ints
 from simtune.costs.over_nodes import RankCollective
 from simtune.costs.predict import Profile
 from simtune.costs.remembered import RememberedProfile
@@ -100,6 +101,17 @@ class EncoderCosts:
             self._seconds[key] = self._factor * encoded_s
         return self._seconds[key]
 
+    def least_seconds(self, items: Sequence[Work], most_vectors: int) -> Array:
+        """Return seconds for each of these items, which add up to no more than the seconds of any step that encodes
+        some of them and no others, with at most `most_vectors` embeddings."""
+        seconds = np.zeros(len(items))
+        for kind, costs in self._of_kind.items():
+            at = [number for number, item in enumerate(items) if item.kind == kind]
+            if at:
+                seconds[at] = costs.least_seconds([items[number] for number in at], most_vectors)
+        least: Array = self._factor * seconds
+        return least
+
 
 def _by_item(pool: Pool) -> bool:
     return pool.encoder is not None and pool.encoder.tp_mode == "data"
@@ -132,28 +144,87 @@ class TowerCosts:
         gather = RankCollective(self._profile, "all_gather", self._dtype, self._tp)
         return slowest_s + _one(gather.seconds(np.array([vectors * self._row_bytes])))
 
+    def least_seconds(self, items: Sequence[Work], most_vectors: int) -> Array:
+        """See `EncoderCosts.least_seconds`.
+
+        Products of a step with P patches take at least p P, where p is the least of their time over P for all P that a
+        step has room for. Attention is a sum over parts, each of which takes at least the least time of one of b such
+        parts, less the start of the kernel. If ranks encode items whole, the slowest takes at least the mean of all.
+        """
+        patches = np.array([item.sequences * item.patches for item in items])
+        most = int(max(n / max(1, item.vectors) for n, item in zip(patches, items, strict=True)) * most_vectors)
+        # Patches of a step are a sum of those of items.
+        unit = int(np.gcd.reduce(patches))
+        rows = np.arange(unit, max(most, int(patches.max())) + 1, unit)
+        of_patch_s = float(((self._of_patches_s(rows) + self._exchanged_s(rows)) / rows).min())
+        parts = [self._parts(item.patches) for item in items]
+        sizes = {size for of_layers in parts for _, of_size in of_layers for size in of_size}
+        of_part_s = {size: self._least_part_s(size, int(rows[-1]) // size) for size in sizes}
+        attention_s = [
+            item.sequences
+            * sum(layers * sum(n * of_part_s[size] for size, n in of_size.items()) for layers, of_size in of)
+            for item, of in zip(items, parts, strict=True)
+        ]
+        seconds: Array = (patches * of_patch_s + np.array(attention_s)) / (self._tp if self._by_item else 1)
+        return seconds
+
+    def _parts(self, patches: int) -> list[tuple[int, Counter[int]]]:
+        """Return layers, and the parts of a sequence that attend to themselves in each: their numbers by patches."""
+        tower, sequence = self._tower, Counter({patches: 1})
+        if tower.window is None:
+            return [(tower.layers, sequence)]
+        full, tail = divmod(patches, tower.window)
+        windows = +Counter({tower.window: full}) + Counter({tail: 1} if tail else {})
+        return [(tower.full_layers, sequence), (tower.layers - tower.full_layers, windows)]
+
+    def _least_part_s(self, patches: int, most: int) -> float:
+        """Least seconds of attention of one part among up to `most` equal ones, without the start of its kernel."""
+        attention = self._profile.predictor("encoder_attention", self._dtype)
+        number = np.arange(1, max(1, most) + 1)
+        shape = {"heads": self._tower.heads // self._shards, "head_dim": self._tower.head_dim}
+        seconds = np.asarray(attention.seconds(batch=number, tokens=patches, **shape))
+        return max(0.0, float(((seconds - attention.overhead_s) / number).min()))
+
     @property
     def _row_bytes(self) -> float:
         return self._tower.width * DTYPE_BYTES[self._dtype]
 
     def _on_rank_s(self, items: Sequence[Work]) -> float:
         """Seconds of one rank, or of ranks that share each layer."""
-        tower, shards = self._tower, self._shards
+        tower = self._tower
         patches = sum(item.sequences * item.patches for item in items)
         vectors = sum(item.vectors for item in items)
+        alone = np.array([patches])
+        layers = _one(self._of_patches_s(alone)) + self._attention_s(items) + _one(self._exchanged_s(alone))
+        stem = sum(self._gemm_s(math.ceil(patches * rows), n, k) for rows, n, k in tower.stem)
+        return layers + stem + tower.num_projectors * self._projector_s(tower.projected(patches, vectors))
+
+    def _of_patches_s(self, patches: Ints) -> Array:
+        """Seconds of all layers, without attention, for numbers of patches."""
+        tower, shards = self._tower, self._shards
         qkv, out, up, down = tower.layer_products
+        gemm = self._profile.predictor("gemm", self._dtype)
         products = sum(
-            self._gemm_s(patches, -(-n // wide), -(-k // deep))
+            np.asarray(gemm.seconds(m=patches, n=-(-n // wide), k=-(-k // deep)))
             for (n, k), wide, deep in ((qkv, shards, 1), (out, 1, shards), (up, shards, 1), (down, 1, shards))
         )
         inner = tower.intermediate_size // shards
-        small = 2 * self._elementwise_s("norm", patches, 4 * tower.hidden_size)
-        small += self._elementwise_s("activation", patches, (2 + tower.gated) * inner)
-        layers = tower.layers * (products + small) + self._attention_s(items)
-        if shards > 1:
-            layers += 2 * tower.layers * self._all_reduce_s(patches * tower.hidden_size)
-        stem = sum(self._gemm_s(math.ceil(patches * rows), n, k) for rows, n, k in tower.stem)
-        return layers + stem + tower.num_projectors * self._projector_s(tower.projected(patches, vectors))
+        norm, activation = (
+            self._profile.predictor("elementwise", self._dtype, variant=variant) for variant in ("norm", "activation")
+        )
+        small = 2 * np.asarray(norm.seconds(rows=patches, width=4 * tower.hidden_size))
+        small += np.asarray(activation.seconds(rows=patches, width=(2 + tower.gated) * inner))
+        layers: Array = tower.layers * (products + small)
+        return layers
+
+    def _exchanged_s(self, patches: Ints) -> Array:
+        """Seconds in which ranks that share each layer add up, in all layers, for numbers of patches."""
+        if self._shards == 1:
+            return np.zeros(len(patches))
+        sizes: Array = np.asarray(patches * self._tower.hidden_size * DTYPE_BYTES[self._dtype], dtype=np.float64)
+        all_reduce = RankCollective(self._profile, "all_reduce", self._dtype, self._tp)
+        exchanged: Array = 2 * self._tower.layers * np.asarray(all_reduce.seconds(sizes))
+        return exchanged
 
     def _projector_s(self, vectors: int) -> float:
         """Seconds of one projector: over ranks, products are divided by columns and by rows in turn."""
@@ -196,10 +267,6 @@ class TowerCosts:
 
     def _gemm_s(self, rows: int, n: int, k: int) -> float:
         return _one(self._profile.predictor("gemm", self._dtype).seconds(m=rows, n=n, k=k))
-
-    def _elementwise_s(self, variant: str, rows: int, width: int) -> float:
-        operator = self._profile.predictor("elementwise", self._dtype, variant=variant)
-        return _one(operator.seconds(rows=rows, width=width))
 
     def _all_reduce_s(self, values: int) -> float:
         all_reduce = RankCollective(self._profile, "all_reduce", self._dtype, self._tp)

@@ -81,7 +81,8 @@ class GroupCosts(StepCosts, Protocol):
 
 @runtime_checkable
 class ElasticCosts(StepCosts, Protocol):
-    """Costs from outside that are known for other numbers of data-parallel ranks too, for events that change it."""
+    """Costs from outside that are known for other numbers of data-parallel ranks too, for events and autoscaling that
+    change it."""
 
     def with_ranks(self, ranks: int) -> StepCosts:
         """Return the costs of an instance that goes on with `ranks` ranks."""

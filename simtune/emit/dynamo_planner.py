@@ -52,6 +52,8 @@ def planner_refusal(plan: Plan, module: str) -> str:
     kinds = {scaling.rule.kind for _, scaling in scaled}
     if not scaled:
         return ""
+    if any(scaling.scales_ranks for _, scaling in scaled):
+        return "it starts and stops instances, and no ranks of them"
     if unknown := sorted(kinds - _RULES.keys()):
         return f"it has no rule like {unknown[0]}"
     if len(kinds) > 1 or len({scaling.interval_s for _, scaling in scaled}) > 1:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from simtune.emit.adapters import lora_unsaid
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.autoscaling import Autoscaling
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.catalog import load_engine, names
 from simtune.specs.drafters import Drafter
@@ -41,6 +42,8 @@ SCALED_BY = (
     "HorizontalPodAutoscaler, llm-d's workload variant autoscaler"
 )
 """Programs that are given the autoscaling of a pool, since no engine is."""
+_RANKS_FIXED = "ranks are neither added nor removed on request; every instance keeps {ranks} of them"
+"""Autoscaling of ranks on an engine that cannot be asked for another number."""
 
 
 def simulated_only(pool: Pool) -> tuple[tuple[str, str, Any], ...]:
@@ -238,10 +241,14 @@ class Emitter(ABC):
             yield from lora_unsaid(pool)
         yield from self._parts_unsaid(pool)
         if pool.autoscaling is not None:
-            yield f"autoscaling: {SCALED_BY}"
+            yield f"autoscaling: {self._scaled_by(pool, pool.autoscaling)}"
         for key in ("host", "exposed_host"):
             if getattr(pool, key) not in (None, _of_preset(pool, key)):
                 yield f"{key}: its times are the engine's own"
+
+    def _scaled_by(self, pool: Pool, scaling: Autoscaling) -> str:
+        """Return which program would have to add and remove the instances of a pool, or their ranks."""
+        return _RANKS_FIXED.format(ranks=pool.parallelism.attention_dp) if scaling.scales_ranks else SCALED_BY
 
     def chunks_unsaid(self, pool: Pool) -> str | None:
         """Return how the engine sends chunks of a prompt through a pipeline, if it cannot be given the plan's way."""

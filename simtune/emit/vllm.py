@@ -30,6 +30,7 @@ from simtune.emit.vllm_releases import (
 )
 from simtune.errors import UsageError, suggest
 from simtune.specs import yamlfile
+from simtune.specs.autoscaling import Autoscaling
 from simtune.specs.cache_tiers import CacheTier
 from simtune.specs.drafters import BlockDrafter, Drafter, DraftModel, Eagle, Medusa, Ngram, Suffix
 from simtune.specs.model import MlaAttention, Model
@@ -332,6 +333,17 @@ class Vllm(Emitter):
                 "parallelism.elastic_experts: ranks are added and removed by POST /scale_elastic_ep; if one fails, the "
                 "requests of all are lost"
             )
+
+    def _scaled_by(self, pool: Pool, scaling: Autoscaling) -> str:
+        """See `Emitter._scaled_by`."""
+        if not scaling.scales_ranks:
+            return super()._scaled_by(pool, scaling)
+        first, most = scaling.first_ranks, pool.parallelism.attention_dp
+        begins = "" if first == most else f", first for {first} of the {most} that it starts with"
+        return (
+            "vLLM changes the number of ranks on request alone: a program that reads its metrics has to call "
+            f"POST /scale_elastic_ep with new_data_parallel_size by the rule{begins}"
+        )
 
     def _async_refusals(self, pool: Pool) -> Iterator[str]:
         if not pool.schedules_async:

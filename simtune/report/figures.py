@@ -507,10 +507,12 @@ def instances_figure(instances: Sequence[InstanceUse]) -> Figure:
 
 
 def scaling_figure(pools: Sequence[PoolScaling]) -> Figure:
-    """Instances of autoscaled pools over time: those that accept requests, and those that hold GPUs."""
+    """Instances of autoscaled pools, or their ranks, over time: those that accept requests, and those that hold
+    GPUs."""
     end_s = max(pool.hours for pool in pools) * 3600.0
     per, unit = time_unit(end_s)
     data = []
+    units = " and ".join(sorted({pool.units for pool in pools}))
     for i, pool in enumerate(pools):
         label = f"{escape(pool.pool)} " if len(pools) > 1 else ""
         for name, numbers, dash in (("hold GPUs", pool.holding, "dot"), ("accept requests", pool.accepting, "solid")):
@@ -527,9 +529,7 @@ def scaling_figure(pools: Sequence[PoolScaling]) -> Figure:
             )
     return {
         "data": data,
-        "layout": layout(
-            axis(f"time, {unit}"), axis("instances", rangemode="tozero"), showlegend=True, hovermode="closest"
-        ),
+        "layout": layout(axis(f"time, {unit}"), axis(units, rangemode="tozero"), showlegend=True, hovermode="closest"),
     }
 
 

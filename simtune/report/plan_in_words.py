@@ -122,6 +122,14 @@ def _autoscaling(pool: Pool) -> Iterator[str]:
                 f"one more if less than {percent(rule.kv_cache_spare)} of KV cache or {rule.waiting_spare:g} waiting "
                 "requests are to spare, one less if the others can take over"
             )
+    if scaling.scales_ranks:
+        pause = "while experts are sent" if scaling.pause_s is None else f"{scaling.pause_s:g} s"
+        yield (
+            f"autoscaling of ranks: every {scaling.interval_s:g} s {words}; {scaling.min_ranks} to "
+            f"{pool.parallelism.attention_dp} ranks in each instance, which join it {scaling.startup_s:g} s after "
+            f"their start and leave it drained; all ranks pause then, {pause}"
+        )
+        return
     yield (
         f"autoscaling: every {scaling.interval_s:g} s {words}; {scaling.min_instances} to {scaling.max_instances} "
         f"instances, up {scaling.startup_s:g} s after their start; they are drained before their GPUs are free"

@@ -52,7 +52,8 @@ def energy_j(power: Power, instances: Sequence[InstanceUse], duration_s: float) 
         of = power[instance.pool]
         held_share = float(instance.instance < of.instances) if instance.held is None else instance.held
         idle_w = of.idle_w * held_share
-        watts += idle_w + (of.tdp_w - of.idle_w) * min(1.0, instance.busy)
+        busy = instance.busy if instance.busy_gpus is None else instance.busy_gpus
+        watts += idle_w + (of.tdp_w - of.idle_w) * min(1.0, busy)
     joules = watts * duration_s
     for of in power.values():
         if of.stage_busy_s is not None:

@@ -72,7 +72,8 @@ class EngineCoreUse(NamedTuple):
 
 
 class PoolInstances(NamedTuple):
-    """Instances of an autoscaled pool in a run."""
+    """Instances of an autoscaled pool in a run, or with `ranks` the ranks of its instances: then every number is one of
+    ranks, and a place is that of a rank, instance by instance."""
 
     pool: str
     devices: int
@@ -80,17 +81,22 @@ class PoolInstances(NamedTuple):
     end: int
     """Tick at which the last step of the run ended."""
     held_ticks: tuple[int, ...]
-    """Ticks until then for which each place held its GPUs: from the start of an instance until it was drained."""
+    """Ticks until then for which each place held its GPUs: from the start of an instance until it was drained, of a
+    rank until the instance goes on without it."""
     starts: int
     """Instances that were started, those given up before they accepted requests among them."""
     drains: int
     """Instances that were drained."""
     counts: tuple[tuple[int, int, int], ...]
     """(tick, instances that accept requests, instances that hold GPUs) from the beginning and after each change."""
+    ranks: int = 0
+    """Most ranks of an instance, if ranks come and go; 0 if instances do."""
+    busy_ticks: tuple[int, ...] = ()
+    """Ticks in which each instance ran steps times the ranks that it had then, if ranks come and go."""
 
     @property
     def mean(self) -> float:
-        """Mean number of instances that hold GPUs."""
+        """Mean number of instances, or ranks, that hold GPUs."""
         return sum(self.held_ticks) / self.end if self.end > 0 else float(self.counts[0][2])
 
 

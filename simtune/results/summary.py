@@ -99,14 +99,25 @@ class InstanceUse(Record):
     held: Uncertain[Share | None] = Field(
         None, description="share of the time in which it held its GPUs; left out unless its pool is autoscaled"
     )
+    busy_gpus: Uncertain[NonNegative | None] = Field(
+        None,
+        description="share of the time of all its GPUs in which they ran steps; left out unless its ranks come and go",
+    )
 
 
 class PoolScaling(Record):
-    """Instances of an autoscaled pool over a run, from 0 s to the end of its last step."""
+    """Instances of an autoscaled pool over a run, from 0 s to the end of its last step. With `mean_ranks` the ranks of
+    its instances come and go, and what counts instances below counts ranks, except `mean_instances`."""
 
     pool: str
     hours: Uncertain[NonNegative] = Field(description="length of the run")
-    mean_instances: Uncertain[NonNegative] = Field(description="that hold GPUs: started, accepting or draining")
+    mean_instances: Uncertain[NonNegative] = Field(
+        description="that hold GPUs: started, accepting or draining; of instances whose ranks come and go as much of "
+        "each as its ranks are"
+    )
+    mean_ranks: Uncertain[NonNegative | None] = Field(
+        None, description="data-parallel ranks that hold GPUs, of all instances; left out if instances come and go"
+    )
     fewest: Uncertain[Whole] = Field(description="instances that hold GPUs")
     most: Uncertain[Whole]
     starts: Uncertain[Whole] = Field(description="instances that were started")
@@ -118,10 +129,16 @@ class PoolScaling(Record):
     holding: Seq[Whole] = Field(description="instances that hold GPUs, from then on")
 
     @property
+    def units(self) -> str:
+        """Noun for the things that come and go."""
+        return "instances" if self.mean_ranks is None else "ranks"
+
+    @property
     def sentence(self) -> str:
         """Numbers of instances and their GPU-hours in words."""
+        mean = self.mean_instances if self.mean_ranks is None else self.mean_ranks
         return (
-            f"{self.fewest} to {self.most} instances, {self.mean_instances:.3g} on average, {self.starts} started, "
+            f"{self.fewest} to {self.most} {self.units}, {mean:.3g} on average, {self.starts} started, "
             f"{self.drains} drained; {self.gpu_hours:.4g} GPU-hours, of {self.gpu_hours_of_most:.4g} with all of them"
         )
 
@@ -326,8 +343,12 @@ class SimulationSummary(Record):
         None, description="instances that took the other role; left out without a controller"
     )
     instances: Seq[InstanceUse]
-    autoscaling: Seq[PoolScaling] = Field((), description="pools whose instances come and go with the load")
-    rank_changes: Seq[ChangedRanks] = Field((), description="changes of the ranks of instances, by events of the plan")
+    autoscaling: Seq[PoolScaling] = Field(
+        (), description="pools whose instances, or ranks of theirs, come and go with the load"
+    )
+    rank_changes: Seq[ChangedRanks] = Field(
+        (), description="changes of the ranks of instances, by events of the plan or autoscaling"
+    )
     prefix_cache: Seq[PrefixCacheUse] = Field((), description="pools that cache prefixes")
     cache_tiers: Seq[CacheTierUse] = Field((), description="tiers below the prefix caches of pools")
     encoders: Seq[EncoderWork] = Field((), description="pools that encode media in their steps")

@@ -192,13 +192,14 @@ def adapters(cores: Sequence[EngineCoreUse]) -> tuple[AdapterUse, ...]:
 
 
 def scaling(of: PoolInstances) -> PoolScaling:
-    """Return the instances of an autoscaled pool over a run."""
+    """Return the instances of an autoscaled pool over a run, or the ranks of its instances."""
     hours = max(0, of.end) / TICKS_PER_SECOND / 3600.0
     at, accepting, holding = zip(*of.counts, strict=True)
     return PoolScaling(
         pool=of.pool,
         hours=hours,
-        mean_instances=of.mean,
+        mean_instances=of.mean / (of.ranks or 1),
+        **({"mean_ranks": of.mean} if of.ranks else {}),
         fewest=min(holding),
         most=max(holding),
         starts=of.starts,
@@ -254,10 +255,10 @@ def instances(
 ) -> tuple[InstanceUse, ...]:
     """Return the use of every simulated instance; it is as busy as its busiest core. `answered` are the requests that
     each core answered, `scaled` the autoscaled pools."""
-    held_by_place = {
-        (of.pool, place): {"held": ticks / of.end if of.end > 0 else 0.0}
+    held_by_instance = {
+        (of.pool, instance): _held(of, instance, duration_s)
         for of in scaled
-        for place, ticks in enumerate(of.held_ticks)
+        for instance in range(len(of.held_ticks) // (of.ranks or 1))
     }
     busy: dict[tuple[str, int], float] = {}
     requests: Counter[tuple[str, int]] = Counter()
@@ -271,7 +272,19 @@ def instances(
             instance=number,
             busy=share,
             requests=requests[pool, number],
-            **held_by_place.get((pool, number), {}),
+            **held_by_instance.get((pool, number), {}),
         )
         for (pool, number), share in busy.items()
     )
+
+
+def _held(of: PoolInstances, instance: int, duration_s: float) -> dict[str, float]:
+    """Return the share of the time in which an instance of an autoscaled pool held its GPUs; if its ranks come and go,
+    also the share of the time of all its GPUs in which they ran steps."""
+    ranks = of.ranks or 1
+    ticks = sum(of.held_ticks[instance * ranks : (instance + 1) * ranks])
+    shares = {"held": ticks / (ranks * of.end) if of.end > 0 else 0.0}
+    if of.ranks:
+        busy_s = of.busy_ticks[instance] / ranks / TICKS_PER_SECOND
+        shares["busy_gpus"] = busy_s / duration_s if duration_s else 0.0
+    return shares

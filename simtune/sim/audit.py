@@ -17,12 +17,13 @@ import numpy as np
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine import Tally
 from simtune.results.energy import energy_j
-from simtune.results.outcome import Outcome
+from simtune.results.outcome import Outcome, PoolInstances
 from simtune.results.result import Result
 from simtune.results.summing import instances
 from simtune.sim.core import EngineCore
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.pool import Pool
 from simtune.specs.trace_turns import TraceTurns
 from simtune.specs.trace_write import trace_text
 from simtune.specs.traces import Trace
@@ -164,20 +165,29 @@ def _of_gpus(plan: Plan, result: Result) -> Iterator[str]:
 def _of_instances(plan: Plan, outcome: Outcome) -> Iterator[str]:
     """Autoscaled pools stay within their limits, and run steps only on GPUs that they hold."""
     for of in outcome.scaled:
-        scaling = plan.pool(of.pool).autoscaling
-        assert scaling is not None
-        for tick, accepting, holding in of.counts:
-            if not scaling.min_instances <= accepting <= holding <= scaling.max_instances:
-                yield f"pool {of.pool} has {accepting} instances on the GPUs of {holding} at tick {tick:,}"
+        units = "ranks" if of.ranks else "instances"
+        yield from _of_counts(plan.pool(of.pool), of, units)
         ticks = [*(tick for tick, _, _ in of.counts[1:]), of.end]
         under_counts = sum(
             holding * (until - since) for (since, _, holding), until in zip(of.counts, ticks, strict=True)
         )
         if of.end > 0 and under_counts != sum(of.held_ticks):
-            yield f"instances of pool {of.pool} hold GPUs for {sum(of.held_ticks):,} ticks, counted {under_counts:,}"
+            yield f"{units} of pool {of.pool} hold GPUs for {sum(of.held_ticks):,} ticks, counted {under_counts:,}"
         for core in outcome.cores:
-            if core.pool == of.pool and core.busy > of.held_ticks[core.instance]:
-                yield f"instance {core.instance} of pool {of.pool} runs steps on GPUs that it does not hold"
+            place = core.instance * of.ranks + core.virtual_engine if of.ranks else core.instance
+            if core.pool == of.pool and core.busy > of.held_ticks[place]:
+                rank = f"rank {core.virtual_engine} of " if of.ranks else ""
+                yield f"{rank}instance {core.instance} of pool {of.pool} runs steps on GPUs that it does not hold"
+
+
+def _of_counts(pool: Pool, of: PoolInstances, units: str) -> Iterator[str]:
+    """Numbers of instances, or of ranks, are within the limits of the pool."""
+    scaling, most = pool.autoscaling, len(of.held_ticks)
+    assert scaling is not None
+    least = scaling.min_instances if scaling.min_ranks is None else scaling.min_ranks * most // of.ranks
+    for tick, accepting, holding in of.counts:
+        if not least <= accepting <= holding <= most:
+            yield f"pool {of.pool} has {accepting} {units} on the GPUs of {holding} at tick {tick:,}"
 
 
 def _of_energy(plan: Plan, result: Result) -> Iterator[str]:

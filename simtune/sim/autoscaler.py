@@ -1,16 +1,18 @@
 """Autoscaler: starts and drains instances of pools as their load asks for it (`simtune.specs.autoscaling`).
 
-Each pool has a controller of its own. It looks at fixed intervals, after the steps and transfers that end at an instant
-and before the requests that arrive. The loads that it reads change only with events that end a jump, or grow by one
-token a step, so that a look within a jump reads what it would read between the jump's single steps.
+Each pool has a controller of its own, or each instance whose ranks come and go (`simtune.sim.rank_scaler`). It looks at
+fixed intervals, after the steps and transfers that end at an instant and before the requests that arrive. The loads
+that it reads change only with events that end a jump, or grow by one token a step, so that a look within a jump reads
+what it would read between the jump's single steps.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -46,11 +48,15 @@ class ArrivalRouter(CountingRouter):
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
-        self.arrived: Counter[str] = Counter()
-        """Requests that were sent to each pool so far; those that a drained instance sends on count once."""
-        self.prompt_tokens: Counter[str] = Counter()
-        """Prompt tokens of these requests."""
+        self._arrived: Counter[tuple[str, int]] = Counter()  # requests, by (pool, instance)
+        self._prompt_tokens: Counter[tuple[str, int]] = Counter()
         self._sent_on: set[int] = set()
+
+    def arrivals(self, pool: str, instance: int | None = None) -> tuple[int, int]:
+        """Return the number of requests that were sent to a pool, or to one of its instances, and their prompt tokens;
+        requests that a drained instance sends on count once."""
+        keys = [key for key in self._arrived if key[0] == pool and instance in (None, key[1])]
+        return sum(self._arrived[key] for key in keys), sum(self._prompt_tokens[key] for key in keys)
 
     def choose(self, request: Request, now: int) -> EngineCore | None:
         """Return the core that the other router chooses."""
@@ -59,8 +65,8 @@ class ArrivalRouter(CountingRouter):
             if request.id in self._sent_on:
                 self._sent_on.remove(request.id)
             else:
-                self.arrived[core.pool] += 1
-                self.prompt_tokens[core.pool] += request.prompt_tokens
+                self._arrived[core.pool, core.instance] += 1
+                self._prompt_tokens[core.pool, core.instance] += request.prompt_tokens
         return core
 
     def over(self, request: Request, core: EngineCore, now: int) -> None:
@@ -292,16 +298,17 @@ def _running_tokens(core: EngineCore, now: int) -> int:
 
 
 class InstanceCounts:
-    """Numbers of instances of a pool over time."""
+    """Numbers of instances of a pool over time, or of the ranks of its instances."""
 
-    def __init__(self, accepting: int) -> None:
-        self.accepting = self.held = accepting
+    def __init__(self, present: Iterable[int]) -> None:
+        """Begin with an instance at each of these places."""
+        self._since = dict.fromkeys(present, 0)
+        self.accepting = self.held = len(self._since)
         """Instances that accept requests, and those that hold GPUs."""
         self.starts: list[int] = []  # ticks
         self.drains: list[int] = []
-        self._since: dict[int, int] = dict.fromkeys(range(accepting), 0)
         self._intervals: list[tuple[int, int, int]] = []  # (place, start, tick at which its GPUs were free)
-        self._rows = [(0, accepting, accepting)]
+        self._rows = [(0, self.accepting, self.held)]
 
     def change(self, now: int, accepting: int = 0, held: int = 0, place: int = 0) -> None:
         """Note a change of both numbers; with `held` the instance at `place` takes its GPUs (1) or frees them (-1)."""
@@ -315,75 +322,139 @@ class InstanceCounts:
         if self._rows[-1:] == [] or self._rows[-1][1:] != (self.accepting, self.held):
             self._rows.append((now, self.accepting, self.held))
 
-    def until(self, end: int, pool: Pool) -> PoolInstances:
-        """Return the counts from the beginning to tick `end`, the last one of the run."""
+    def until(self, end: int, pool: Pool, ranks: int = 0, busy_ticks: Sequence[int] = ()) -> PoolInstances:
+        """Return the counts from the beginning to tick `end`, the last one of the run. `ranks` and `busy_ticks` are
+        those of `PoolInstances`."""
         # The last look may come after the last request, and drain instances then.
-        ticks = [0] * pool.most_instances
+        ticks = [0] * (pool.most_instances * (ranks or 1))
         for place, since, until in [*self._intervals, *((place, since, end) for place, since in self._since.items())]:
             ticks[place] += max(0, min(until, end) - since)
         rows = tuple(row for row in self._rows if row[0] <= end)
         starts, drains = (bisect_right(ticks_of, end) for ticks_of in (self.starts, self.drains))
-        return PoolInstances(pool.name, pool.devices, end, tuple(ticks), starts, drains, rows)
+        devices = pool.devices // (ranks or 1)
+        return PoolInstances(
+            pool.name, devices, end, tuple(ticks), starts, drains, rows, ranks=ranks, busy_ticks=tuple(busy_ticks)
+        )
 
 
-class PoolScaler:
+class Scaler(ABC):
+    """Starts and drains instances, as its rule asks for. A derived class scales those of a pool, or the ranks of an
+    instance, which stand for instances in every name here. Serves one run."""
+
+    instance: int | None = None
+    """Instance the ranks of which are scaled; None if instances are."""
+
+    def __init__(self, pool: Pool, counts: InstanceCounts, least: int, most: int) -> None:
+        """Create a controller of `least` to `most` instances."""
+        assert pool.autoscaling is not None
+        self.pool, self.counts = pool, counts
+        self._scaling, self._least, self._most = pool.autoscaling, least, most
+        self.every = to_ticks(self._scaling.interval_s)
+        self._startup = to_ticks(self._scaling.startup_s)
+        self._window = to_ticks(self._scaling.window_s)
+        self._recent: deque[tuple[int, int]] = deque()  # (tick, instances) of the looks of the window
+        self._num_arrived = 0
+
+    @property
+    @abstractmethod
+    def num_present(self) -> int:
+        """Instances that accept requests or are being started."""
+
+    @property
+    @abstractmethod
+    def accepting(self) -> Sequence[Cores]:
+        """Cores of each instance that accepts requests."""
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """True if no instance is being started or drained."""
+
+    @abstractmethod
+    def grow(self, now: int, number: int) -> None:
+        """Start a number of instances, as far as there is room for them."""
+
+    @abstractmethod
+    def shrink(self, now: int, number: int) -> None:
+        """Drain a number of instances, the newest first, or give up their start."""
+
+    def attach(self, router: ArrivalRouter, availability: Availability) -> None:
+        """Attach the controller to the router that sends requests to its pool, and to what brings instances up."""
+        self._router, self._availability = router, availability
+
+    def summed(self, end: int, scalers: Sequence[Scaler]) -> PoolInstances:
+        """Return the numbers of the pool until tick `end`; `scalers` are all controllers of the pool."""
+        return self.counts.until(end, self.pool)
+
+    def look(self, now: int) -> None:
+        """Read the load, and start or drain instances as the rule asks for."""
+        present = self.num_present
+        target = min(max(wanted(self._scaling.rule, self._read(now)), self._least), self._most)
+        self._recent.append((now, target))
+        while self._recent[0][0] < now - self._window:
+            self._recent.popleft()
+        if target > present:
+            self.grow(now, target - present)
+        elif (fewer := present - max(number for _, number in self._recent)) > 0:
+            self.shrink(now, fewer)
+
+    def _read(self, now: int) -> PoolReading:
+        total, prompt_tokens = self._router.arrivals(self.pool.name, self.instance)
+        num_arrived, self._num_arrived = total - self._num_arrived, total
+        accepting = self.accepting
+        loads: dict[WatchedLoad, list[float]] = {
+            load: [_load_of(cores, load, self._router, now) for cores in accepting]
+            for load in self._scaling.rule.watched
+        }
+        estimates: list[Estimate] = []
+        if isinstance(self._scaling.rule, SlaRule):
+            # Of all arrivals so far; the planner's mean is of the steps that it keeps.
+            mean_tokens = prompt_tokens // max(1, total)
+            estimates = [estimate_of(cores, now, mean_tokens, len(accepting)) for cores in accepting]
+        return PoolReading(self.num_present, self.settled, num_arrived, self.every, loads, estimates)
+
+
+class PoolScaler(Scaler):
     """Starts and drains the instances of one pool. Serves one run."""
 
     def __init__(self, pool: Pool, places: Sequence[Cores], front_end: FrontEnd | None) -> None:
         """Create the controller of a pool, whose instances are at the first of these places at the beginning."""
         assert pool.autoscaling is not None
-        self.pool, self._places = pool, places
-        self._scaling = pool.autoscaling
-        self.every = to_ticks(self._scaling.interval_s)
-        self._startup = to_ticks(self._scaling.startup_s)
-        self._window = to_ticks(self._scaling.window_s)
+        counts = InstanceCounts(range(pool.instances))
+        super().__init__(pool, counts, pool.autoscaling.min_instances, pool.most_instances)
+        self._places = places
         self._front_end = front_end if has_front_end(pool) else None
         # The newest is the last, so that the first ones, which are always there, never go.
         self._present = list(range(pool.instances))
         self._free = list(range(pool.instances, len(places)))
         heapify(self._free)
         self._starting: dict[int, int] = {}  # number of the change that lets it accept requests, by place
-        self._recent: deque[tuple[int, int]] = deque()  # (tick, instances) of the looks of the window
-        self._arrived = 0
-        self.counts = InstanceCounts(pool.instances)
 
-    def attach(self, router: ArrivalRouter, availability: Availability) -> None:
-        """Attach the controller to the router that sends requests to its pool, and to what brings instances up."""
-        self._router, self._availability = router, availability
+    @property
+    def num_present(self) -> int:
+        """See `Scaler.num_present`."""
+        return len(self._present)
 
-    def look(self, now: int) -> None:
-        """Read the load of the pool, and start or drain instances as the rule asks for."""
-        scaling, present = self._scaling, len(self._present)
-        target = wanted(scaling.rule, self._read(now))
-        target = min(max(target, scaling.min_instances), scaling.max_instances)
-        self._recent.append((now, target))
-        while self._recent[0][0] < now - self._window:
-            self._recent.popleft()
-        if target > present:
-            # Places of instances that are not drained yet are no places for new ones.
-            for _ in range(min(target - present, len(self._free))):
-                self._start(now)
-        elif target < present:
-            for _ in range(present - min(present, max(number for _, number in self._recent))):
-                self._stop(now)
+    @property
+    def accepting(self) -> Sequence[Cores]:
+        """See `Scaler.accepting`."""
+        return [self._places[place] for place in self._present if place not in self._starting]
 
-    def _read(self, now: int) -> PoolReading:
-        arrived, self._arrived = (
-            self._router.arrived[self.pool.name] - self._arrived,
-            self._router.arrived[self.pool.name],
-        )
-        accepting = [place for place in self._present if place not in self._starting]
-        loads: dict[WatchedLoad, list[float]] = {
-            load: [_load_of(self._places[place], load, self._router, now) for place in accepting]
-            for load in self._scaling.rule.watched
-        }
-        settled = not self._starting and self.counts.held == len(self._present)
-        estimates: list[Estimate] = []
-        if isinstance(self._scaling.rule, SlaRule):
-            # Of all arrivals so far; the planner's mean is of the steps that it keeps.
-            prompt_tokens = self._router.prompt_tokens[self.pool.name] // max(1, self._arrived)
-            estimates = [estimate_of(self._places[at], now, prompt_tokens, len(accepting)) for at in accepting]
-        return PoolReading(len(self._present), settled, arrived, self.every, loads, estimates)
+    @property
+    def settled(self) -> bool:
+        """See `Scaler.settled`."""
+        return not self._starting and self.counts.held == len(self._present)
+
+    def grow(self, now: int, number: int) -> None:
+        """See `Scaler.grow`."""
+        # Places of instances that are not drained yet are no places for new ones.
+        for _ in range(min(number, len(self._free))):
+            self._start(now)
+
+    def shrink(self, now: int, number: int) -> None:
+        """See `Scaler.shrink`."""
+        for _ in range(number):
+            self._stop(now)
 
     def _start(self, now: int) -> None:
         """Start an instance at the first free place. What was cached there is gone."""
@@ -427,7 +498,7 @@ class PoolScaler:
 class Autoscaler:
     """Controllers of all autoscaled pools of a deployment. Serves one run."""
 
-    def __init__(self, scalers: Sequence[PoolScaler]) -> None:
+    def __init__(self, scalers: Sequence[Scaler]) -> None:
         self._scalers = scalers
 
     def counted(self, routers: Routers) -> Routers:
@@ -451,4 +522,9 @@ class Autoscaler:
 
     def close(self, outcome: Outcome, end: int) -> None:
         """Write the numbers of instances until the end of the run into its outcome."""
-        outcome.scaled = tuple(scaler.counts.until(end, scaler.pool) for scaler in self._scalers)
+        by_pool: dict[str, list[Scaler]] = {}
+        for scaler in self._scalers:
+            by_pool.setdefault(scaler.pool.name, []).append(scaler)
+        outcome.scaled = tuple(scalers[0].summed(end, scalers) for scalers in by_pool.values())
+        # The last look may come after the last request, and drain ranks then.
+        outcome.rank_turns = tuple(turn for turn in outcome.rank_turns if turn.at <= end)

@@ -30,8 +30,8 @@ class Change(NamedTuple):
     """Change of some cores at a tick: `up` is True if they come, `lost` if they go with all their requests.
 
     Cores that go without being lost finish what they have; `then` are cores that replace them, `delay` ticks
-    after that. `done` is called with the tick at which cores that come are up, or cores that go are drained. If the
-    cores are ranks of an instance that goes on, `regroup` states on what terms.
+    after that. `done` is called with the tick at which cores that come are up, cores that go are drained, or cores are
+    about to be lost. If the cores are ranks of an instance that goes on, `regroup` states on what terms.
     """
 
     tick: int
@@ -77,6 +77,8 @@ class Availability:
             if change.done is not None:
                 change.done(now)
         elif change.lost:
+            if change.done is not None:
+                change.done(now)
             self._fail(now, change)
         else:
             self._drain(now, change)

@@ -72,7 +72,7 @@ class DeployedPool:
     """GPUs of an instance beside those of `spec`: replicas of a target that would only make verdicts later."""
 
     by_ranks: Mapping[int, RankTerms] = field(default_factory=dict)
-    """Terms of every number of ranks that events give instances."""
+    """Terms of every number of ranks that events or autoscaling give instances."""
 
     @property
     def num_cores(self) -> int:
@@ -83,7 +83,8 @@ class DeployedPool:
     def most_cores(self) -> int:
         """Largest number of engine cores that serve at a time: of an autoscaled pool those of `max_instances`."""
         scaling = self.spec.autoscaling
-        return self.num_cores if scaling is None else scaling.max_instances * self.cores_each
+        most = None if scaling is None else scaling.max_instances
+        return self.num_cores if most is None else most * self.cores_each
 
     @property
     def cores_each(self) -> int:

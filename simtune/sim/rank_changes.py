@@ -47,16 +47,22 @@ def terms_by_ranks(
     costs: StepCosts,
     compiled: Callable[[Pool], StepCosts],
 ) -> dict[int, RankTerms]:
-    """Return the terms of every number of ranks that events give instances of a pool. `costs` are those of all ranks,
-    `compiled` returns the costs by operators of a pool.
+    """Return the terms of every number of ranks that events or autoscaling give instances of a pool. `costs` are those
+    of all ranks, `compiled` returns the costs by operators of a pool.
 
     Raises Infeasible if the ranks that stay have no room for all experts, or if `costs` come from outside and are those
     of one number of ranks.
     """
     changes = rank_changes(events, pool)
     paused = {change.ranks for change in changes if change.pause_s is None}
+    numbers = {change.ranks for change in changes}
+    scaling, stated_s = pool.autoscaling, 0.0
+    if scaling is not None and scaling.min_ranks is not None:
+        numbers = {*range(scaling.min_ranks, pool.parallelism.attention_dp + 1)}
+        stated_s = scaling.pause_s or 0.0
+        paused = numbers if scaling.pause_s is None and len(numbers) > 1 else set()
     terms = {}
-    for ranks in sorted({change.ranks for change in changes}):
+    for ranks in sorted(numbers):
         of_ranks = with_ranks(pool, model, ranks)
         if ranks == pool.parallelism.attention_dp:
             step_costs = costs
@@ -64,7 +70,7 @@ def terms_by_ranks(
             step_costs = compiled(of_ranks)
         else:
             step_costs = _from_outside(costs, pool, ranks)
-        pause_s = placing_s(of_ranks, model, hardware) if ranks in paused else 0.0
+        pause_s = placing_s(of_ranks, model, hardware) if ranks in paused else stated_s
         terms[ranks] = RankTerms(step_costs, round(pause_s * TICKS_PER_SECOND))
     return terms
 
@@ -74,9 +80,9 @@ def _from_outside(costs: StepCosts, pool: Pool, ranks: int) -> StepCosts:
     outside = costs.own if isinstance(costs, OwnCosts) else costs
     if not isinstance(outside, ElasticCosts):
         raise Infeasible(
-            f"pool {pool.name}: events change the number of ranks, and step costs from outside are those of "
-            f"{pool.parallelism.attention_dp} ranks; use costs by operators, let yours have a method with_ranks, or "
-            "remove the events"
+            f"pool {pool.name}: events or autoscaling change the number of ranks, and step costs from outside are "
+            f"those of {pool.parallelism.attention_dp} ranks; use costs by operators, let yours have a method "
+            "with_ranks, or remove the events or the autoscaling"
         )
     return OwnCosts(outside.with_ranks(ranks))
 

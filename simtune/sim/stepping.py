@@ -390,12 +390,13 @@ class DpGroup(SharedStepping):
     def regroup(self, now: int, *, until: int, costs: StepCosts) -> None:
         """Lose the step that is under way, and compute it again from tick `until` on, at the costs of the ranks that
         are there then, as `simtune.sim.rank_changes` states. Nothing else begins before."""
+        # A rank found to be drained is found so when the others have begun their next repetition, at this instant.
+        begun = {flight.core for flight in self._flying if flight.ends and flight.core.started + flight.ends[-1] > now}
         self.reset()
         self._jumping, self._until = None, max(until, self._until)
-        running = [core for core in self.cores if core.step is not None and not ends_between_steps(core, now)]
-        for number, core in enumerate(self.cores):
-            core.costs, core.timer = costs, timer_for(costs, core.scheduler.drafting)
-            self._costs[number] = costs if isinstance(costs, GroupCosts) else None
+        stepping = [core for core in self.cores if core.step is not None]
+        running = [core for core in stepping if core in begun or not ends_between_steps(core, now)]
+        self.adopt(costs)
         # Without a step to compute again, it seems to run one until `resume`.
         self._under_way = len(running) or 1
         lost = [begin_anew(core, now) for core in running]
@@ -410,6 +411,12 @@ class DpGroup(SharedStepping):
             # Nothing is computed in the pause.
             core.busy -= self._until - now
             core.launch(self._until + longest)
+
+    def adopt(self, costs: StepCosts) -> None:
+        """Give all cores the costs of another number of ranks."""
+        for number, core in enumerate(self.cores):
+            core.costs, core.timer = costs, timer_for(costs, core.scheduler.drafting)
+            self._costs[number] = costs if isinstance(costs, GroupCosts) else None
 
     def resume(self, now: int) -> None:
         """Let cores step again at the end of a pause, if there was no step to compute again."""

@@ -19,7 +19,7 @@ from simtune.engine.policy_traits import Hint
 from simtune.errors import UsageError
 from simtune.sim.adapter_rules import check_adapters
 from simtune.sim.admission import check_clients_wait
-from simtune.sim.autoscaler import Autoscaler, PoolScaler, states_tokens
+from simtune.sim.autoscaler import Autoscaler, PoolScaler, Scaler, states_tokens
 from simtune.sim.availability import Change
 from simtune.sim.core import EngineCore, KvConnector
 from simtune.sim.families import check_graph_runs
@@ -28,6 +28,7 @@ from simtune.sim.kv_links import ForkedConnector, Links, bootstrap_s, first_toke
 from simtune.sim.plan_parts import POLICY, make_router
 from simtune.sim.pools import DeployedPool, kv_block_bytes
 from simtune.sim.rank_changes import changes_of_ranks
+from simtune.sim.rank_scaler import rank_scalers
 from simtune.sim.role_controller import Controller, RoleController, RoleCores
 from simtune.sim.router import Router
 from simtune.sim.world import World
@@ -120,7 +121,7 @@ def wire(
         decode_router=decode_router,
         front_end=front_end,
         changes=changes,
-        control=_autoscaler(plan, by_pool, front_end) if plan.autoscales else _controller(plan, by_pool),
+        control=_autoscaler(plan, pools, by_pool, front_end) if plan.autoscales else _controller(plan, by_pool),
         first_token=first_token_of(plan) if receiving else "prefill",
         local_prefill=plan.local_prefill,
         predicted_tokens=_predicted_tokens(pools, stream, seed),
@@ -327,10 +328,11 @@ def _controller(plan: Plan, by_pool: ByPool) -> RoleController | None:
     )
 
 
-def _autoscaler(plan: Plan, by_pool: ByPool, front_end: FrontEnd | None) -> Autoscaler:
+def _autoscaler(plan: Plan, pools: Sequence[DeployedPool], by_pool: ByPool, front_end: FrontEnd | None) -> Autoscaler:
     """Return the controllers of the plan's autoscaled pools."""
-    scalers = []
-    for pool in plan.pools:
+    scalers: list[Scaler] = []
+    for deployed in pools:
+        pool = deployed.spec
         if pool.autoscaling is None:
             continue
         cores = by_pool[pool.name]
@@ -340,7 +342,10 @@ def _autoscaler(plan: Plan, by_pool: ByPool, front_end: FrontEnd | None) -> Auto
                 f"{pool.batching.policy} does not state; watch waiting, under_way or prompt_tokens, or use rule rate"
             )
         places = [_of_instance(cores, place) for place in range(pool.most_instances)]
-        scalers.append(PoolScaler(pool, places, front_end))
+        if pool.autoscaling.scales_ranks:
+            scalers += rank_scalers(pool, places, deployed.by_ranks)
+        else:
+            scalers.append(PoolScaler(pool, places, front_end))
     return Autoscaler(scalers)
 
 

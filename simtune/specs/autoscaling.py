@@ -1,8 +1,10 @@
-"""Autoscaling of a pool: the rule by which its instances are started and drained, and its limits.
+"""Autoscaling of a pool: the rule by which its instances, or ranks of its instances, are started and drained, and its
+limits.
 
 Rules and defaults are those of Dynamo's planner (ai-dynamo/dynamo, components/src/dynamo/planner: config/defaults.py,
 core/throughput_scaling.py, core/load_scaling.py), of Kubernetes' HorizontalPodAutoscaler, and of the saturation
-analyser of llm-d (llm-d/llm-d-workload-variant-autoscaler, docs/saturation-analyzer.md).
+analyser of llm-d (llm-d/llm-d-workload-variant-autoscaler, docs/saturation-analyzer.md). Ranks come and go as vLLM's do
+with elastic expert parallelism, by one change after another (`scale_elastic_ep` in vllm/v1/engine/async_llm.py).
 """
 
 from __future__ import annotations
@@ -164,20 +166,40 @@ ScalingRule = Annotated[RateRule | ThresholdRule | TargetRule | SaturationRule |
 
 
 class Autoscaling(Part):
-    """Instances of the pool come and go with its load.
+    """Instances of the pool come and go with its load, or with `min_ranks` the ranks of each instance.
 
     Every `every_s` the rule states how many instances there should be. A new instance accepts requests `startup_s`
     later; those that are too many are drained, the newest first: they take no new requests, those that wait there go
     elsewhere, those that run end. An instance holds its GPUs from its start until it is drained.
+
+    Ranks are data-parallel ones, which share experts, and the rule reads each as it reads an instance. All ranks of the
+    instance pause for `pause_s` when new ranks have started, and when those that are too many are drained; then
+    the experts are spread over the ranks that there are. A rank holds its GPUs until the end of that pause.
     """
 
     rule: ScalingRule
     startup_s: Seconds = Field(
-        description="from the decision to start an instance until it accepts requests: its GPUs, image, weights, graphs"
+        description="from the decision to start an instance until it accepts requests: its GPUs, image, weights, "
+        "graphs; of ranks until their instance pauses"
     )
     min_instances: GpuCount = Field(1, description="instances that there are always")
-    max_instances: GpuCount = Field(
-        description="most instances that hold GPUs at a time, draining ones among them: those that there are GPUs for"
+    max_instances: GpuCount | None = Field(
+        None,
+        description="most instances that hold GPUs at a time, draining ones among them: those that there are GPUs for; "
+        "required without min_ranks",
+    )
+    min_ranks: GpuCount | None = Field(
+        None,
+        description="ranks that each instance always has; up to parallelism.attention_dp come and go, with "
+        "elastic_experts. Instances come and go unless given",
+    )
+    initial_ranks: GpuCount | None = Field(
+        None, description="ranks that each instance begins with; min_ranks unless given"
+    )
+    pause_s: Seconds | None = Field(
+        None,
+        description="seconds in which no rank of the instance computes when ranks join or leave; unless given, those "
+        "in which a rank receives the experts that it does not have over the link between ranks",
     )
     every_s: Annotated[float, Field(ge=1e-3, le=LONGEST_S)] | None = Field(
         None,
@@ -196,13 +218,41 @@ class Autoscaling(Part):
         return self.rule.EVERY_S if self.every_s is None else self.every_s
 
     @property
+    def scales_ranks(self) -> bool:
+        """True if ranks of instances come and go, and no instances."""
+        return self.min_ranks is not None
+
+    @property
+    def first_ranks(self) -> int:
+        """Ranks that each instance begins with; 0 if instances come and go."""
+        return self.initial_ranks or self.min_ranks or 0
+
+    @property
     def window_s(self) -> float:
         """Seconds for which larger numbers that the rule asked for are remembered."""
         return self.rule.STABILISE_S if self.stabilise_s is None else self.stabilise_s
 
     @model_validator(mode="after")
+    def _scales_one_of_both(self) -> Self:
+        if self.min_ranks is None:
+            for key in ("initial_ranks", "pause_s"):
+                if getattr(self, key) is not None:
+                    raise ErrorAt("has no effect unless ranks come and go; set min_ranks, or remove it", key)
+            if self.max_instances is None:
+                raise ErrorAt("lacks max_instances, which is required unless ranks come and go (min_ranks)")
+            return self
+        for key in ("max_instances", "min_instances"):
+            if (getattr(self, key) or 1) > 1:
+                raise ErrorAt("instances do not come and go if ranks do; remove it, or min_ranks", key)
+        if self.initial_ranks is not None and self.initial_ranks < self.min_ranks:
+            raise ErrorAt(
+                f"{self.initial_ranks} ranks are fewer than min_ranks ({self.min_ranks}); raise it", "initial_ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.min_instances > self.max_instances:
+        if self.max_instances is not None and self.min_instances > self.max_instances:
             raise ErrorAt(
                 f"{self.max_instances} instances at most are fewer than min_instances ({self.min_instances}); raise it",
                 "max_instances",
@@ -210,9 +260,18 @@ class Autoscaling(Part):
         return self
 
 
+class _Ranks(Protocol):
+    @property
+    def attention_dp(self) -> int: ...
+    @property
+    def elastic_experts(self) -> bool | None: ...
+
+
 class _ScaledPool(Protocol):
     @property
     def instances(self) -> int: ...
+    @property
+    def parallelism(self) -> _Ranks: ...
     @property
     def share(self) -> object: ...
     @property
@@ -226,12 +285,16 @@ def check_autoscaling(pool: _ScaledPool) -> None:
     scaling = pool.autoscaling
     if scaling is None:
         return
-    if not scaling.min_instances <= pool.instances <= scaling.max_instances:
-        raise ErrorAt(
-            f"the pool begins with {pool.instances}, and autoscaling keeps {scaling.min_instances} to "
-            f"{scaling.max_instances}; change either",
-            "instances",
-        )
+    if scaling.scales_ranks:
+        _check_ranks(scaling, pool.parallelism)
+    else:
+        assert scaling.max_instances is not None
+        if not scaling.min_instances <= pool.instances <= scaling.max_instances:
+            raise ErrorAt(
+                f"the pool begins with {pool.instances}, and autoscaling keeps {scaling.min_instances} to "
+                f"{scaling.max_instances}; change either",
+                "instances",
+            )
     if pool.share is not None:
         raise ErrorAt("instances on shares of the same GPUs cannot come and go alone; remove one", "autoscaling")
     if pool.speculation is not None and scaling.rule.reads_tokens:
@@ -241,6 +304,26 @@ def check_autoscaling(pool: _ScaledPool) -> None:
             "autoscaling",
             "rule",
         )
+
+
+def _check_ranks(scaling: Autoscaling, parallelism: _Ranks) -> None:
+    """Raise ErrorAt if the instances of a pool do not have the ranks that are to come and go."""
+    if not parallelism.elastic_experts:
+        raise ErrorAt(
+            "requires instances that go on with fewer ranks; set attention_dp above 1, expert_parallel, "
+            "expert_replicas and elastic_experts in parallelism, or scale instances (max_instances)",
+            "autoscaling",
+            "min_ranks",
+        )
+    for key in ("min_ranks", "initial_ranks"):
+        ranks = getattr(scaling, key)
+        if ranks is not None and ranks > parallelism.attention_dp:
+            raise ErrorAt(
+                f"an instance has at most {parallelism.attention_dp} ranks, and this is {ranks}; lower it, or raise "
+                "parallelism.attention_dp",
+                "autoscaling",
+                key,
+            )
 
 
 class _PlanPool(Protocol):

@@ -29,7 +29,7 @@ _TOKEN = re.compile(r"[^\s,;]*tp\d+-pp\d+[^\s,;]*[^\s,;:.]")
 Keep = Callable[[str, int], bool]
 _ROLES = {"p": "prefill", "d": "decode"}
 MIXED = "mixed"
-SETTINGS = ("seats", "budget", "caching", "weights", "kv", "length", "drafter", "variant")
+SETTINGS = ("seats", "budget", "caching", "weights", "kv", "length", "drafter", "ranks", "variant")
 """Keys of the settings of a pool, in the order in which they are stated."""
 ABSENT = {
     "caching": "prefix cache as the engine sets it",
@@ -219,6 +219,7 @@ def _of_pool(pool: Pool, several_kinds: bool, encoders: int) -> PoolWords:
         "weights": f"{pool.weight_dtype} weights" if pool.weight_dtype else "",
         "kv": f"{pool.kv_cache.dtype} KV cache" if pool.kv_cache.dtype else "",
         "drafter": "" if drafts is None else f"drafts of {drafts.drafter.label}",
+        "ranks": _ranks(pool),
     }
     words = _pool_words(
         role=pool.role,
@@ -234,8 +235,17 @@ def _of_pool(pool: Pool, several_kinds: bool, encoders: int) -> PoolWords:
         more_settings={key: words for key, words in more_settings.items() if words},
         encoders=encoders,
     )
-    least = pool.most_instances if pool.autoscaling is None else pool.autoscaling.min_instances
+    least = pool.most_instances
+    if pool.autoscaling is not None and not pool.autoscaling.scales_ranks:
+        least = pool.autoscaling.min_instances
     return words if least == pool.most_instances else replace(words, servers=f"{least} to {words.servers}")
+
+
+def _ranks(pool: Pool) -> str:
+    """Return the words for the ranks of a pool's instances; empty unless they come and go."""
+    if pool.autoscaling is None or pool.autoscaling.min_ranks is None:
+        return ""
+    return f"{pool.autoscaling.min_ranks} to {plural(pool.parallelism.attention_dp, 'rank')} by load"
 
 
 # --- one name, many names, names inside sentences ---------------------------------------------------------

@@ -96,9 +96,9 @@ class Parallelism(Part):
     )
     elastic_experts: bool | None = Field(
         None,
-        description="true: an instance goes on with fewer ranks if some fail or leave (events of a plan), as far as "
-        "these have room for all experts; each rank keeps its number of experts. False unless given: the whole "
-        "instance fails with a rank",
+        description="true: an instance goes on with fewer ranks if some fail or leave (events of a plan, autoscaling "
+        "with min_ranks), as far as these have room for all experts; each rank keeps its number of experts. False "
+        "unless given: the whole instance fails with a rank",
     )
 
     @model_validator(mode="after")
@@ -500,7 +500,9 @@ class Pool(Part):
     )
     share: DeviceShare | None = Field(None, description="share of its GPUs; the pool has them to itself unless given")
     autoscaling: Autoscaling | None = Field(
-        None, description="starts and drains instances as the load asks for them; the pool keeps its own unless given"
+        None,
+        description="starts and drains instances, or ranks of each instance, as the load asks for them; the pool keeps "
+        "its own unless given",
     )
     costs: str | None = Field(
         None,
@@ -562,7 +564,9 @@ class Pool(Part):
     @property
     def most_instances(self) -> int:
         """Most instances that the pool has at a time, those that stand by among them."""
-        return self.instances + self.spare if self.autoscaling is None else self.autoscaling.max_instances
+        scaling = self.autoscaling
+        most = None if scaling is None else scaling.max_instances
+        return self.instances + self.spare if most is None else most
 
     @property
     def devices(self) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
 from simtune.costs.compiled import CompiledCosts
 from simtune.costs.drafting import CompiledRounds
+from simtune.costs.elastic_experts import with_ranks
 from simtune.costs.iteration import REDRAWN_KINDS, StepModel
 from simtune.costs.memory import Memory
 from simtune.errors import Infeasible
 from simtune.sim.deployment import Deployment, compiled_costs
+from simtune.sim.encoding import PoolEncoder
 from simtune.sim.feasibility import check
 from simtune.sim.plan_parts import POLICY
 from simtune.sim.pools import DeployedPool
@@ -19,6 +22,7 @@ from simtune.specs.pool import Pool, Role
 from simtune.specs.speculation import Speculation
 from simtune.tuner.bounds import RateBound
 from simtune.tuner.bounds.best_case import PoolCapacity
+from simtune.tuner.bounds.encoding import least_encoding_s, stage_rates
 from simtune.tuner.doubt.margin import MEAN_OF, margin
 from simtune.tuner.drafting import Draft, DraftContexts, DraftGrid, RoundCost, round_costs
 from simtune.tuner.question import Question
@@ -47,6 +51,10 @@ class NoCosts:
     def mixed(self, num_decodes: int, context_tokens: int, chunks: Sequence[tuple[int, int]], num_samples: int) -> int:
         """Raise NotImplementedError."""
         raise NotImplementedError
+
+    def with_ranks(self, ranks: int) -> NoCosts:
+        """Return these costs: none are known of any number of ranks."""
+        return self
 
 
 class DraftCache:
@@ -77,6 +85,27 @@ class DraftCache:
         return self._speculations[key, grid]
 
 
+class ServerRates:
+    """Rates of encoder servers in front of pools, computed once for each shape of these."""
+
+    def __init__(self, question: Question, max_model_len: int) -> None:
+        self._question, self._max_model_len = question, max_model_len
+        self._rates: dict[tuple[PoolShape, int], float] = {}
+
+    def bound(self, candidate: Candidate, pools: Sequence[DeployedPool], stream: RequestStream) -> RateBound:
+        """Return the requests per second that the encoder servers of a candidate with these pools serve at most,
+        infinite without any."""
+        front = candidate.pools[0].shape
+        if not front.encoder_devices:
+            return RateBound(math.inf, "nothing")
+        key = front, len(stream)
+        if key not in self._rates:
+            plan = self._question.plan(candidate, self._max_model_len)
+            deployed = [replace(pool, spec=spec) for pool, spec in zip(pools, plan.pools, strict=True)]
+            self._rates[key] = min(stage_rates(plan, self._question.model_of(front), deployed, stream).values())
+        return RateBound(self._rates[key], "capacity of the encoder servers")
+
+
 class PlanCache:
     """Memory, costs and bounds of each pool of a space, computed once, however many candidates share the pool."""
 
@@ -98,6 +127,7 @@ class PlanCache:
         self._costs: dict[tuple[object, ...], CompiledCosts | CompiledRounds] = {}
         self._drafts = DraftCache(question)
         self._capacities: dict[tuple[object, ...], PoolCapacity] = {}
+        self._servers = ServerRates(question, self.max_model_len)
         self._known: dict[PoolChoice, DeployedPool] = {}
         """Pools that were deployed before: another number of instances shares everything but that number."""
 
@@ -174,7 +204,9 @@ class PlanCache:
             pool = self.pool(choice)
             # A pool that does not fit without drafts does not fit with them; check first, for choosing drafts is slow.
             self._memories[choice] = check(pool, model, hardware, q.drafting_of(choice) if draft is None else None)
-            refusal = self._too_short(choice) or _too_small_a_budget(pool, self.stream(candidate))
+            for ranks in _fewer_ranks(choice):
+                with_ranks(pool, model, ranks)  # they may have no room for all experts
+            refusal = _too_short(choice, self._longest) or _too_small_a_budget(pool, self.stream(candidate))
             if refusal:
                 return Refused("does_not_fit", refusal)
             if choice.changes and draft is None:
@@ -192,13 +224,6 @@ class PlanCache:
             return choice
         except Infeasible as error:
             return Refused("does_not_fit", str(error))
-
-    def _too_short(self, choice: PoolChoice) -> str:
-        """Return why a pool would refuse the longest request; empty if it would not."""
-        longest = choice.shape.max_model_len
-        if not longest or longest >= self._longest:
-            return ""
-        return f"max_model_len ({longest}) is less than the longest request of the load ({self._longest:,} tokens)"
 
     def _length(self, choice: PoolChoice) -> int:
         """Return the max_model_len of a pool."""
@@ -228,13 +253,17 @@ class PlanCache:
 
     # --- what it costs, and could reach -----------------------------------------------------------------------
 
-    def costs(self, choice: PoolChoice) -> CompiledCosts | CompiledRounds:
+    def costs(self, choice: PoolChoice, ranks: int | None = None) -> CompiledCosts | CompiledRounds:
         """Return the step costs of a pool: compiled once for all pools of its cut that draft alike and have the
-        same settings, whatever their role, for the most seats and the largest budget among them."""
-        key = (replace(choice.shape, role="mixed"), choice.drafter, choice.speculation, choice.fixed, choice.changed)
+        same settings, whatever their role, for the most seats and the largest budget among them. `ranks` are the
+        data-parallel ranks, all of them unless given."""
+        shape = replace(choice.shape, role="mixed")
+        key = (shape, choice.drafter, choice.speculation, choice.fixed, choice.changed, ranks)
         if key not in self._costs:
-            seats, tokens = self._widest[replace(choice.shape, role="mixed")]
+            seats, tokens = self._widest[shape]
             q, pool = self.question, self.pool(choice)
+            if ranks is not None:
+                pool = with_ranks(pool, q.model_of(choice.shape), ranks)
             # Tables for the widest pool of the cut serve all narrower ones: they only read less of them.
             wide = pool.batching.model_copy(update={"max_num_seqs": seats, "max_num_batched_tokens": tokens})
             pool = pool.model_copy(update={"batching": wide})
@@ -293,13 +322,8 @@ class PlanCache:
     def capacity(self, candidate: Candidate) -> RateBound:
         """Return the requests per second that no schedule of a settled candidate exceeds."""
         stream = self._capacity_stream(candidate)
-        rates = [self.sustains(choice, stream) * choice.instances for choice in candidate.pools]
-        bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
-        if candidate.prefills_locally:
-            # Whoever computes its prompt, each request decodes on a decode instance.
-            alone_rps = self.sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
-            return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
-        return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+        pools = [self._deployed(choice.alone) for choice in candidate.pools]
+        return min(_pools_capacity(self, candidate, stream), self._servers.bound(candidate, pools, stream))
 
     def instance_rate(self, choice: PoolChoice, candidate: Candidate) -> tuple[int, float] | None:
         """Return (GPUs of an instance of one of a candidate's pools, requests per second that it could sustain at
@@ -324,9 +348,34 @@ class PlanCache:
         caches, role = self.pool(choice).kv_cache.prefix_caching, as_role or choice.shape.role
         key = (choice.shape, role, choice.drafter, choice.speculation, choice.fixed, caches, len(stream))
         if key not in self._capacities:
-            tables = self.costs(choice).tables
-            self._capacities[key] = PoolCapacity(tables, stream, role, self._length(choice), caches=caches)
+            tables, *fewer_ranks = [self.costs(choice, ranks).tables for ranks in (None, *_fewer_ranks(choice))]
+            encoder = _encoder(self.question, choice, self.pool(choice), self._widest)
+            self._capacities[key] = PoolCapacity(
+                tables, stream, role, self._length(choice), caches=caches, fewer_ranks=fewer_ranks,
+                encoding_s=least_encoding_s(encoder, stream),
+            )  # fmt: skip
         return self._capacities[key]
+
+
+def _pools_capacity(plan_cache: PlanCache, candidate: Candidate, stream: RequestStream) -> RateBound:
+    """Return the requests per second that no schedule on the pools of a settled candidate exceeds."""
+    rates = [plan_cache.sustains(choice, stream) * choice.instances for choice in candidate.pools]
+    bounds = [RateBound(rps, _capacity_of(c.shape.role)) for rps, c in zip(rates, candidate.pools, strict=True)]
+    if candidate.prefills_locally:
+        # Whoever computes its prompt, each request decodes on a decode instance.
+        alone_rps = plan_cache.sustains(candidate.decoding, stream, "mixed") * candidate.decoding.instances
+        return min(bounds[1], RateBound(bounds[0].rps + alone_rps, "capacity"))
+    return RateBound(sum(bound.rps for bound in bounds), "capacity") if candidate.of_kinds else min(bounds)
+
+
+def _encoder(
+    question: Question, choice: PoolChoice, pool: Pool, widest: Mapping[object, tuple[int, int]]
+) -> PoolEncoder | None:
+    """Return the encoder in the steps of a pool with the largest token budget of its cut; None without one."""
+    _, budget = widest[replace(choice.shape, role="mixed")]
+    wide = pool.batching.model_copy(update={"max_num_batched_tokens": budget})
+    wide_pool = pool.model_copy(update={"batching": wide})
+    return PoolEncoder.of(wide_pool, question.model_of(choice.shape), question.shared_hardware(choice))
 
 
 def _capacity_of(role: Role) -> str:
@@ -347,6 +396,21 @@ def _unsettled(question: Question, candidate: Candidate, pool_of: Callable[[Pool
         if candidate.shares and any(pool.devices > pool.model_devices for pool in pools):
             return "share: a drafter with GPUs of its own cannot be beside pools that share GPUs"
     return _too_many(question, candidate)
+
+
+def _fewer_ranks(choice: PoolChoice) -> range:
+    """Return the numbers of ranks below all of them that instances of a pool may have; none if ranks do not come and
+    go."""
+    most, scaling = choice.shape.attention_dp, choice.scaling
+    return range(most if scaling is None else scaling.min_ranks or most, most)
+
+
+def _too_short(choice: PoolChoice, longest: int) -> str:
+    """Return why a pool would refuse a request of `longest` tokens, the longest of the load; empty if it would not."""
+    limit = choice.shape.max_model_len
+    if not limit or limit >= longest:
+        return ""
+    return f"max_model_len ({limit}) is less than the longest request of the load ({longest:,} tokens)"
 
 
 def _too_small_a_budget(pool: Pool, stream: RequestStream) -> str:

@@ -11,6 +11,7 @@ from simtune.specs.model import Model
 from simtune.specs.preset import EnginePreset
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
+from simtune.specs.variants import ROLES, Variant, at_path
 from simtune.specs.workload import ClosedLoop, Workload
 from simtune.tuner.objectives import OBJECTIVES, Limit, Objective, RateObjective
 from simtune.workload.trace_media import check_media, media_kinds
@@ -243,10 +244,18 @@ def _check_confidence(question: LoadedStudy) -> None:
     limited = study.slo.limits() or any(c.slo for c in question.workload.classes)
     if not of_times and not limited:
         wrong = f"the slo has no limit to keep, and {study.objective} does not depend on step times; add a limit"
+    elif any(_scales_ranks(variant) for variant in study.variants):
+        wrong = "errors of operators are not judged of instances whose ranks come and go; remove min_ranks"
     elif any(pool.costs is not None for pool in study.fixed):
         wrong = "errors of operators are not known of a fixed pool with costs of its own; remove costs"
     if wrong:
         raise UsageError(f"{study.name}: slo.confidence: {wrong}, or remove confidence")
+
+
+def _scales_ranks(variant: Variant) -> bool:
+    """True if ranks of instances come and go in plans of a variant."""
+    path = ("autoscaling", "min_ranks")
+    return any(at_path(variant.of_role(role), path) is not None for role in ("mixed", *ROLES))
 
 
 def _check_day(question: LoadedStudy) -> None:

@@ -596,6 +596,27 @@ APART = MINE.replace("{name: a,", "{name: a, role: prefill,").replace("{name: b,
             id="an instance that fails after its ranks changed",
         ),
         pytest.param(
+            RANKS.replace(
+                "elastic_experts: true}",
+                "elastic_experts: false},\n   autoscaling: {startup_s: 1, "
+                "rule: {kind: rate, requests_per_s: 1}, min_ranks: 2}",
+            ),
+            "plan.yaml:8:71: pools.0.autoscaling.min_ranks: requires instances that go on with fewer ranks; set "
+            "attention_dp above 1, expert_parallel, expert_replicas and elastic_experts in parallelism, or scale "
+            "instances (max_instances)",
+            id="ranks by load of instances that cannot go on with fewer",
+        ),
+        pytest.param(
+            RANKS.replace(
+                "elastic_experts: true}",
+                "elastic_experts: true},\n   autoscaling: {startup_s: 1, "
+                "rule: {kind: rate, requests_per_s: 1}, min_ranks: 2}",
+            )
+            + "events:\n- {kind: scale, at_s: 5, pool: a, instance: 0, ranks: 3}\n",
+            "plan.yaml:8:4: pools.0.autoscaling: cannot be combined with events of the plan; remove one of the two",
+            id="ranks by load and at stated times",
+        ),
+        pytest.param(
             RANKS.replace(", expert_replicas: 96", ""),
             "plan.yaml:7:58: pools.0.parallelism.elastic_experts: requires data-parallel ranks and experts that are "
             "placed by load; set attention_dp above 1 and expert_replicas, or remove it",

@@ -391,6 +391,25 @@ def test_a_placement_that_an_engine_lacks_is_refused(
     assert why in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm-0.33", "POST /scale_elastic_ep with new_data_parallel_size by the rule, first for 2 of the"),
+        ("sglang-0.5.23", "ranks are neither added nor removed on request; every instance keeps"),
+    ],
+)
+def test_who_has_to_add_and_remove_ranks_by_load_is_named(tmp_path: Path, engine: str, words: str) -> None:
+    autoscaling = {"rule": {"kind": "rate", "requests_per_s": 2.0}, "startup_s": 60.0, "min_ranks": 2}
+    plan = plan_of(tmp_path, engine, parallelism={**RANKS, "elastic_experts": True}, autoscaling=autoscaling)
+    files = engine_files(plan, EXPERTS, 8, {})
+    (text,) = (text for name, text in files.items() if name.endswith("-mixed.yaml"))
+    ranks = plan.pools[0].parallelism.attention_dp
+    assert f"{words} {ranks}" in text
+    assert ("enable-elastic-ep: true" in text) == engine.startswith("vllm")
+    dynamo = " ".join(line.removeprefix("#").strip() for line in files["engine/dynamo.yaml"].splitlines())
+    assert "of Dynamo's planner: it starts and stops instances, and no ranks of them" in dynamo
+
+
 def test_who_goes_on_with_fewer_ranks_is_named(tmp_path: Path) -> None:
     words = {"vllm-0.33": "POST /scale_elastic_ep; if one fails", "sglang-0.5.23": "none is removed on request"}
     for engine, said in words.items():

@@ -272,6 +272,30 @@ def test_ranks_fail_and_join(name: str, changes: list[tuple[float, int, float]])
     assert (summary["resent"] > 0) == (name == "plan")
 
 
+def test_ranks_come_and_go_with_the_load() -> None:
+    """14 requests/s need five ranks of 3 each; the look at 120 s is the first that reads this rate."""
+    segments = "[{for_s: 60, rate_rps: 4}, {for_s: 120, rate_rps: 14}, {for_s: 200, rate_rps: 3}]"
+    with contextlib.chdir(ROOT):
+        output = call(
+            "simulate", "--plan", "examples/elastic-experts/by-load.yaml", "--workload", "chat", "--requests", "2400",
+            "--set", f"workload.arrivals={{kind: piecewise, segments: {segments}}}", "--audit", "--json",
+        )  # fmt: skip
+    assert output.code == 0, output.err
+    summary = output.json
+    assert (summary["completed"], summary["resent"]) == (2400, 0)
+    first, last = summary["rank_changes"]
+    assert (first["at_s"], first["ranks"], first["pause_s"]) == (180.0, 5, 5.0)
+    assert (last["at_s"] >= 240.0, last["ranks"]) == (True, 2)
+    (scaling,) = summary["autoscaling"]
+    assert scaling["accepting"] == [2, 2, 5, 2, 2]
+    assert scaling["holding"] == [2, 5, 5, 5, 2]
+    ends_s = [*scaling["at_s"][1:], scaling["hours"] * 3600]
+    held_s = sum(
+        ranks * (end_s - at_s) for ranks, at_s, end_s in zip(scaling["holding"], scaling["at_s"], ends_s, strict=True)
+    )
+    assert scaling["gpu_hours"] == pytest.approx(held_s / 3600)
+
+
 @pytest.mark.slow
 def test_a_rule_that_follows_the_load_costs_less_than_fixed_instances(tmp_path: Path) -> None:
     """One instance misses the SLO in the rush, and two that are always there are paid for at night."""

@@ -171,6 +171,22 @@ def test_explanation_names_the_rule_of_autoscaling(rule: dict[str, Any], sentenc
     assert "1 to 4 instances, up 90 s after their start" in words
 
 
+@pytest.mark.parametrize(("pause_s", "pause"), [(2.5, "2.5 s"), (None, "while experts are sent")])
+def test_explanation_names_ranks_that_come_and_go(pause_s: float | None, pause: str) -> None:
+    rule = {"kind": "rate", "requests_per_s": 2.0}
+    pool = {
+        "hardware": "h100-sxm", "instances": 1, "max_model_len": 2048,
+        "batching": {"max_num_seqs": 64, "max_num_batched_tokens": 2048},
+        "parallelism": {"attention_dp": 4, "expert_parallel": True, "expert_replicas": 128, "elastic_experts": True},
+        "autoscaling": {"rule": rule, "startup_s": 90.0, "min_ranks": 2, "pause_s": pause_s},
+    }  # fmt: skip
+    plan = Plan.model_validate({"name": "p", "model": "qwen3-30b-a3b", "pools": [pool]}, strict=False)
+    _, (_, sentences) = explain(deploy_plan(plan))
+    (words,) = (words for words in sentences if words.startswith("autoscaling"))
+    assert "every 180 s one for each 2 requests/s of the last interval; 2 to 4 ranks in each instance" in words
+    assert words.endswith(f"all ranks pause then, {pause}")
+
+
 def test_neighbours_are_candidates_one_setting_away(make_run: RunMaker) -> None:
     run = read_run(make_run())
     chosen = run.candidates[0]

@@ -89,6 +89,17 @@ def test_instances_of_autoscaled_pools_are_drawn_over_time() -> None:
     )
 
 
+def test_ranks_that_come_and_go_are_drawn_as_ranks() -> None:
+    ranks = PoolScaling(
+        pool="mixed", hours=3.0, mean_instances=0.5, mean_ranks=4.0, fewest=2, most=8, starts=6, drains=0,
+        gpu_hours=12.0, gpu_hours_of_most=24.0, at_s=(0.0, 3600.0, 5400.0), accepting=(2, 2, 8), holding=(2, 8, 8),
+    )  # fmt: skip
+    assert ranks.sentence.startswith("2 to 8 ranks, 4 on average, 6 started, 0 drained; 12 GPU-hours")
+    instances = ranks.model_copy(update={"mean_ranks": None})
+    axes = [figures.scaling_figure(pools)["layout"]["yaxis"] for pools in ([ranks], [instances], [ranks, instances])]
+    assert [axis["title"]["text"] for axis in axes] == ["ranks", "instances", "instances and ranks"]
+
+
 def test_a_drafter_beside_the_target_counts_among_the_gpus(make_run: RunMaker) -> None:
     drafting = {"acceptance": "mine", "drafter": {"kind": "draft_model", "model": "small", "tp": 1}}
     for scheme, gpus in (

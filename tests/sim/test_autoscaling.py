@@ -507,7 +507,6 @@ def test_an_audit_sees_counts_that_do_not_agree() -> None:
     [
         ("{rule: {kind: rate, requests_per_s: 0}, startup_s: 1, max_instances: 2}", "rule.requests_per_s: must be"),
         ("{rule: {kind: rate, requests_per_s: 1}, max_instances: 2}", "startup_s: is required and missing"),
-        ("{rule: {kind: rate, requests_per_s: 1}, startup_s: 1}", "max_instances: is required and missing"),
         (
             "{rule: {kind: slo, ttft_s: 1}, startup_s: 1, max_instances: 2}",
             "rule: unknown kind 'slo': one of rate, thresholds, target, saturation, sla",
@@ -537,6 +536,12 @@ def test_autoscaling_that_makes_no_sense_is_refused_with_its_place(scaling: str,
     with pytest.raises(SpecError) as error:
         Plan.from_text(text, "p.yaml")
     assert f"pools.0.autoscaling.{message}" in str(error.value)
+
+
+def test_autoscaling_without_a_limit_is_refused() -> None:
+    with pytest.raises(SpecError) as error:
+        Plan.from_text(plan_of({"rule": RATE, "startup_s": 1.0, "max_instances": 2}).to_yaml().replace("max_inst", "#"))
+    assert "pools.0.autoscaling: lacks max_instances, which is required unless ranks come and go" in str(error.value)
 
 
 def test_what_does_not_go_with_autoscaling_is_refused() -> None:

@@ -121,6 +121,18 @@ def test_a_plan_file_has_the_words_of_its_pools() -> None:
     assert of_plan(scaled.model_copy(update={"name": PREFILL_DECODE})).words() == f"1 to {words}", "no code name has it"
 
 
+def test_ranks_by_load_are_settings_of_a_pool() -> None:
+    pool = Pool(
+        hardware="h100-sxm",
+        instances=1,
+        parallelism=Parallelism(attention_dp=8, expert_parallel=True, expert_replicas=64, elastic_experts=True),
+        batching=Batching(max_num_seqs=256, max_num_batched_tokens=8192),
+        autoscaling=Autoscaling(rule=RateRule(requests_per_s=2.0), startup_s=60.0, min_ranks=2),
+    )
+    words = of_plan(Plan(name="mine", model="deepseek-v3", pools=(pool,))).words()
+    assert words == ("1 server of 8 GPUs (dp 8, expert parallel), 256 seats, 8,192 tokens a step, 2 to 8 ranks by load")
+
+
 def test_a_list_says_only_what_differs() -> None:
     few, many = "tp2-pp1-x4-s128-t8192", "tp2-pp1-x4-s256-t8192"
     assert differing([few, many]) == {few: "128 seats", many: "256 seats"}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from simtune.costs.encoder import EncoderCosts, Work
 from simtune.errors import Infeasible, SpecError, UsageError
+from simtune.sim.encode_stages import encode_works
 from simtune.specs.catalog import load_hardware, load_model
 from simtune.specs.plan_words import in_words, of_plan
+from simtune.specs.pool import Pool
 from simtune.specs.study import Confirmation, HardwareCount, Search, Study
 from simtune.specs.workload import ClosedLoop, Lognormal, Poisson, Slo, Workload
+from simtune.tuner.bounds.best_case import sustained_rps
 from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.question_checks import check as check_question
@@ -89,13 +95,86 @@ def test_encoder_servers_are_in_front_of_prefill_pools() -> None:
     assert [stage.pool for stage in plan.stages or ()] == ["prefill"]
 
 
-def test_a_capacity_is_that_of_the_instances_that_are_left() -> None:
-    asked = question({}, ONE)
+def test_a_capacity_is_that_of_the_instances_that_are_left_or_of_the_servers() -> None:
+    """One server is the bottleneck of three instances; behind three servers the only instance is, which serves more
+    than a fourth of four instances that encode in their steps."""
+    three = {"name": "enc-3", "encoders_apart": {"instances": 3}}
+    asked = question({}, ONE, three)
     every = space_of(asked.study).candidates
     cache = PlanCache(asked, every)
     settled = [cache.settled(candidate) for candidate in every]
-    rates = {c.pools[0].instances: cache.capacity(c).rps for c in settled if isinstance(c, Candidate)}
-    assert rates[3] == pytest.approx(rates[4] * 3 / 4)
+    bounds = {c.pools[0].instances: cache.capacity(c) for c in settled if isinstance(c, Candidate)}
+    assert [bounds[n].by for n in (3, 1, 4)] == ["capacity of the encoder servers", "capacity", "capacity"]
+    assert 1.2 < bounds[1].rps / (bounds[4].rps / 4) < 2.0
+    behind = next(c for c in settled if isinstance(c, Candidate) and c.pools[0].instances == 3)
+    deployment, stream = cache.deployment(behind), asked.capacity_stream(behind)
+    (work,) = encode_works(deployment.plan, SEES, deployment.pools, stream).values()
+    assert bounds[3].rps == pytest.approx(1 / work.busy_s.mean())
+
+
+VIDEOS: dict[str, Any] = {"share": 0.3, "sizes": [{"width": 280, "height": 280}], "seconds": 2.0}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_run_serves_more_than_the_capacity_with_its_media(seed: int) -> None:
+    """All requests at once, on random small plans: in steps or on servers, with items that come again or not."""
+    draw = np.random.default_rng(seed)
+    sizes = [{"width": int(draw.integers(100, 1400)), "height": int(draw.integers(100, 1000))} for _ in range(3)]
+    images: dict[str, Any] = {"sizes": sizes, "per_request": [1, int(draw.integers(2, 5))], "share": 0.9}
+    if draw.random() < 0.4:
+        images["repeats"] = {"share": float(draw.uniform(0.2, 0.9)), "images": int(draw.integers(1, 5))}
+    load: dict[str, Any] = {"images": images, "requests": int(draw.integers(20, 80))}
+    if draw.random() < 0.5:
+        load["videos"] = VIDEOS
+    tp_mode, budget = str(draw.choice(["data", "weights"])), int(draw.choice([2048, 4096]))
+    apart = {"encoders_apart": {"instances": int(draw.integers(1, 3)), "devices": 1, "tp_mode": tp_mode}}
+    fragment = apart if seed % 3 == 0 else {"encoder": {"tp_mode": tp_mode}}
+    tp = int(draw.choice([1, 2]))
+    asked = question(
+        {**fragment, "kv_cache": {"prefix_caching": bool(draw.random() < 0.5)}},
+        load=load, tp=(tp,), max_num_batched_tokens=(budget,), max_num_seqs=(64,),
+    )  # fmt: skip
+    every = space_of(asked.study).candidates
+    cache = PlanCache(asked, every)
+    settled = cache.settled(every[0])
+    assert isinstance(settled, Candidate)
+    deployment, stream = cache.deployment(settled), cache.stream(settled)
+    assert stream.arrival_s is not None
+    at_once = replace(stream, arrival_s=np.zeros(len(stream)))
+    served_rps = len(stream) / float(deployment.simulate(at_once).finish_s.max())
+    bound_rps = sustained_rps(deployment, stream)
+    assert served_rps <= bound_rps
+    as_text = replace(deployment, plan=deployment.plan.model_copy(update={"stages": None}))
+    as_text = replace(as_text, pools=tuple(replace(pool, encoder=None) for pool in deployment.pools))
+    text_rps = sustained_rps(as_text, stream)
+    assert bound_rps <= text_rps
+    assert bound_rps < 0.98 * text_rps or "repeats" in images or "stages" in deployment.plan.model_fields_set
+    assert served_rps > 0.1 * bound_rps, "the bound is no more than ten times what is served"
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-vl-7b", "gemma-3-27b"])
+@pytest.mark.parametrize("tp_mode", ["data", "weights"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_least_seconds_of_items_add_up_to_no_more_than_any_step_of_them(model: str, tp_mode: str, tp: int) -> None:
+    sees = load_model(model)
+    pool = Pool.model_validate(
+        {
+            "hardware": "h100-sxm", "instances": 1, "parallelism": {"tp": tp}, "encoder": {"tp_mode": tp_mode},
+            "batching": {"max_num_seqs": 8, "max_num_batched_tokens": 8192},
+        }
+    )  # fmt: skip
+    costs, draw = EncoderCosts(sees, load_hardware("h100-sxm"), pool), np.random.default_rng(0)
+    tower = sees.vision
+    assert tower is not None
+    closest = 0.0
+    for _ in range(8):
+        shapes = [tower.shape(int(w), int(h)) for w, h in draw.integers(64, 1500, (int(draw.integers(1, 9)), 2))]
+        items = [Work.of(shape, "image") for shape in shapes]
+        least = costs.least_seconds(items, sum(item.vectors for item in items))
+        ratio = float(least.sum()) / costs.seconds(items)
+        assert ratio <= 1 + 1e-9
+        closest = max(closest, ratio)
+    assert closest > 0.5
 
 
 @pytest.mark.parametrize("layout", ["mixed", "prefill-decode"])

@@ -31,6 +31,7 @@ def changes(plan: Block, load: Block) -> Iterator[Callable[[Block, Block], tuple
         (0.2, _groups),
         (0.15, _pipelines),
         (0.8, _ranks),
+        (0.8, _scaled_ranks),
     ):
         if random.random() < share:
             seed = random.random()
@@ -136,6 +137,34 @@ def _ranks(random: Random, plan: Block, load: Block) -> None:
             place = {"pool": pool["name"], "instance": instance}
             if elastic and not any((event["pool"], event["instance"]) == tuple(place.values()) for event in events):
                 events += [place | event for event in _rank_events(random, ranks)]
+
+
+def _scaled_ranks(random: Random, plan: Block, load: Block) -> None:
+    """Let ranks come and go with the load, unless something happens to instances at stated times."""
+    if plan.get("events"):
+        return
+    for pool in plan["pools"]:
+        ranks = pool["parallelism"].get("attention_dp", 1)
+        if ranks == 1:
+            continue
+        first, size = random.randint(1, ranks), random.choice((0.5, 1.0, 3.0))
+        rules: list[Block] = [
+            {"kind": "rate", "requests_per_s": random.choice((20.0, 100.0))},
+            {"kind": "thresholds", "watch": "under_way", "up": size, "down": size / 2},
+            {"kind": "target", "watch": "under_way", "load": size, "tolerance": 0.0},
+        ]
+        pool["autoscaling"] = {
+            "rule": random.choice(rules),
+            "every_s": random.choice((1e-3, 0.017, 0.1)),
+            "startup_s": random.choice((0.0, 4e-3, 0.06)),
+            "min_ranks": random.randint(1, first),
+            "initial_ranks": first,
+            "pause_s": random.choice((0.0, 1e-3, 0.02)),
+            "stabilise_s": random.choice((0.0, 0.05)),
+        }
+        pool["parallelism"] |= {
+            "expert_replicas": 256 * ranks * pool["parallelism"]["tp"], "elastic_experts": True,
+        }  # fmt: skip
 
 
 def _rank_events(random: Random, ranks: int) -> list[Block]:

@@ -557,6 +557,7 @@ def features(world: World) -> set[str]:
         "autoscaling": plan.autoscales,
         "started": outcome is not None and any(of.starts for of in outcome.scaled),
         "drained": outcome is not None and any(of.drains for of in outcome.scaled),
+        "scaled ranks": outcome is not None and any(of.ranks and of.starts for of in outcome.scaled),
         "events": bool(plan.events),
         "stages": bool(plan.stages),
         "pipelines": any(of_pool.pp > 1 for of_pool in parallel),

@@ -16,7 +16,7 @@ STORED = (132, 69, 24)
 FEATURES = {
     "sessions", "families", "prefix caching", "tiers", "drafts", "apart", "local prefill", "control", "events",
     "autoscaling", "fragments", "combined fragments", "fixed pools", "drafts of a study", "draft rules",
-    "started", "drained",
+    "started", "drained", "scaled ranks",
     "stages", "pipelines", "followed chunks", "dynamic chunks", "attention_dp", "cp",
     "decode_context_parallel", "prefill_context_parallel",
     "prompt groups and drafts", "prompt groups and tiers", "async", "swap", "messages", "preempted", "resent",

@@ -7,12 +7,14 @@ its pools, beyond which requests pile up without end. A short run may end before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from simtune.costs.bounds import CostBounds
+from simtune.arrays import Array
+from simtune.costs.bounds import BoundsOfAll
 from simtune.costs.compiled import CompiledCosts, StepTables
 from simtune.costs.drafting import CompiledRounds
 from simtune.sim.deployment import Deployment
@@ -21,7 +23,9 @@ from simtune.specs.pool import Role
 from simtune.specs.workload import Slo
 from simtune.tuner.bounds import Capacity, PlanBounds, RateBound, rate_bound
 from simtune.tuner.bounds.bounded_requests import BoundLoad
+from simtune.tuner.bounds.encoding import least_encoding_s, stage_rates
 from simtune.tuner.bounds.floors import FLOORS, Floor
+from simtune.tuner.bounds.lone_requests import costs_of_ranks
 from simtune.tuner.bounds.windows import ROUNDING
 from simtune.workload.requests import RequestStream
 
@@ -29,17 +33,30 @@ from simtune.workload.requests import RequestStream
 class PoolCapacity:
     """Requests per second that pools with given costs sustain in one role; those beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `fewer_ranks`
+    are the tables of the other numbers of ranks on which steps may run, and `encoding_s` the seconds of each request in
+    which its media are encoded in steps.
     """
 
     def __init__(
-        self, tables: StepTables, stream: RequestStream, role: Role, max_model_len: int, *, caches: bool
+        self,
+        tables: StepTables,
+        stream: RequestStream,
+        role: Role,
+        max_model_len: int,
+        *,
+        caches: bool,
+        fewer_ranks: Sequence[StepTables] = (),
+        encoding_s: Array | float = 0.0,
     ) -> None:
-        self._role, self._costs = role, CostBounds(tables)
+        self._role, self._costs = role, BoundsOfAll([tables, *fewer_ranks])
         self._size = len(stream) / stream.arrivals
         if role != "decode":
             one_token = replace(stream, output_tokens=np.ones_like(stream.output_tokens))
-            self._capacity = Capacity(tables, one_token if role == "prefill" else stream, max_model_len, caches=caches)
+            answered = one_token if role == "prefill" else stream
+            self._capacity = Capacity(
+                tables, answered, max_model_len, caches=caches, fewer_ranks=fewer_ranks, encoding_s=encoding_s
+            )
             return
         self._lines, self._context_s = self._costs.linear_minorants(), self._costs.context_cost_s()
         load = BoundLoad(stream, max_model_len)
@@ -73,8 +90,14 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
     compiled.
 
     Rates of pools that share the requests add up; if each request passes several pools, the slowest pool limits the
-    rate.
+    rate, as do the stages that all requests pass.
     """
+    stages = stage_rates(deployment.plan, deployment.model, deployment.pools, stream)
+    return min(_pools_rps(deployment, stream), *stages.values(), math.inf)
+
+
+def _pools_rps(deployment: Deployment, stream: RequestStream) -> float:
+    """Return the requests per second that the pools of a deployment sustain."""
     rates = [_pool_rps(pool, stream, pool.spec.role) for pool in deployment.pools]
     if deployment.plan.prefills_locally:
         # Whoever computes its prompt, each request decodes on a decode instance.
@@ -86,9 +109,14 @@ def sustained_rps(deployment: Deployment, stream: RequestStream) -> float:
 
 def _pool_rps(pool: DeployedPool, stream: RequestStream, role: Role) -> float:
     """Return the requests per second that a pool sustains in a role."""
-    assert isinstance(pool.costs, CompiledCosts | CompiledRounds)
+    tables, *fewer_ranks = [
+        costs.tables for costs in costs_of_ranks(pool) if isinstance(costs, CompiledCosts | CompiledRounds)
+    ]
     caches = pool.spec.kv_cache.prefix_caching
-    return PoolCapacity(pool.costs.tables, stream, role, pool.max_model_len, caches=caches).rps(pool)
+    encoding_s = least_encoding_s(pool.encoder, stream)
+    return PoolCapacity(
+        tables, stream, role, pool.max_model_len, caches=caches, fewer_ranks=fewer_ranks, encoding_s=encoding_s
+    ).rps(pool)
 
 
 def slo_bound(

@@ -4,7 +4,7 @@ Capacity (its terms are those of Li, Dai and Peng, arXiv 2504.07347, for tokens,
 2605.04595, for memory). A request of P prompt and O output tokens keeps its core busy, averaged over the
 load and whatever the schedule, for at least
 
-    w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head
+    w = c0 * I + c1 * E[P + n] + c2 * E[g] + E[prefill attention of P] + E[O] * head + E[encoding of its media]
 
     n = O - 1 decode steps, g = nP + n(n+1)/2 context tokens read over them,
     I = max(E[n] / max_num_seqs, E[P + n] / max_num_batched_tokens, E[g] / KV tokens)   iterations per request
@@ -19,13 +19,19 @@ With drafts of at most K tokens a verification emits no more than K + 1: of its 
 n / (K + 1), and of the context tokens g at least (g - n K / 2) / (K + 1), as if each round read no more than its first
 token does. The tokens it emits are still computed, each of them once or more; what drafting takes comes on top.
 Replicas of a target that verify in turn (DSI) count as if each was a core that shares prompts too.
+
+Ranks that come and go make steps on several numbers of ranks, each with tables of its own. The parts of w above are
+then the least of all these tables, and the cores those of all ranks: no mix of numbers does better.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from simtune.costs.bounds import CostBounds
+from simtune.arrays import Array
+from simtune.costs.bounds import BoundsOfAll
 from simtune.costs.compiled import StepTables
 from simtune.sim.pools import DeployedPool
 from simtune.tuner.bounds.bounded_requests import BoundLoad
@@ -35,21 +41,32 @@ from simtune.workload.requests import RequestStream
 class Capacity:
     """Capacity of cores with the given costs under the load of `stream`; requests beyond max_model_len cost nothing.
 
-    With `caches` a prefix cache may have what other requests of the stream begin with as well.
+    With `caches` a prefix cache may have what other requests of the stream begin with as well. `fewer_ranks`
+    are the tables of the other numbers of ranks on which steps may run, and `encoding_s` the seconds of each request in
+    which its media are encoded in steps.
     """
 
-    def __init__(self, tables: StepTables, stream: RequestStream, max_model_len: int, *, caches: bool = False) -> None:
+    def __init__(
+        self,
+        tables: StepTables,
+        stream: RequestStream,
+        max_model_len: int,
+        *,
+        caches: bool = False,
+        fewer_ranks: Sequence[StepTables] = (),
+        encoding_s: Array | float = 0.0,
+    ) -> None:
         load = BoundLoad(stream, max_model_len)
         hits = load.could_hit if caches else np.zeros(len(stream), dtype=np.int64)
         self._decodes = load.mean(load.decodes)
         self._tokens = load.mean(load.prompt - hits + load.decodes)
         self._context = load.mean(load.context)
         self._private = load.mean(load.private) if caches else self._context
-        costs = CostBounds(tables)
+        costs = BoundsOfAll([tables, *fewer_ranks])
         self._lines = costs.linear_minorants()
         self._context_s = costs.context_cost_s()
         prefill_s = costs.prefill_cost_s(stream.prompt_tokens, hits)
-        self._other_s = load.mean(prefill_s) + load.mean(load.decodes + 1) * costs.head_cost_s()
+        self._other_s = load.mean(prefill_s + encoding_s) + load.mean(load.decodes + 1) * costs.head_cost_s()
 
     def rps(self, pool: DeployedPool) -> float:
         """Return the requests per second that no schedule on the cores of a pool can exceed."""

@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simtune.arrays import Array
-from simtune.costs.bounds import least_costs
+from simtune.costs.bounds import LeastCosts, least_costs, least_of_all
+from simtune.costs.protocol import StepCosts
 from simtune.results.result import statistic_of
 from simtune.sim.deployment import Deployment
 from simtune.sim.kv_links import first_token_of
+from simtune.sim.pools import DeployedPool
 from simtune.specs.workload import FAMILY_METRICS, Slo
 from simtune.tuner.bounds.bounded_requests import BoundLoad
 from simtune.tuner.bounds.kv_transfers import PlanWay, ways_of
@@ -19,6 +21,18 @@ from simtune.tuner.bounds.limits import MeanLimit, SloLimits
 from simtune.tuner.bounds.windows import ROUNDING
 from simtune.tuner.bounds.work import PoolWork
 from simtune.workload.requests import RequestStream
+
+
+def costs_of_ranks(pool: DeployedPool) -> list[StepCosts]:
+    """Return the step costs of a pool, then those of the other numbers of ranks that its instances may have."""
+    return [pool.costs, *(terms.costs for terms in pool.by_ranks.values() if terms.costs is not pool.costs)]
+
+
+def _least_costs(pool: DeployedPool) -> LeastCosts | None:
+    """Return costs below those of every step of a pool; None if nothing is known of some."""
+    least = [least_costs(costs) for costs in costs_of_ranks(pool)]
+    bounded = [of_one for of_one in least if of_one is not None]
+    return least_of_all(bounded) if len(bounded) == len(least) else None
 
 
 class LoneRequests:
@@ -34,7 +48,7 @@ class LoneRequests:
         # A prompt that a decode instance computes is on other cores than bounds take it to be.
         self.known = not plan.events and plan.control is None and not plan.prefills_locally
         for pool in deployment.pools:
-            least = least_costs(pool.costs)
+            least = _least_costs(pool)
             if least is None:
                 # Costs from outside without lower bounds: any claim about them could be wrong.
                 self.known = False

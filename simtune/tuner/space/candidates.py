@@ -162,13 +162,25 @@ class PoolChoice:
 
     @property
     def least_devices(self) -> int:
-        """GPUs that the pool always holds: those of `min_instances` if it is autoscaled, or else all."""
-        return self.devices if self.scaling is None else self.scaling.min_instances * self._devices_each
+        """GPUs that the pool always holds: those of `min_instances` or `min_ranks` if it is autoscaled, or else all."""
+        if self.scaling is None:
+            return self.devices
+        if self.scaling.min_ranks is not None:
+            return self.instances * self.scaling.min_ranks * self._devices_each // self.shape.attention_dp
+        return self.scaling.min_instances * self._devices_each
+
+    @property
+    def _first_instances(self) -> int:
+        """Instances that the pool begins with, unless the variant states them."""
+        if self.scaling is None or self.scaling.scales_ranks:
+            return self.instances
+        return self.scaling.min_instances
 
     @cached_property
     def alone(self) -> PoolChoice:
-        """The choice with one instance that is always there; the pool itself if the study fixes it as a whole."""
-        if self.scaling is not None:
+        """The choice with one instance that is always there, its ranks or not; the pool itself if the study fixes it as
+        a whole."""
+        if self.scaling is not None and not self.scaling.scales_ranks:
             changes = {key: value for key, value in (self.changes or {}).items() if key not in _OF_INSTANCES}
             return replace(self, instances=1, changes=changes, scaling=None)
         return self if self.fixed is not None or self.instances == 1 else replace(self, instances=1)
@@ -238,7 +250,7 @@ class PoolChoice:
             "name": self.pool_name,
             "role": self.shape.role,
             # What the variant sets of an autoscaled pool, its first instances among it, is merged over this.
-            "instances": self.instances if self.scaling is None else self.scaling.min_instances,
+            "instances": self._first_instances,
             "parallelism": self.shape.parallelism,
             "batching": {
                 "max_num_seqs": self.max_num_seqs,
