@@ -5,8 +5,9 @@ are spread over them, and the new ones accept requests. Ranks that are too many,
 those that wait elsewhere and finish what they run; then all ranks pause once more, and their GPUs are free at its
 end, since they send their experts in it. What a pause does is stated in `simtune.sim.rank_changes`.
 
-One change comes after another: while ranks come or go, the rule is read and nothing else changes. vLLM answers no call
-to scale before the last one is complete (`scale_elastic_ep` in vllm/entrypoints/serve/elastic_ep/api_router.py).
+One change comes after another: while ranks come or go, the rule is read and nothing else changes. vLLM 0.24 answers 503
+to all requests, further calls to scale among them, until a change is complete
+(vllm/entrypoints/serve/elastic_ep/middleware.py).
 """
 
 from __future__ import annotations
