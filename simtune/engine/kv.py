@@ -35,8 +35,6 @@ class KvBlocks:
 
     counts_hits = True
     """True if `queried_tokens` and `hit_tokens` count each request once, so that they can be reported."""
-    counts_least = True
-    """True if `least_free` is counted."""
     queried_tokens = 0
     """Tokens of all requests that were looked up in the prefix cache when they were admitted for the first time."""
     hit_tokens = 0

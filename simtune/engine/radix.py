@@ -47,7 +47,6 @@ class RadixNode:
 class RadixCache(KvBlocks):
     """KV pages that can be found by their content, in a radix tree."""
 
-    counts_least = False
     __slots__ = (
         "_blank",
         "_clock",

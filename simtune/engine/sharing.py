@@ -17,7 +17,6 @@ from simtune.engine.request import Request
 class SharedBlocks(KvBlocks):
     """KV blocks that several requests may share. Blocks are counted, and complete ones identified by name."""
 
-    counts_least = False
     counts_hits = False  # a candidate that is put back is counted again when it is looked up again
     __slots__ = (
         "_blank",

@@ -68,7 +68,7 @@ class EngineCoreUse(NamedTuple):
     encoder: EncoderUse | None = None
     """Work of encoders of media in its steps; None without one."""
     most_blocks: int | None = None
-    """Most KV blocks that were not free at one time; None if that is not counted."""
+    """Most KV blocks that were not free at one time; None if the policy does not show it."""
 
 
 class PoolInstances(NamedTuple):

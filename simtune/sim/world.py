@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from simtune.engine import Progress, Request
+from simtune.engine.batched import BatchScheduler
 from simtune.results.outcome import EngineCoreUse, Outcome
 from simtune.sim.adapters import AdapterTimer
 from simtune.sim.agenda import (
@@ -233,5 +234,16 @@ def _use(core: EngineCore) -> EngineCoreUse:
         sampled=core.sampler.steps(),
         most_tokens=core.most_tokens,
         encoder=encoder_use(core.scheduler, core.timer),
-        most_blocks=kv.total - kv.least_free if kv.counts_least else None,
+        most_blocks=_most_blocks(core),
     )
+
+
+def _most_blocks(core: EngineCore) -> int | None:
+    """Return the most KV blocks of a core that were not free at one time; None if its policy takes those of repeated
+    steps when some of them are free again."""
+    scheduler, repetitions = core.scheduler, core.time.repetitions
+    if not isinstance(scheduler, BatchScheduler):
+        return None
+    # The blocks of a jump are taken at its end, which a run that is given up may not reach.
+    coming = scheduler.decoding.blocks_for(repetitions - 1, 1) if core.step is not None and repetitions > 1 else 0
+    return scheduler.kv.total - min(scheduler.kv.least_free, scheduler.kv.free - coming)

@@ -123,6 +123,25 @@ def test_the_blocks_that_were_taken_are_enough_and_three_quarters_are_not(role: 
     assert not np.array_equal(result.outcome.finish, other.outcome.finish)
 
 
+@pytest.mark.parametrize(
+    "slo",
+    [Slo(tpot_s={"p90": 0.006}), Slo(tpot_s={"p90": 0.008}), Slo(ttft_s={"p90": 0.02}), Slo(ttft_s={"p90": 0.04})],
+)
+def test_a_run_that_is_given_up_counts_the_blocks_of_steps_under_way(slo: Slo) -> None:
+    requests, plan = stream(30.0), deployed(pool(128, 1024, 20_000))
+
+    def most(record: bool, until_lost: int | None = WHOLE) -> int:
+        result = plan.simulate(requests, slo, record=record, until_lost=until_lost)
+        assert result.outcome.aborted == (until_lost is not None)
+        (core,) = result.outcome.cores
+        assert core.most_blocks is not None
+        return core.most_blocks
+
+    by_steps, by_jumps, to_the_end = most(True), most(False), most(False, None)
+    assert by_steps <= by_jumps <= to_the_end
+    assert by_steps < to_the_end
+
+
 def test_prefill_and_decode_pools() -> None:
     requests, told = stream(10.0), 0
     plans = [
