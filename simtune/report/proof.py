@@ -164,6 +164,7 @@ def section(run: Run) -> str | None:
         proof=verdict.proof(run.summary),
         rows=rows(fates),
         number=info.number,
+        most=DRAWN,
         thinned=any(len(group.plans) > DRAWN for group in fates),
         simulations=run.course[-1].simulations if run.course else None,
         figures={name: Markup(html) for name, html in pictures.items()},

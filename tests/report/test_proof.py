@@ -8,7 +8,7 @@ from simtune.runs.contents import of_study
 from simtune.runs.schema import CourseRow
 from simtune.tuner.certificate.search_certificate import Certificate, Incumbent, PlanFate, Tried
 from simtune.tuner.search.best_first import optimize
-from simtune.tuner.search.course import CourseLog, SearchCourse
+from simtune.tuner.search.course import REPORTS, CourseLog, ReportsDue, SearchCourse
 from tests.report.test_report_page import read
 from tests.tuner.test_search import question
 
@@ -57,6 +57,25 @@ def test_proof_figure_orders_plans_by_their_bound() -> None:
     cheapest = certificate(fate("a", 9.0, met=True), fate("b", 11.0), bound=9.0)
     assert not proof.more_is_better(cheapest)
     assert {trace["type"] for trace in figure["data"]} == {"scatter"}
+
+
+def test_of_many_plans_of_a_fate_some_are_drawn_from_the_best_on() -> None:
+    number = 2 * proof.DRAWN + 1
+    sealed = certificate(fate("a", 11.0, met=True), *(fate(f"p{i}", 9.0 - i / number) for i in range(number)))
+    figure = proof.fates_figure(sealed, proof.groups(sealed, more_is_better=True))
+    (chosen, losers) = figure["data"][:-1]
+    assert chosen["x"] == [1]
+    assert losers["x"] == [*range(2, 2 + number, 3)]
+    assert losers["y"][0] == 9.0
+    assert len(losers["x"]) <= proof.DRAWN
+
+
+def test_a_search_reports_after_simulations_and_now_and_then_between_them() -> None:
+    due = ReportsDue(3 * REPORTS)
+    assert [due.after_decision(simulations) for simulations in (0, 0, 0, 1, 1, 2, 2, 2, 2)] == [
+        False, False, True, True, False, True, False, False, True,
+    ]  # fmt: skip
+    assert all(ReportsDue(8).after_decision(0) for _ in range(3))
 
 
 def test_proof_course_draws_best_plan_and_bound() -> None:

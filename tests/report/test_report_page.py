@@ -112,6 +112,19 @@ def test_one_simulated_plan_makes_a_page_too(make_run: RunMaker) -> None:
     assert "Throughput against interactivity" not in reader.headings
 
 
+def test_of_very_many_candidates_the_table_has_the_first(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run()
+    candidates = [row.candidate for row in read_run(path).candidates]
+    note = "The first 2 by rank; candidates.csv has all of them."
+    assert len(candidates) > 2
+    assert note not in " ".join(read(drawn(path)).words.split())
+    monkeypatch.setattr("simtune.report.page.LISTED", 2)
+    page = drawn(path)
+    assert note in " ".join(read(page).words.split())
+    table = page[page.index("All candidates</h2>") :]
+    assert table.count('<td class="text plan">') == 2
+
+
 def test_the_page_loads_nothing_from_anywhere(make_run: RunMaker) -> None:
     page = own_part(drawn(make_run()))
     reader = Reader(page)

@@ -30,6 +30,7 @@ from simtune.workload.requests import RequestStream, build_stream
 from tests.costs.made_up import hardware, model, moe
 from tests.oracles.scaled_ranks import ScaledRanks
 from tests.sim.scaled_queues import Rule, scaling_of
+from tests.sim.test_autoscaling import WATCHING
 
 EXPERTS = model(feed_forward=moe())
 HARDWARE = hardware(host_step_s=1e-4)
@@ -278,19 +279,6 @@ def test_random_worlds_equal_ranks_that_are_simulated_apart(
 
 
 # --- jumps --------------------------------------------------------------------------------------------------
-
-WATCHING: list[dict[str, Any]] = [
-    {"kind": "rate", "requests_per_s": 2.0},
-    {"kind": "thresholds", "watch": "waiting", "up": 1, "down": 0},
-    {"kind": "thresholds", "watch": "kv_cache", "up": 0.3, "down": 0.1},
-    {"kind": "thresholds", "watch": "prompt_tokens", "up": 300, "down": 50},
-    {"kind": "target", "watch": "under_way", "load": 3},
-    {"kind": "target", "watch": "kv_cache", "load": 0.25, "tolerance": 0.0},
-    {"kind": "target", "watch": "kv_demand", "load": 0.4},
-    {"kind": "saturation", "kv_cache": 0.5, "waiting": 2, "waiting_spare": 1},
-    {"kind": "sla", "ttft_s": 0.15, "tpot_s": 0.0055},
-    {"kind": "sla", "ttft_s": 0.2},
-]
 
 
 def same(first: Outcome, second: Outcome) -> bool:

@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import yaml
 
+from simtune.runs.contents import of_study
 from simtune.specs.catalog import load_hardware
 from simtune.specs.plan import Plan
 from simtune.specs.study import StudyLimits
-from simtune.tuner.certificate.search_certificate import Audit, Certificate, certificate_of, inputs_of
+from simtune.tuner.certificate.search_certificate import (
+    Audit,
+    Certificate,
+    Resimulations,
+    Tried,
+    certificate_of,
+    inputs_of,
+)
 from simtune.tuner.doubt.draw_spread import DrawSpread
 from simtune.tuner.question import Question
 from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.candidate_filter import BoundedCandidate
 from simtune.tuner.trial import Tuned
 from tests.cli.conftest import STUDY, call
 from tests.tuner.simulated_once import simulated_once
@@ -176,6 +185,36 @@ def test_whatever_is_changed_is_refused(tuned: Tuned, certificate: Certificate) 
             assert "the file was changed after it was written" in audited(changed, tuned.question).problems[0], name
             sealed = changed.model_copy(update={"digest": changed.expected_digest})
             assert audited(sealed, tuned.question).problems, name
+
+
+def test_of_runs_that_leave_a_plan_as_much_the_lowest_rate_counts(
+    tuned: Tuned, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same requests that proves the most, and the search counts it."""
+    audit = Audit(certificate, tuned.question)
+    twin = next(fate for fate in certificate.plans if fate.same_as and fate.best is not None)
+    row = next(row for row in tuned.rows if row.candidate.name == twin.plan)
+    plan = audit._candidate_filter.check(row.candidate)
+    assert isinstance(plan, BoundedCandidate)
+    runs = [(plan, Tried(rate_rps=rate, met=False, all_cores=False)) for rate in (9.0, 3.0, 6.0)]
+    monkeypatch.setattr(Resimulations, "attempts", lambda *of: iter(runs))
+    monkeypatch.setattr(Resimulations, "finding", lambda *of: None)
+    monkeypatch.setattr(BoundedCandidate, "ruled_out_by", lambda *of: "misses the SLO")
+    monkeypatch.setattr(Audit, "_after", lambda *of: twin.best)
+    audit._check_twin(plan, twin)
+    (rival,) = audit._on_draw._plans
+    assert rival.missed is not None
+    assert rival.missed.rate_rps == 3.0
+
+
+def test_plans_that_miss_as_another_one_does_have_no_command(tuned: Tuned) -> None:
+    launched = {row.candidate: row.launch for row in of_study(tuned, jobs=1).run.candidates}
+    twins = [row.candidate.name for row in tuned.rows if row.same_as and row.status == "infeasible"]
+    alone = [row.candidate.name for row in tuned.rows if row.summary is not None and not row.same_as]
+    assert twins
+    assert alone
+    assert {launched[name] for name in twins} == {None}
+    assert all(launched[name] for name in alone)
 
 
 def test_another_profile_is_refused(tuned: Tuned, certificate: Certificate) -> None:
