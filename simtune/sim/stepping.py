@@ -319,8 +319,7 @@ class DpGroup(SharedStepping):
     Experts compute the tokens of all cores in a step, if the costs model the effect of that (`GroupCosts`).
 
     A core that decodes beside others flies: its step repeats from one step of the group to the next, without scheduler,
-    until its last repetition or an event that its scheduler would notice. Cores that draft do not fly, and no core does
-    if every step is recorded.
+    until its last repetition or an event that its scheduler would notice. No core flies if every step is recorded.
     """
 
     def __init__(self) -> None:
@@ -336,7 +335,6 @@ class DpGroup(SharedStepping):
         self._landed: EngineCore | None = None
         """The last of those that landed together; None if all fly on."""
         self._deliver: Deliver | None = None
-        self._drafts = False
         self._balanced: list[PromptBalance] = []
         self._until = 0  # end of the latest pause for a change of ranks
 
@@ -346,7 +344,6 @@ class DpGroup(SharedStepping):
             balance.in_group = True
             self._balanced += [balance] * balance.enabled
         self._costs.append(core.costs if isinstance(core.costs, GroupCosts) else None)
-        self._drafts = self._drafts or core.scheduler.drafting
         return super().join(core)
 
     def may_jump(self, core: EngineCore) -> bool:
@@ -435,21 +432,20 @@ class DpGroup(SharedStepping):
         flying = self._still_flying(now)
         if self._balanced:
             self._balanced[0].decide(self._balanced)
-        # Jumps are cut to one repetition beside other cores. Most of the time of a group with drafts went into timing
-        # repetitions that no core ran.
-        one_by_one = self.stepwise or self._drafts
-        self._single = one_by_one and sum(member.scheduler.num_running > 0 for member in self.cores) > 1
+        # Recorded jumps are cut to one repetition beside other cores, so that repetitions need not be timed.
+        self._single = self.stepwise and sum(member.scheduler.num_running > 0 for member in self.cores) > 1
         planned = self._planned(now)
         if len(flying) == 1 and not planned:
             # It jumps from here on.
             self._conclude(now, flying.pop())
             planned = self._planned(now)
-        if one_by_one or len(planned) + len(flying) < 2:
+        if self.stepwise or len(planned) + len(flying) < 2:
             self._run_alone(now, planned)
             return None
         self._jumping = None
-        flying += [GroupFlight(member, self._costs[member.virtual_engine]) for member in planned]
-        flying.sort(key=lambda flight: flight.core.number)
+        if planned:
+            flying += [GroupFlight(member, self._costs[member.virtual_engine]) for member in planned]
+            flying.sort(key=lambda flight: flight.core.number)
         return self._fly(now, flying)
 
     def _planned(self, now: int) -> list[EngineCore]:
@@ -567,7 +563,7 @@ class DpGroup(SharedStepping):
 class GroupFlight:
     """A core's step and its repetitions in steps that it takes together with other cores."""
 
-    __slots__ = ("_costs", "_first", "_shape", "_slope", "core", "ends", "tokens")
+    __slots__ = ("_alone", "_costs", "_first", "_shape", "_slope", "core", "ends", "tokens")
 
     def __init__(self, core: EngineCore, costs: GroupCosts | None) -> None:
         """Begin the flight of a core that has planned a step."""
@@ -576,11 +572,15 @@ class GroupFlight:
         self.core, self.tokens = core, _tokens(step)
         self._costs = costs if step.part == (0, 1) else None
         self._first, self._slope = time.first, time.slope
+        self._alone = time.ends
+        """Ends of the repetitions if the core were alone; None if they follow `_first` and `_slope`."""
         self._shape = step.num_decodes + len(step.chunks), bool(step.chunks)
         self.ends: list[int] = []
         """Ends of the repetitions, the last of which may be running, in ticks after the first began."""
-        if time.repetitions > 1:
-            time.ends = self.ends
+        # Requests whose answer is complete are in the first repetition only, so the tokens of the next one differ.
+        if step.discarded:
+            time.repetitions = 1
+        time.ends = self.ends if time.repetitions > 1 else None
 
     def repeat(self, end: int) -> None:
         """Run the next repetition, which ends at a tick."""
@@ -596,7 +596,11 @@ class GroupFlight:
 
     def ticks(self, everybodys: int) -> int:
         """Return the ticks of the next repetition if no other core takes longer; `everybodys` are the tokens of all."""
-        ticks = self._first + len(self.ends) * self._slope
+        over, alone = len(self.ends), self._alone
+        if alone is None:
+            ticks = self._first + over * self._slope
+        else:
+            ticks = alone[over] - alone[over - 1] if over else alone[0]
         if self._costs is None:
             return ticks
         num_seqs, with_chunks = self._shape

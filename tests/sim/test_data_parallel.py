@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from simtune.costs.bounds import CostBounds
 from simtune.costs.compiled import CompiledCosts, LinearCosts, compile_costs
 from simtune.costs.iteration import StepModel
 from simtune.costs.ticks import TICKS_PER_SECOND
-from simtune.engine import Step
+from simtune.engine import DraftingTerms, Step, VllmFcfs
 from simtune.results.outcome import Outcome
 from simtune.sim.core import EngineCore
 from simtune.sim.stepping import DpGroup
@@ -56,6 +57,38 @@ def test_cores_that_fly_beside_one_another_are_exact(world: Setting) -> None:
     assert flown.steps == stepped.steps
     assert sorted(gaps_of(flown)) == sorted(gaps_of(stepped))
     assert all(core.scheduler.kv.free == core.scheduler.kv.total for core in cores)
+
+
+@given(world=settings() | settings(closed=True), ahead=st.booleans())
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_ranks_with_drafts_fly_beside_one_another_exactly(world: Setting, ahead: bool) -> None:
+    """Sampled steps too, for which the step with discarded tokens of an engine that runs ahead is not repeated."""
+    speculation = DraftingTerms(2, lambda request, number, drafts: (request.id + 5 * number) % (drafts + 1))
+    costs = LinearCosts(step_s=0.01, per_token_s=1e-3, per_context_s=1e-6, per_depth_s=1e-4)
+    world = replace(world, cores=world.cores + 1, budget=max(world.budget, 4), costs=costs)
+
+    def outcome(record: bool) -> Outcome:
+        group = DpGroup()
+        schedulers = [
+            VllmFcfs(
+                num_blocks=world.blocks,
+                block_size=world.block_size,
+                max_num_seqs=world.seqs,
+                max_num_batched_tokens=world.budget,
+                max_model_len=world.blocks * world.block_size,
+                speculation=speculation,
+                async_scheduling=ahead,
+            )
+            for _ in range(world.cores)
+        ]
+        cores = [EngineCore(scheduler, costs, stepping=group) for scheduler in schedulers]
+        return World(cores, world.stream, record=record).run()
+
+    flown, stepped = outcome(record=False), outcome(record=True)
+    assert columns(flown) == columns(stepped)
+    assert flown.steps == stepped.steps
+    assert sorted(gaps_of(flown)) == sorted(gaps_of(stepped))
+    assert [core.sampled for core in flown.cores] == [core.sampled for core in stepped.cores]
 
 
 def gaps_of(outcome: Outcome) -> list[int]:
