@@ -96,10 +96,6 @@ class Batch(Protocol):
     def cut(self, member: Request, tokens: int) -> None:
         """Limit the tokens that the next step computes for a member to `tokens`, at least 1."""
 
-    def pad(self, member: Request) -> None:
-        """Let the next step compute placeholder drafts, all to be rejected, for a member that has just joined; as many
-        as there may be."""
-
     # --- any number of next steps ---------------------------------------------------------------------------------
 
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
@@ -126,6 +122,10 @@ class Batch(Protocol):
     def join(self, request: Request, rejected: int = 0) -> None:
         """Add a request whose known tokens but the newest are computed; `rejected` of its drafts in the step before
         were rejected, which a scheduler that is one step ahead does not know."""
+
+    def receive(self, request: Request, *, padded: bool) -> None:
+        """Add a request whose prompt was computed elsewhere, and which has no drafts yet. With `padded` the next step
+        computes as many placeholder drafts for it as there may be, all to be rejected."""
 
     def rejoin(self, request: Request, past: int = -1) -> None:
         """Add a request that left before a step and had no part in it; `past` is what `past_of` then returns."""
@@ -268,6 +268,10 @@ class DecodeBatch(BatchMembers[int]):
         end = steps + request.output_tokens - request.emitted
         heapq.heappush(self._completions, (end, request.admission, request))
 
+    def receive(self, request: Request, *, padded: bool) -> None:
+        """Add a request whose prompt was computed elsewhere."""
+        self.join(request)
+
     def rejoin(self, request: Request, past: int = -1) -> None:
         """Add a request that left before a step, as the last of the members."""
         self.join(request)
@@ -286,9 +290,6 @@ class DecodeBatch(BatchMembers[int]):
         self._residues[(member.computed - self.steps) % self._block_size] -= 1
 
     def cut(self, member: Request, tokens: int) -> None:
-        """Do nothing: a step computes one token for every member."""
-
-    def pad(self, member: Request) -> None:
         """Do nothing: a step computes one token for every member."""
 
     @property

@@ -279,11 +279,7 @@ class BatchScheduler(Scheduler):
             super().release(request)
 
     def _enter(self, request: Request) -> None:
-        self.decoding.join(request)
-        if self._needs.padding_after(request.computed):
-            self.decoding.pad(request)
-        else:
-            self.decoding.cut(request, 1)  # it has no drafts yet
+        self.decoding.receive(request, padded=self._needs.padding_after(request.computed) > 0)
         self.kv.name(request, request.computed)
 
     def _lose_residents(self) -> list[Request]:

@@ -76,8 +76,8 @@ class PlainBatch:
     def cut(self, member: Request, tokens: int) -> None:
         self._cut[member] = tokens
 
-    def pad(self, member: Request) -> None:
-        raise AssertionError("nobody is received")
+    def receive(self, request: Request, *, padded: bool) -> None:
+        raise AssertionError("no request is received")
 
     def draft(self, requests: int) -> Sequence[Request]:
         terms = self._terms

@@ -104,12 +104,6 @@ class DraftingBatch(BatchMembers[PlannedRounds]):
         plan.cut = True
         self._enter(member, plan)
 
-    def pad(self, member: Request) -> None:
-        """Let the next step compute placeholder drafts, all to be rejected, for a member that has just joined."""
-        plan = self._withdraw(member)
-        width = 1 + self._terms.max_drafts
-        self._enter(member, self._planner.padded(member, plan.end, plan.drafts, width, behind=self._behind(member)))
-
     def next_step(self, free: int, budget: int) -> tuple[Step, int] | None:
         """Return the step, repeated until a member is complete, drafts differ from the plan, or blocks run short; see
         `Batch.next_step`."""
@@ -169,6 +163,19 @@ class DraftingBatch(BatchMembers[PlannedRounds]):
         self._admissions += 1
         request.admission = self._admissions
         self._take_in(request)
+
+    def receive(self, request: Request, *, padded: bool) -> None:
+        """Add a request whose prompt was computed elsewhere; its first round has placeholder drafts or none."""
+        self._admissions += 1
+        request.admission = self._admissions
+        planner, drafts, behind = self._planner, self._counts.of(request), self._behind(request)
+        end = request.computed + request.output_tokens - request.emitted
+        if padded:
+            plan = planner.padded(request, end, drafts, 1 + self._terms.max_drafts, behind=behind)
+        else:
+            plan = planner.planned(request, end, drafts, cut=1, behind=behind)
+            plan.cut = True
+        self._take_in(request, plan)
 
     def rejoin(self, request: Request, past: int = -1) -> None:
         """Add, as the last, a request that left before a step and had no part in it."""

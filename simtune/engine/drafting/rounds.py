@@ -288,6 +288,9 @@ def joined(courses: Sequence[Course], computed: int = 0) -> Course:
     if not courses:
         return Course(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), computed)
     before = np.concatenate([course.before for course in courses])
+    first = courses[0].widths
+    if isinstance(first, int) and all(isinstance(course.widths, int) and course.widths == first for course in courses):
+        return Course(before, first, courses[-1].final)
     widths = [
         np.full(len(course.before), course.widths) if isinstance(course.widths, int) else course.widths
         for course in courses
