@@ -168,14 +168,7 @@ class DraftingBatch(BatchMembers[PlannedRounds]):
         """Add a request whose prompt was computed elsewhere; its first round has placeholder drafts or none."""
         self._admissions += 1
         request.admission = self._admissions
-        planner, drafts, behind = self._planner, self._counts.of(request), self._behind(request)
-        end = request.computed + request.output_tokens - request.emitted
-        if padded:
-            plan = planner.padded(request, end, drafts, 1 + self._terms.max_drafts, behind=behind)
-        else:
-            plan = planner.planned(request, end, drafts, cut=1, behind=behind)
-            plan.cut = True
-        self._take_in(request, plan)
+        self._take_in(request, self._planner.received(request, self._counts.of(request), padded, self._behind(request)))
 
     def rejoin(self, request: Request, past: int = -1) -> None:
         """Add, as the last, a request that left before a step and had no part in it."""

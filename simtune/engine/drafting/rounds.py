@@ -117,6 +117,15 @@ class RoundPlanner:
         course = joined([Course(np.array([computed]), width, computed + 1), remaining])
         return self._with_blocks(request, course._replace(skips=1), end, drafts, behind)
 
+    def received(self, request: Request, drafts: int, padded: bool, behind: int) -> PlannedRounds:
+        """Return the rounds of a request that has no drafts yet: the first has placeholder drafts if `padded`."""
+        end = request.computed + request.output_tokens - request.emitted
+        if padded:
+            return self.padded(request, end, drafts, 1 + self._terms.max_drafts, behind=behind)
+        plan = self.planned(request, end, drafts, cut=1, behind=behind)
+        plan.cut = True
+        return plan
+
     def known(self, request: Request, end: int, drafts: int) -> PlannedRounds | None:
         """Return the result of `planned` if the rounds of many requests, this one among them, were laid out at once."""
         if self._laid_out is None or request.verifications or drafts != self._terms.max_drafts or not drafts:
