@@ -254,6 +254,17 @@ def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
             assert summary.goodput_rps == pytest.approx(rate * (summary.slo_attainment or 0.0))
 
 
+@pytest.mark.parametrize("most", [300, 2000, 8000, 18423, 64000])
+def test_points_of_a_sweep_last_as_long_at_every_rate_below_the_chosen_one(most: int) -> None:
+    requests = rate_sweep._requests_at(most)
+    quarter = min(most, max(rate_sweep.LEAST, most // rate_sweep.SHORTER))
+    assert set(requests) == set(rate_sweep.FRACTIONS) - {1.0}
+    for share, n in requests.items():
+        assert min(most, rate_sweep.LEAST) <= n <= most
+        # The mean interval between requests is 1 / share of that at the chosen rate.
+        assert n / share >= quarter if share < 1.0 else n >= quarter
+
+
 @given(
     seqs=st.sampled_from([1, 4, 32, 256]),
     tokens=st.sampled_from([256, 1024, 8192]),
