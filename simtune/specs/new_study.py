@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from simtune.errors import UsageError
-from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
+from simtune.specs.catalog import load_engine, load_hardware, load_model, load_workload, names
 from simtune.specs.preset import DEFAULT_ENGINE
+from simtune.specs.references import beside
 from simtune.specs.study import ObjectiveName
 
 OBJECTIVES: tuple[str, ...] = get_args(ObjectiveName)

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -29,6 +30,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.input_hashes import numbered, sha256, spec_sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
+from simtune.specs.references import same_plan
 from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
@@ -373,10 +375,12 @@ class DrawComparison:
 
 
 class Audit:
-    """Checks a certificate, and the `plan` that was reported with it, if given: computes both anew from the inputs."""
+    """Computes anew a certificate and the `plan` that was reported with it. The question names files from `of`."""
 
-    def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
-        self.certificate, self.question, self._handed_out = certificate, question, plan
+    def __init__(
+        self, certificate: Certificate, question: Question, plan: Plan | None = None, of: Path = Path()
+    ) -> None:
+        self.certificate, self.question, self._handed_out, self._of = certificate, question, plan, of
         self.problems = Differences()
         """Differences between the certificate and the computed claims, one sentence each."""
         self.bounds = self.allocations = 0
@@ -594,7 +598,7 @@ class Audit:
     def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on all its cores, and on the fresh draws."""
         incumbent, question = self.certificate.incumbent, self.question
-        if self._handed_out not in (None, bounded_candidate.deployment.plan):
+        if self._handed_out and not same_plan(bounded_candidate.deployment.plan, self._of, self._handed_out, Path()):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not _of_its_load(self.question, incumbent.rate_rps):
             self.problems.append(
