@@ -559,7 +559,7 @@ class Audit:
                 self.question.draw_spread,
                 self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
-        bounded_candidate.row.take(finding.summary, rate)
+        bounded_candidate.row.take(finding.summary, rate or bounded_candidate.offered_rps)
         if _beyond_limits(self.question, bounded_candidate):
             return None
         return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
@@ -619,7 +619,7 @@ class Audit:
         self._resimulations.count += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
-        bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
+        bounded_candidate.row.take(result.summary(), incumbent.rate_rps or bounded_candidate.offered_rps)
         if wrong := _beyond_limits(self.question, bounded_candidate):
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
