@@ -112,7 +112,9 @@ def check(q: Question) -> tuple[int, int] | None:
     except Infeasible:
         for candidate, deployment, sustained in deployments(q):
             rates = [sustained * share for share in (0.02, 0.3, 0.9)] if q.searches_rate else [None]
-            assert not any(q.judge(candidate, deployment, rate).meets_slo for rate in rates), candidate.name
+            for rate in rates:
+                result = _lasting(q, candidate, deployment, rate)
+                assert too_short(result) or not result.meets_slo, (candidate.name, rate)
         return None
     for plan in deployments(q):
         _not_better(q, tuned, *plan)
@@ -122,11 +124,10 @@ def check(q: Question) -> tuple[int, int] | None:
 
 def _lasting(q: Question, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
     """The run of the search's draw at a rate, or at the load's own, that lasts ten lifetimes if it can."""
-    slo = Slo() if rate_rps is not None else q.study.slo
     stream = q.stream(candidate)
     while True:
         at_rate = stream if rate_rps is None else stream.at_rate(rate_rps)
-        result = deployment.simulate(at_rate, slo, cores=SAMPLED_CORES)
+        result = deployment.simulate(at_rate, q.study.slo, cores=SAMPLED_CORES)
         more = longer(result, stream.arrivals)
         if more is None:
             return result
