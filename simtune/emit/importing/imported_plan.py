@@ -18,7 +18,7 @@ from simtune.emit.importing.sources import Source, release_of_image
 from simtune.errors import Problem, SimtuneError, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.base import override, spec_name
-from simtune.specs.catalog import load_engine, load_hardware, load_model, names, with_engines
+from simtune.specs.catalog import load_acceptance, load_engine, load_hardware, load_model, names, with_engines
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
@@ -82,12 +82,15 @@ def import_plan(request: ImportRequest) -> Imported:
 
 
 def _imported(request: ImportRequest) -> Imported:
+    if request.acceptance is not None:
+        load_acceptance(request.acceptance)
     family = None if request.engine is None else load_engine(request.engine).family
     source = Source(request.file, request.folder, request.variables, family, request.entry)
     if request.text is None:
         source.words(request.words)
     else:
         source.read(request.text)
+    source.join_nodes()
     launches = source.launches
     _check(request, source)
     if any(_needs_role(launch) for launch in launches) and not source.roles:
