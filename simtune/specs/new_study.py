@@ -39,6 +39,10 @@ _LAYOUTS = """\
   # One pool of instances that prefill and decode, or pools of either kind.
   layouts: [mixed, prefill-decode]
 """
+_LINK = """\
+# KV caches go from prefill to decode pools within one node: the profile has no link between nodes.
+link: {path: intra_node}
+"""
 _ATTENTION_DP = """\
   # Attention on every rank for requests of its own, beside experts that all ranks share.
   attention_dp: [1, {most}]
@@ -56,15 +60,18 @@ def study_text(answers: Answers, folder: Path) -> str:
     """
     has_experts = any(group.feed_forward.kind == "moe" for group in load_model(answers.model).layers)
     preset = load_engine(answers.engine)
-    device = load_hardware(answers.hardware).device
+    hardware = load_hardware(answers.hardware)
+    device = hardware.device
     workload, _ = load_workload(answers.workload)
     if answers.devices < 1:
         raise UsageError(f"at least one device is needed, not {answers.devices}")
     most = min(answers.devices, device.devices_per_node)
     tp = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    layouts = experts = ""
+    layouts = experts = link = ""
     if preset.family in _SEVERAL_SERVERS and answers.devices > 1:
         layouts = _LAYOUTS
+        in_one_node = answers.devices <= device.devices_per_node and "intra_node" in hardware.links
+        link = _LINK if in_one_node and "inter_node" not in hardware.links else ""
         experts = _EXPERTS + _ATTENTION_DP.format(most=tp[-1]) if has_experts else ""
     confidence = (
         "  # confidence: 0.9  # the share of worlds, in which the profile is off, that have to keep them\n"
@@ -93,7 +100,7 @@ slo:
 {confidence}# goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
 # usd_per_million_tokens and e2el take the load's own rate: gpus finds how many GPUs the load needs.
 objective: {answers.objective}
-search:
+{link}search:
 {layouts}  tp: [{", ".join(map(str, tp))}]
 {experts}  max_num_seqs: [64, 128, 256, 512]
   max_num_batched_tokens: [1024, 2048, 4096, 8192]
