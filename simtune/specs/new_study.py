@@ -10,6 +10,7 @@ from typing import get_args
 
 from simtune.errors import UsageError
 from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
+from simtune.specs.hardware import Hardware
 from simtune.specs.preset import DEFAULT_ENGINE
 from simtune.specs.study import ObjectiveName
 
@@ -69,9 +70,7 @@ def study_text(answers: Answers, folder: Path) -> str:
     tp = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     layouts = experts = link = ""
     if preset.family in _SEVERAL_SERVERS and answers.devices > 1:
-        layouts = _LAYOUTS
-        in_one_node = answers.devices <= device.devices_per_node and "intra_node" in hardware.links
-        link = _LINK if in_one_node and "inter_node" not in hardware.links else ""
+        layouts, link = _LAYOUTS, _link(hardware, answers.devices)
         experts = _EXPERTS + _ATTENTION_DP.format(most=tp[-1]) if has_experts else ""
     confidence = (
         "  # confidence: 0.9  # the share of worlds, in which the profile is off, that have to keep them\n"
@@ -105,6 +104,13 @@ objective: {answers.objective}
 {experts}  max_num_seqs: [64, 128, 256, 512]
   max_num_batched_tokens: [1024, 2048, 4096, 8192]
 """
+
+
+def _link(hardware: Hardware, devices: int) -> str:
+    """Return the link between prefill and decode pools, if the profile has none between nodes and one node has all
+    GPUs."""
+    in_one_node = devices <= hardware.device.devices_per_node and "intra_node" in hardware.links
+    return _LINK if in_one_node and "inter_node" not in hardware.links else ""
 
 
 def _from(folder: Path, reference: str) -> str:

@@ -14,7 +14,7 @@ from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED
 from simtune.emit.importing.launches import Launch
 from simtune.emit.importing.pool_draft import Note, PoolDraft, note_lines
-from simtune.emit.importing.sources import Source, release_of_image
+from simtune.emit.importing.sources import Source, join_nodes, release_of_image
 from simtune.errors import Problem, SimtuneError, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.base import override, spec_name
@@ -82,15 +82,13 @@ def import_plan(request: ImportRequest) -> Imported:
 
 
 def _imported(request: ImportRequest) -> Imported:
-    if request.acceptance is not None:
-        load_acceptance(request.acceptance)
     family = None if request.engine is None else load_engine(request.engine).family
     source = Source(request.file, request.folder, request.variables, family, request.entry)
     if request.text is None:
         source.words(request.words)
     else:
         source.read(request.text)
-    source.join_nodes()
+    join_nodes(source)
     launches = source.launches
     _check(request, source)
     if any(_needs_role(launch) for launch in launches) and not source.roles:
@@ -131,7 +129,10 @@ def _checked(data: dict[str, Any], notes: tuple[str, ...], request: ImportReques
 
 
 def _check(request: ImportRequest, source: Source) -> None:
-    """Raise an error if nothing is started, if engines differ, or if the hardware is not stated."""
+    """Raise an error if nothing is started, if engines differ, if the hardware is not stated, or if the acceptance of
+    drafts is not there."""
+    if request.acceptance is not None:
+        load_acceptance(request.acceptance)
     launches = source.launches
     if not launches:
         raise SpecError(

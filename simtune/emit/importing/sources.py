@@ -126,13 +126,6 @@ class Source:
         ]
         return launch
 
-    def join_nodes(self) -> None:
-        """Keep the process on the first node of a server that runs on several; its options are those of the server."""
-        first = [launch for launch in self.launches if not launch.follows]
-        if first and len(first) < len(self.launches):
-            self.launches = first
-            self.notes.append(Note("ignored", "", "processes on further nodes, which are of the server on the first"))
-
     def _settings(self, name: str, family: str, launch: Launch, script: Script, option: Given) -> list[Given]:
         """Return the options of a settings file that the script writes, or that lies in its folder."""
         text, file = self._text_of(name, script, option)
@@ -299,6 +292,14 @@ class Source:
         instances = replicas if isinstance(replicas, int) and replicas > 0 else 1
         for launch in self.launches[before:]:
             _fill(launch, str(image or ""), name, instances)
+
+
+def join_nodes(source: Source) -> None:
+    """Keep the process on the first node of a server that runs on several; its options are those of the server."""
+    first = [launch for launch in source.launches if not launch.follows]
+    if first and len(first) < len(source.launches):
+        source.launches = first
+        source.notes.append(Note("ignored", "", "processes on further nodes, which are of the server on the first"))
 
 
 def _rank(launch: Launch) -> int:
