@@ -183,12 +183,16 @@ def test_classes_are_held_to_their_own_objectives() -> None:
     assert tuned.value < loose.value
 
 
-def test_says_what_stood_in_the_way() -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_nearest_plan_is_named_if_none_meets_the_slo(jobs: int) -> None:
     with pytest.raises(
         Infeasible,
         match=r"none meets the SLO\. The nearest, \d servers? of .* \(tp\S+\), at .*: p99 TPOT ≤ 0\.1 ms \(it reaches ",
     ):
-        optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=1)
+        optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=jobs)
+
+
+def test_says_what_stood_in_the_way() -> None:
     with pytest.raises(Infeasible, match="no tp x pp of the search space fits 1 h100-sxm devices"):
         optimize(question(devices=1, tp=(2,)), jobs=1)
     large = load_model("llama-3.1-70b")

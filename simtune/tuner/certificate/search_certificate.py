@@ -568,8 +568,8 @@ class Audit:
         """Check that a plan does the same as another plan, at the rate at which that one missed the SLO."""
         self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         self.bounds += 1
-        # Several runs may leave the plan its capacity alone; the one at the lowest rate proves the most.
-        attempts = sorted(self._resimulations.attempts(fate.same_as), key=lambda pair: _rate(pair[1]))
+        # Several runs may leave the plan its capacity alone; the one that proves the most counts, as in the search.
+        attempts = sorted(self._resimulations.attempts(fate.same_as), key=lambda pair: _proves_rps(*pair))
         for simulated_plan, attempt in attempts:
             finding = self._resimulations.finding(simulated_plan, attempt)
             best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
@@ -736,6 +736,13 @@ def _decisive(fate: PlanFate, lengths: Lengths, spread: DrawSpread) -> Seq[Tried
         return (max(met, key=_rate),)
     run = decisive(fate.simulated, lengths, spread)
     return () if run is None else (run,)
+
+
+def _proves_rps(plan: BoundedCandidate, tried: Tried) -> float:
+    """Return the rate at which a run of the study's own length would prove as much as a simulation of a plan."""
+    question = plan.plan_cache.question
+    lengths = lengths_of(question, plan)
+    return _rate(tried) * question.draw_spread.slack(lengths.requests, lengths.simulated(tried))
 
 
 def _rate(tried: Tried) -> float:
