@@ -22,12 +22,10 @@ from simtune.sim.drafting import Drafting
 from simtune.sim.parallel import Jobs
 from simtune.sim.streamed import StreamedLoad, StreamedResult, simulate_streamed
 from simtune.sim.watch import Watch
-from simtune.specs.base import override
+from simtune.specs.base import Spec, override
 from simtune.specs.catalog import (
     LikeLaunch,
-    beside,
     engine_name,
-    is_path,
     load,
     load_acceptance,
     load_engine,
@@ -44,6 +42,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
 from simtune.specs.preset import NO_ENGINE, EnginePreset
+from simtune.specs.references import beside, is_path
 from simtune.specs.speculation import DrafterChoice
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace, read_trace
@@ -112,6 +111,9 @@ class Specs:
     """Settings that override fields of the plan that will be made."""
     engine: EnginePreset | None = None
     """Engine whose settings the plan that will be made has."""
+    references: tuple[str | None, str | None] = (None, None)
+    """References of model and hardware that take the place of the plan's; None for those of the plan, and for
+    objects."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class Experiment:
     trace: Trace | None
     stream: RequestStream
     seed: int
+    plan: Plan
+    """The plan with the references by which its model and hardware were found, from the present folder."""
 
     def run(self, *, record: bool = False, watch: Watch | None = None) -> Result:
         """Simulate the plan; `record` keeps every step for timelines, `watch` is called now and then with progress."""
@@ -165,7 +169,13 @@ def load_specs(
         plan,
         by_spec.get("plan", ()),
         None if engine is None else load_engine(engine) if over is None else over(load_engine(engine)),
+        (_reference(model), _reference(hardware)),
     )
+
+
+def _reference(spec: str | Spec | None) -> str | None:
+    """Return the reference by which a spec is given; None for an object."""
+    return spec if isinstance(spec, str) else None
 
 
 def _plan_like(
@@ -262,7 +272,8 @@ def set_up(
     stream = build_stream(workload, trace, requests=requests or workload.requests, seed=seed, towers=towers)
     if rate_rps is not None:
         stream = stream.at_rate(rate_rps)
-    return Experiment(_deployed(specs, stream, costs), workload, trace, stream, seed)
+    deployment, plan = _deployed(specs, stream, costs)
+    return Experiment(deployment, workload, trace, stream, seed, plan)
 
 
 def stream(
@@ -280,12 +291,14 @@ def stream(
     check_media(towers, workload, trace, specs.model.name)
     number = requests or workload.requests
     load = StreamedLoad(workload, trace, requests=number, seed=seed, rate_rps=rate_rps, towers=towers)
-    deployment = _deployed(specs, load.extremes, costs)
+    deployment, _ = _deployed(specs, load.extremes, costs)
     return deployment, simulate_streamed(deployment, load, seed=seed, watch=watch)
 
 
-def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str | Path | None) -> Deployment:
-    """Deploy the plan with the names of its model and hardware."""
+def _deployed(
+    specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str | Path | None
+) -> tuple[Deployment, Plan]:
+    """Deploy the plan with the names of its model and hardware; return it with their references as well."""
     if isinstance(costs, (str, Path)):
         costs = read_costs(Path(costs))
     own_costs = None if costs is None else plan_parts.OwnCosts(costs)
@@ -293,15 +306,23 @@ def _deployed(specs: Specs, stream: RequestStream, costs: plan_parts.Costs | str
     pools = [
         pool.model_copy(update={"hardware": profile.name}) for pool, profile in zip(plan.pools, hardware, strict=True)
     ]
+    with_references = _with_references(plan, *specs.references)
     plan = plan.model_copy(update={"model": specs.model.name, "pools": tuple(pools)})
     by_pool = {pool.name: profile for pool, profile in zip(pools, hardware, strict=True)}
     try:
-        return deploy(plan, specs.model, by_pool, own_costs, drafting=load_drafting(plan))
+        return deploy(plan, specs.model, by_pool, own_costs, drafting=load_drafting(plan)), with_references
     except Infeasible as error:
         if specs.plan is not None or specs.plan_settings:
             # A plan of the user's own that cannot be is wrong input, not an answer.
             raise UsageError(f"plan {plan.name}: {error}") from None
         raise
+
+
+def _with_references(plan: Plan, model: str | None, hardware: str | None) -> Plan:
+    """Return the plan with other references of its model, and of the hardware of all its pools, where they are
+    given."""
+    pools = [pool if hardware is None else pool.model_copy(update={"hardware": hardware}) for pool in plan.pools]
+    return plan.model_copy(update={"model": model or plan.model, "pools": tuple(pools)})
 
 
 def deploy_plan(plan: str | Path | Plan) -> Deployment:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,23 @@ import pytest
 from benchmarks.results import Recorder
 from simtune.engine import Request, VllmFcfs, hit_rate
 from simtune.report import figures
+from simtune.sim.deployment import Deployment, deploy
+from simtune.specs.catalog import load_hardware, load_model, load_workload
+from simtune.specs.plan import Plan
+from simtune.workload.requests import build_stream
 
 pytestmark = pytest.mark.benchmark_only
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 512
+TRACE = "mooncake_conversation.jsonl.gz"
+
+REQUESTS, INSTANCES, ROUNDS = 12_031, 8, 5
+HOST = {"name": "host", "bytes": 200e9, "bytes_per_s": 50e9}
+STORE = {"name": "store", "bytes_per_s": 5e9, "latency_s": 0.001, "shared": True}
+TIERS: dict[str, list[dict[str, Any]]] = {"none": [], "host": [HOST], "host and store": [HOST, STORE]}
+MOST = 1.5
+"""CPU of a run with tiers over that of one without, at most."""
 
 
 def served_one_by_one(lines: list[dict[str, Any]], capacity: int) -> float:
@@ -46,7 +60,7 @@ def served_one_by_one(lines: list[dict[str, Any]], capacity: int) -> float:
 
 
 def test_hit_rate_against_cache_size(data_dir: Path, record: Recorder) -> None:
-    with gzip.open(data_dir / "traces" / "mooncake_conversation.jsonl.gz", "rt") as file:
+    with gzip.open(data_dir / "traces" / TRACE, "rt") as file:
         lines = [json.loads(line) for line in file]
     prompts = [line["hash_ids"] for line in lines]
     distinct = len({name for prompt in prompts for name in prompt})
@@ -79,3 +93,40 @@ def test_hit_rate_against_cache_size(data_dir: Path, record: Recorder) -> None:
     page.parent.mkdir(exist_ok=True)
     page.write_text(f"<!doctype html><meta charset=utf-8><script>{figures.plotly_js()}</script>{figure}")
     print(f"curve: {page.relative_to(ROOT)}")
+
+
+def with_tiers(tiers: list[dict[str, Any]]) -> Deployment:
+    """Eight instances whose devices keep what they can of the prompts, above these tiers."""
+    pool = {
+        "hardware": "h100-sxm",
+        "instances": INSTANCES,
+        "batching": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+        "kv_cache": {"prefix_caching": True, **({"tiers": tiers} if tiers else {})},
+        "max_model_len": 131072,
+    }
+    plan = {"name": "tiers", "model": "llama-3.1-8b", "pools": [pool]}
+    return deploy(Plan.model_validate(plan), load_model("llama-3.1-8b"), load_hardware("h100-sxm"))
+
+
+def test_what_tiers_cost(data_dir: Path, record: Recorder) -> None:
+    workload, trace = load_workload(str(data_dir / "traces" / TRACE))
+    stream = build_stream(workload, trace, requests=REQUESTS, seed=0)
+    deployments = {name: with_tiers(tiers) for name, tiers in TIERS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in TIERS}
+    found = dict.fromkeys(TIERS, 0)
+    for _ in range(ROUNDS):
+        for name, deployment in deployments.items():
+            began = time.process_time()
+            outcome = deployment.simulate(stream).outcome
+            seconds[name].append(time.process_time() - began)
+            found[name] = sum(core.hit_tokens for core in outcome.cores)
+    print(f"\n{REQUESTS:,} requests on {INSTANCES} instances")
+    for name in TIERS:
+        ratios = [with_s / without_s for with_s, without_s in zip(seconds[name], seconds["none"], strict=True)]
+        record.samples(f"CPU with tiers ({name}) over none", ratios, "x", "lower")
+        median = statistics.median(ratios)
+        print(
+            f"{name:>15} {statistics.median(seconds[name]):6.2f} CPU-s, {median:.2f} x, {found[name]:13,} tokens found"
+        )
+        assert median <= MOST
+    assert found["none"] < found["host"] <= found["host and store"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def certify(run: Path, study_file: str | None, as_json: bool) -> int:
         return _certify_front(FrontAudit(read_front(run / FRONT), question_of(run, study_file)), as_json)
     certificate = read_certificate(run / "certificate.json")
     plan = load_plan(str(run / PLAN)) if (run / PLAN).is_file() else None
-    audit = Audit(certificate, question_of(run, study_file), plan)
+    audit = Audit(certificate, question_of(run, study_file), plan, study_of(run, study_file)[0].parent)
     holds = audit.run()
     if as_json:
         print_json(
@@ -91,6 +92,14 @@ def _certify_front(audit: FrontAudit, as_json: bool) -> int:
 def question_of(run: Path, study_file: str | None) -> Question:
     """Return the question of a search, from the command that its run directory contains. Raises UsageError."""
     from simtune.api import load_question
+
+    study, settings = study_of(run, study_file)
+    return load_question(study, settings)
+
+
+def study_of(run: Path, study_file: str | None) -> tuple[Path, Sequence[str]]:
+    """Return the study of a search, and the settings of the command that its run directory contains. Raises
+    UsageError."""
     from simtune.cli.optimize import optimize
     from simtune.errors import UsageError
     from simtune.runs.run_reader import read_manifest
@@ -100,10 +109,10 @@ def question_of(run: Path, study_file: str | None) -> Question:
         raise UsageError(f"{run}: was not made by simtune optimize, so there is no search to check")
     params = optimize.make_context("optimize", list(command[2:])).params
     settings = params["settings"] if params["seed"] is None else (*params["settings"], f"seed={params['seed']}")
-    study = study_file or params["study_file"]
-    if not Path(study).exists():
+    study = Path(study_file or params["study_file"])
+    if not study.exists():
         raise UsageError(f"{study}: no such file; the run in {run} was made from it: name it with --study")
-    return load_question(study, settings)
+    return study, settings
 
 
 def _print(audit: Audit, holds: bool) -> None:

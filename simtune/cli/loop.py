@@ -59,6 +59,7 @@ def loop(  # noqa: PLR0913 - one for each option
     """
     from simtune.api import load_question
     from simtune.runs.contents import of_study
+    from simtune.specs.references import moved
     from simtune.validation.closed_loop import LoopSettings, TuningLoop
     from simtune.validation.servers.driven_engines import driver
 
@@ -69,7 +70,13 @@ def loop(  # noqa: PLR0913 - one for each option
 
     def write(tuned: Tuned, folder: Path) -> None:
         inputs = (question.study, question.model, *question.hardware, question.workload)
-        write_run(folder, of_study(tuned, jobs=1), inputs, question.trace, question.study.seed)
+        write_run(
+            folder,
+            of_study(tuned, jobs=1, place=moved(Path(study_file).parent, folder)),
+            inputs,
+            question.trace,
+            question.study.seed,
+        )
 
     settings = LoopSettings(budget_s=budget, tolerance=tolerance, rounds=rounds, requests=requests, clock=_clock(clock))
     closed = TuningLoop(

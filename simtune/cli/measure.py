@@ -39,16 +39,18 @@ def measure(run: Path, study_file: str | None, out: Path | None, noise: float, f
 
     `simtune validate RUN --from FILE` reads the results. RUN is not changed.
     """
-    from simtune.cli.certify import question_of
+    from simtune.cli.certify import question_of, study_of
     from simtune.runs.files import MANIFEST, claim, write
     from simtune.runs.manifest import manifest
     from simtune.runs.run_reader import read_run
-    from simtune.validation.next_measurement import MEASURE, next_measurement
+    from simtune.specs.references import moved
+    from simtune.validation.next_measurement import MEASURE, PLANS, next_measurement
 
     folder = out or beside(run)
     finished, question = read_run(run), question_of(run, study_file)
     claim(folder, force)
-    measured = next_measurement(question, finished, noise, study_file)
+    place = moved(study_of(run, study_file)[0].parent, folder / PLANS / "of-a-plan")
+    measured = next_measurement(question, finished, noise, study_file, place)
     inputs = (*question.models, *question.hardware, question.workload, question.study)
     facts = manifest(command_line(), inputs, question.trace, question.study.seed)
     write(folder, {**measured.files, MEASURE: _json(measured.record), MANIFEST: _json(facts)})

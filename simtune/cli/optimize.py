@@ -157,6 +157,7 @@ def optimize(  # noqa: PLR0913 - one for each option
     from simtune.api import load_question
     from simtune.runs.contents import of_study
     from simtune.runs.files import JOURNAL, claim
+    from simtune.specs.references import moved
     from simtune.tuner.doubt.robust import of_chosen
     from simtune.tuner.search.front import answer as search
 
@@ -192,7 +193,12 @@ def optimize(  # noqa: PLR0913 - one for each option
             chosen_uncertainty = None if sure is None else of_chosen(tuned, worlds=sure.worlds, jobs=workers)
             with progress("windows of the day", quiet, PATIENCE_S) as update:
                 contents = of_study(
-                    tuned, jobs=workers, confidence=sure, uncertainty=chosen_uncertainty, progress=update
+                    tuned,
+                    jobs=workers,
+                    confidence=sure,
+                    uncertainty=chosen_uncertainty,
+                    progress=update,
+                    place=moved(Path(study_file).parent, out),
                 )
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()

@@ -79,6 +79,7 @@ def reproduce(  # noqa: PLR0913 - one for each option
     from dataclasses import replace
 
     from simtune.runs.files import write_file
+    from simtune.specs.catalog import load_hardware
     from simtune.validation.published import Findings, headline, select
 
     claim_page(html, force)
@@ -89,6 +90,8 @@ def reproduce(  # noqa: PLR0913 - one for each option
     user_load = own_load(model, hardware, workload, ttft, tpot)
     if user_load is not None:
         return _on_own(entries, replace(user_load, detailed=html is not None), jobs, journal, html, quiet, as_json)
+    if hardware is not None:
+        load_hardware(hardware)  # a wrong name is an error of the command, and no finding of every system
     findings: list[Finding] = []
     with progress("systems", quiet) as update:
         for finding in _run(entries, hardware, jobs, journal):
@@ -115,8 +118,9 @@ def reproduce(  # noqa: PLR0913 - one for each option
 def own_load(
     model: str | None, hardware: str | None, workload: str | None, ttft: float | None, tpot: float | None
 ) -> OwnLoad | None:
-    """Return the load of the user; None if none is named. Raises UsageError if a part of it is missing."""
-    from simtune.specs.catalog import load_workload
+    """Return the load of the user; None if none is named. Raises an error if a part of it is missing or no such part
+    exists: it would be the reason of every system otherwise."""
+    from simtune.specs.catalog import load_hardware, load_model, load_workload
     from simtune.validation.published import OwnLoad
 
     if model is None and workload is None and ttft is None and tpot is None:
@@ -125,6 +129,8 @@ def own_load(
         raise UsageError(
             "a load of your own needs --model, --hardware and --workload; name all three, or only --hardware"
         )
+    load_model(model)
+    load_hardware(hardware)
     requests, trace = load_workload(workload)
     return OwnLoad(model, hardware, requests, trace, ttft, tpot)
 

@@ -267,12 +267,14 @@ class _Targets:
 
         if self.out is not None:
             # Imported only to write a run: the schema of its files takes a quarter of the time of a start.
-            from simtune.runs.contents import of_simulation
+            from simtune.runs.contents import PLAN, WRITTEN, of_simulation
+            from simtune.runs.engine_files import plan_file
 
             deployment, seed = experiment.deployment, experiment.seed
             inputs = (deployment.model, *deployment.profiles.values(), experiment.workload, deployment.plan)
             name, load, trace = deployment.plan.name, experiment.workload, experiment.trace
             contents = of_simulation(deployment, result, name, seed, drawn, load, trace, self.leave_out)
+            contents.files[PLAN] = plan_file(experiment.plan, WRITTEN, self.out)
             write_run(self.out, contents, inputs, experiment.trace, seed)
         if self.timeline is not None:
             from simtune.runs.timeline import trace_file

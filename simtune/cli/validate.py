@@ -455,6 +455,7 @@ def _judged(
 ) -> Validation:
     """Simulate every load, compare, and write the folder."""
     from simtune.report.validation_page import curves, render
+    from simtune.runs.engine_files import plan_file
     from simtune.runs.request_columns import requests_csv
     from simtune.runs.timeline import sampled
     from simtune.sim.run_basis import cost_basis
@@ -473,7 +474,7 @@ def _judged(
     note_basis(cost_basis(d, results[0][2].result, errors=False))
     validation = validation_of(d, results, asked.tolerance)
     page = {"validation.html": render(validation, load_curves)}
-    folder.keep({"plan.yaml": d.plan.to_yaml("Validated by simtune."), **files, **page})
+    folder.keep({"plan.yaml": plan_file(experiment.plan, "Validated by simtune.", folder.path), **files, **page})
     folder.keep_records("validation.json", validation, _manifest(experiment, asked))
     return validation
 

@@ -19,9 +19,10 @@ from simtune.costs.releases import (
     with_release_marked,
 )
 from simtune.costs.software import engine_of
-from simtune.specs.catalog import engine_family, is_path, kernels_of, load_hardware, sister_of
+from simtune.specs.catalog import engine_family, kernels_of, load_hardware, sister_of
 from simtune.specs.hardware import Arrays, Facts, Hardware, Operator
 from simtune.specs.preset import EngineFamily
+from simtune.specs.references import is_path
 
 OTHER_ENGINE_LOG_SD: dict[str, float] = {
     "all_reduce": 0.34, "conv_decode": 0.47, "conv_prefill": 1.79, "decode_attention": 0.68, "delta_decode": 0.18,

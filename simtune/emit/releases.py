@@ -6,8 +6,9 @@ import os
 import re
 from functools import lru_cache
 
-from simtune.specs.catalog import is_path, load_engine
+from simtune.specs.catalog import load_engine
 from simtune.specs.preset import EnginePreset
+from simtune.specs.references import is_path
 
 ReleaseNumber = tuple[int, ...]
 

@@ -57,6 +57,7 @@ from simtune.sim.parallel import Jobs
 from simtune.sim.pools import DeployedPool
 from simtune.sim.run_basis import basis_of, pool_bases
 from simtune.sim.uncertainty import LEVEL
+from simtune.specs.references import Place
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
@@ -75,7 +76,7 @@ from simtune.tuner.trial import Trial, Tuned
 from simtune.workload.load import load_facts
 
 PLAN = "plan.yaml"
-_WRITTEN = "Written by simtune; read by simtune simulate."
+WRITTEN = "Written by simtune; read by simtune simulate."
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,15 @@ def of_study(
     confidence: Confidence | None = None,
     uncertainty: Uncertainty | None = None,
     progress: Done | None = None,
+    place: Place = str,
 ) -> Contents:
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
-    `progress` is called for the windows of a day. trace.json.gz is not made: `simtune simulate --timeline` writes it.
+    `progress` is called for the windows of a day, `place` turns the study's references into those of the run. There is
+    no trace.json.gz: `simtune simulate --timeline` writes it.
     """
     study, of_variant = tuned.question.study, bool(tuned.chosen.candidate.decoding.shape.variant)
     files = _files(tuned.deployment, tuned.result, ("trace",), simulated_only=of_variant)
-    files[PLAN] = searched_plan(tuned.deployment.plan, _WRITTEN)
+    files[PLAN] = searched_plan(tuned.deployment.plan, WRITTEN, place)
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
     facts = _draft_facts(tuned)
@@ -170,10 +173,7 @@ def of_study(
         interrupted=tuned.interrupted,
         objective=_objective_value(tuned),
         sweep=tuple(chain(of_chosen, *of_rivals)) or None,
-        runners_up=tuple(
-            RunnerUp(candidate=s.candidate, ttft_quantiles_s=s.judged.ttft_s, tpot_quantiles_s=s.judged.tpot_s)
-            for s in rivals
-        ),
+        runners_up=tuple(map(_runner_up, rivals)),
         uncertainty=uncertainty,
         **extras,
         **_common(tuned.deployment, tuned.result, files, (tuned.question.workload, tuned.question.trace), bases),
@@ -183,9 +183,14 @@ def of_study(
         for rank, row in enumerate(tuned.rows, start=1)
     )
     certificate = None if tuned.ladder else certificate_of(tuned)
-    files |= _proof(tuned, certificate)
+    files |= _proof(tuned, certificate, place)
     course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
+
+
+def _runner_up(sweep: RateSweep) -> RunnerUp:
+    judged = sweep.judged
+    return RunnerUp(candidate=sweep.candidate, ttft_quantiles_s=judged.ttft_s, tpot_quantiles_s=judged.tpot_s)
 
 
 def _objective_value(tuned: Tuned) -> ObjectiveValue:
@@ -234,7 +239,7 @@ def _files(
     deployment: Deployment, result: Result, leave_out: Collection[str] = (), *, simulated_only: bool = False
 ) -> Files:
     files: Files = {
-        PLAN: deployment.plan.to_yaml(_WRITTEN),
+        PLAN: deployment.plan.to_yaml(WRITTEN),
         **engine_files(deployment, simulated_only=simulated_only),
     }
     if "requests" not in leave_out:
@@ -333,7 +338,7 @@ def _hardware(deployment: Deployment, pool: DeployedPool) -> HardwareFacts:
     )
 
 
-def _proof(tuned: Tuned, certificate: Certificate | None) -> Files:
+def _proof(tuned: Tuned, certificate: Certificate | None, place: Place) -> Files:
     """Return the files of the search's proof: a certificate; or for a front its certificate and the plan of each of its
     points.
     """
@@ -345,7 +350,7 @@ def _proof(tuned: Tuned, certificate: Certificate | None) -> Files:
     for number, point in enumerate(tuned.ladder.points, start=1):
         plan = tuned.question.plan(candidates[point.candidate], tuned.deployment.max_model_len)
         at = f"Point {number} of the front, for {point.rate_rps:.4g} requests/s."
-        files[f"front/{number:02}.yaml"] = searched_plan(plan, f"{at} {_WRITTEN}")
+        files[f"front/{number:02}.yaml"] = searched_plan(plan, f"{at} {WRITTEN}", place)
     return files
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from simtune.sim.deployment import Deployment
 from simtune.specs import yamlfile
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
+from simtune.specs.references import Place, to_folder, with_places
 from simtune.tuner.drafting import Draft, Schedule, described
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -87,10 +89,16 @@ def engine_files(deployment: Deployment, *, simulated_only: bool = False) -> Fil
     return {NO_ENGINE: f"No engine settings: {why}.\n{to_build}"}
 
 
-def searched_plan(plan: Plan, comment: str) -> str:
-    """Return the file of a plan that a search chose, see `searched_data`. The comment names the settings left out."""
+def plan_file(plan: Plan, comment: str, folder: Path) -> str:
+    """Return the file of a plan in `folder`; the plan's references are from the present folder."""
+    return yamlfile.dump(with_places(plan.to_data(), to_folder(folder), tables=True), comment)
+
+
+def searched_plan(plan: Plan, comment: str, place: Place = str) -> str:
+    """Return the file of a plan that a search chose, see `searched_data`; `place` turns its references into those of
+    the file's folder. The comment names the settings left out."""
     data, left_open = searched_data(plan)
-    return yamlfile.dump(data, with_unsaid(comment, left_open))
+    return yamlfile.dump(with_places(data, place, tables=True), with_unsaid(comment, left_open))
 
 
 def searched_data(plan: Plan) -> tuple[dict[str, Any], list[str]]:

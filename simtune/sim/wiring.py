@@ -16,7 +16,7 @@ from simtune.costs.kv_transfer_times import read_transfer_fit
 from simtune.costs.predict import Profile
 from simtune.costs.ticks import TICKS_PER_SECOND
 from simtune.engine.policy_traits import Hint
-from simtune.errors import UsageError
+from simtune.errors import Infeasible, UsageError
 from simtune.sim.adapter_rules import check_adapters
 from simtune.sim.admission import check_clients_wait
 from simtune.sim.autoscaler import Autoscaler, PoolScaler, Scaler, states_tokens
@@ -217,7 +217,15 @@ def _rated(sent: Sequence[Model], pool: DeployedPool, link: KvLink, pieces: int)
         # Nothing is left to the profile, which need not have the link.
         return link.bytes_per_s, link.setup_s, pieces * link.descriptor_s
     kv_dtype = pool.spec.kv_cache.dtype or sent[0].kv_dtype or sent[0].dtype
-    base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
+    try:
+        base = Profile(pool.hardware).predictor("kv_transfer", kv_dtype, variant=link.path).operator.base
+    except Infeasible:
+        if link.path in pool.hardware.links:
+            raise
+        raise Infeasible(
+            f"hardware {pool.hardware.name}: no link {link.path} carries KV caches from prefill to decode pools; "
+            f"write link: {{path: intra_node}} if they are in one node, or add links.{link.path} to its profile"
+        ) from None
     pieces_s = pieces * (base.block_s if link.descriptor_s is None else link.descriptor_s)
     setup_s = base.overhead_s + bootstrap_s(pool.spec) if link.setup_s is None else link.setup_s
     return link.bytes_per_s or base.bytes_per_s * pool.spec.model_devices, setup_s, pieces_s

@@ -28,6 +28,7 @@ from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
 from simtune.specs.preset import NO_ENGINE, EngineFamily, EnginePreset, merged
+from simtune.specs.references import SPEC_SUFFIXES, TRACE_SUFFIXES, beside, from_folder, is_path, on_word, with_places
 from simtune.specs.schema_versions import REWRITE, schema_problem
 from simtune.specs.study import Study
 from simtune.specs.systems import Systems
@@ -67,8 +68,6 @@ FOLDERS = {
     "engine": "presets",
     "launch": "launches",
 }
-_SPEC_SUFFIXES = (".yaml", ".yml", ".json")
-_TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 _HEAD = 1 << 16
 """Characters at the start of a file in which its schema line must be."""
 
@@ -85,7 +84,7 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
     """
     full_reference, (reference, architecture) = reference, on_word(reference)
     path, name = Path(reference), None
-    if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
+    if hub.is_id(reference) and path.suffix not in SPEC_SUFFIXES and not path.exists():
         path, name = _cached(reference), path.name
     else:
         path = _locate("model", reference)
@@ -112,15 +111,6 @@ def load_model(reference: str, settings: Sequence[str] = ()) -> Model:
             f"model {full_reference}: an architecture is stated of a Hugging Face config.json only, not of a spec"
         )
     return Model.from_document(override(document, settings))
-
-
-_AS = re.compile(r"(.+) as (\w+)")
-
-
-def on_word(reference: str) -> tuple[str, str | None]:
-    """Return a model's reference, and the architecture that it is to be read as if one is stated behind it."""
-    match = _AS.fullmatch(reference)
-    return (reference, None) if match is None else (match[1], match[2])
 
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -203,7 +193,7 @@ def load_workload(reference: str, settings: Sequence[str] = ()) -> tuple[Workloa
     """A workload by name, from a spec, or a published trace file as it is; with the trace it replays, if any."""
     path = _locate("workload", reference)
     _refuse_stranger(path)
-    if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
+    if path.name.endswith(TRACE_SUFFIXES) or log_title(path) is not None:
         trace = read_trace(path)
         workload = replay(trace, path.name.split(".")[0])
         if settings:
@@ -220,7 +210,7 @@ def _refuse_stranger(path: Path, *, even_models: bool = True) -> None:
     """Raise UsageError for a log or a result of a kind that contains no requests; `read_trace` checks traces.
     `even_models` refuses a model's config.json too.
     """
-    if not path.is_file() or path.name.endswith((".yaml", ".yml", *_TRACE_SUFFIXES)):
+    if not path.is_file() or path.name.endswith((".yaml", ".yml", *TRACE_SUFFIXES)):
         return
     raw = read_bytes(path)
     wrong = binary_title(raw) or stranger(decoded(path, raw))
@@ -315,12 +305,15 @@ def load_plan(
     check: SpecCheck | None = None,
     like: LikeLaunch | None = None,
 ) -> Plan:
-    """Load a plan from its file, filled in if a pool names an engine, by its preset or what `like` makes of it. Raises
-    SpecError, also for what `check` finds.
+    """Load a plan from its file, filled in if a pool names an engine, by its preset or what `like` makes of it. Files
+    that it names are beside it, or else where they are from the present folder. Raises SpecError, also for what `check`
+    finds.
     """
     path = Path(reference)
-    document = override(yamlfile.parse(read_text(path), str(path)), settings)
-    return Plan.from_document(with_engines(document, like=like), check)
+    document = yamlfile.parse(read_text(path), str(path))
+    if isinstance(document.data, dict):
+        document = replace(document, data=with_places(document.data, from_folder(path.parent)))
+    return Plan.from_document(with_engines(override(document, settings), like=like), check)
 
 
 def with_engines(
@@ -440,7 +433,7 @@ def kind_of(reference: str) -> str:
     """The kind of spec that a reference leads to. Raises UsageError if it is none."""
     reference = on_word(reference)[0]
     path = Path(reference)
-    if hub.is_id(reference) and path.suffix not in _SPEC_SUFFIXES and not path.exists():
+    if hub.is_id(reference) and path.suffix not in SPEC_SUFFIXES and not path.exists():
         return "model"
     return _kind_of_file(path) if is_path(reference) else _kind_of_name(reference)
 
@@ -463,7 +456,7 @@ def _kind_of_file(path: Path) -> str:
     """Return the kind of a file by its suffix or its `schema`; a Hugging Face model is a config.json, or the folder
     that contains it.
     """
-    if path.name.endswith(_TRACE_SUFFIXES) or log_title(path) is not None:
+    if path.name.endswith(TRACE_SUFFIXES) or log_title(path) is not None:
         return "workload"
     if path.is_dir():
         return "hardware" if (path / "profile.yaml").exists() else "model"
@@ -492,22 +485,6 @@ def log_title(path: Path) -> str | None:
 
 def _read(kind: type[S], path: Path, settings: Sequence[str], check: SpecCheck | None = None) -> S:
     return kind.from_document(override(yamlfile.parse(read_text(path), str(path)), settings), check)
-
-
-def is_path(reference: str) -> bool:
-    """True if a reference is the path of a file, not a built-in name."""
-    return "/" in reference or os.sep in reference or reference.endswith((*_SPEC_SUFFIXES, *_TRACE_SUFFIXES))
-
-
-def beside(folder: Path, reference: str) -> str:
-    """A reference found in a file of `folder`: names stay, models in Hugging Face's cache by their ids too, relative
-    paths are taken from there.
-    """
-    plain, architecture = on_word(reference)
-    path = folder / plain
-    if not is_path(plain) or not (path.exists() or not hub.cached_config(plain)):
-        return reference
-    return str(path) if architecture is None else f"{path} as {architecture}"
 
 
 def _locate(kind: str, reference: str) -> Path:

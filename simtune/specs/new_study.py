@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import get_args
 
 from simtune.errors import UsageError
-from simtune.specs.catalog import beside, load_engine, load_hardware, load_model, load_workload, names
+from simtune.specs.catalog import load_engine, load_hardware, load_model, load_workload, names
+from simtune.specs.hardware import Hardware
 from simtune.specs.preset import DEFAULT_ENGINE
+from simtune.specs.references import beside
 from simtune.specs.study import ObjectiveName
 
 OBJECTIVES: tuple[str, ...] = get_args(ObjectiveName)
@@ -39,6 +41,10 @@ _LAYOUTS = """\
   # One pool of instances that prefill and decode, or pools of either kind.
   layouts: [mixed, prefill-decode]
 """
+_LINK = """\
+# KV caches go from prefill to decode pools within one node: the profile has no link between nodes.
+link: {path: intra_node}
+"""
 _ATTENTION_DP = """\
   # Attention on every rank for requests of its own, beside experts that all ranks share.
   attention_dp: [1, {most}]
@@ -56,15 +62,16 @@ def study_text(answers: Answers, folder: Path) -> str:
     """
     has_experts = any(group.feed_forward.kind == "moe" for group in load_model(answers.model).layers)
     preset = load_engine(answers.engine)
-    device = load_hardware(answers.hardware).device
+    hardware = load_hardware(answers.hardware)
+    device = hardware.device
     workload, _ = load_workload(answers.workload)
     if answers.devices < 1:
         raise UsageError(f"at least one device is needed, not {answers.devices}")
     most = min(answers.devices, device.devices_per_node)
     tp = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    layouts = experts = ""
+    layouts = experts = link = ""
     if preset.family in _SEVERAL_SERVERS and answers.devices > 1:
-        layouts = _LAYOUTS
+        layouts, link = _LAYOUTS, _link(hardware, answers.devices)
         experts = _EXPERTS + _ATTENTION_DP.format(most=tp[-1]) if has_experts else ""
     confidence = (
         "  # confidence: 0.9  # the share of worlds, in which the profile is off, that have to keep them\n"
@@ -93,11 +100,18 @@ slo:
 {confidence}# goodput_per_gpu, goodput and goodput_per_dollar look for the highest rate within the limits; gpus,
 # usd_per_million_tokens and e2el take the load's own rate: gpus finds how many GPUs the load needs.
 objective: {answers.objective}
-search:
+{link}search:
 {layouts}  tp: [{", ".join(map(str, tp))}]
 {experts}  max_num_seqs: [64, 128, 256, 512]
   max_num_batched_tokens: [1024, 2048, 4096, 8192]
 """
+
+
+def _link(hardware: Hardware, devices: int) -> str:
+    """Return the link between prefill and decode pools, if the profile has none between nodes and one node has all
+    GPUs."""
+    in_one_node = devices <= hardware.device.devices_per_node and "intra_node" in hardware.links
+    return _LINK if in_one_node and "inter_node" not in hardware.links else ""
 
 
 def _from(folder: Path, reference: str) -> str:

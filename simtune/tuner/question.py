@@ -13,11 +13,11 @@ from simtune.sim.deployment import Deployment, deploy, max_model_len_for
 from simtune.sim.drafting import Drafting
 from simtune.sim.plan_parts import ROUTER
 from simtune.specs.base import Dtype
-from simtune.specs.catalog import is_path
 from simtune.specs.hardware import Hardware
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.preset import EnginePreset
+from simtune.specs.references import is_path
 from simtune.specs.study import Study
 from simtune.specs.traces import Trace
 from simtune.specs.workload import Workload

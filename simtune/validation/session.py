@@ -47,7 +47,7 @@ class ValidationFolder:
 
         Raise UsageError if the folder holds another run and `force` does not allow to replace it.
         """
-        self._out = out
+        self.path = out
         text = json.dumps(question, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()
         question_text = json.dumps({"schema": "simtune/question@1", "sha256": digest}, indent=1) + "\n"
@@ -68,11 +68,11 @@ class ValidationFolder:
     def keep(self, files: Files) -> None:
         """Write files, each completely or not at all."""
         for name, content in files.items():
-            write_file(self._out / name, content)
+            write_file(self.path / name, content)
 
     def finished(self, load: NamedLoad, repeat: int) -> MeasuredRun | None:
         """Return a run that was finished before; None if there is none."""
-        path = self._out / "measured" / _name(load, repeat)
+        path = self.path / "measured" / _name(load, repeat)
         return read_measured(path) if path.is_file() else None
 
     def measured(self, load: NamedLoad, repeat: int, run: MeasuredRun) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simtune.arrays import Array
+from simtune.arrays import Array, Ints
 from simtune.errors import UsageError
 from simtune.specs.trace_media import media_note
 from simtune.specs.traces import Trace
@@ -160,11 +160,19 @@ def _agreements(trace: Trace, stream: RequestStream) -> tuple[Agreement, ...]:
     return tuple(rows)
 
 
+def _ranks(lengths: Ints) -> Array:
+    """Return the rank of each length; equal lengths have the mean of theirs, not the order in which they came."""
+    _, at, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    ranks: Array = (np.cumsum(counts) - (counts + 1) / 2)[at]
+    return ranks
+
+
 def _lost(trace: Trace) -> tuple[str, ...]:
     """Return what the trace has and a compact spec lacks."""
     lost = []
-    prompt, output = (np.argsort(np.argsort(x)).astype(float) for x in (trace.prompt_tokens, trace.output_tokens))
-    together = float(np.corrcoef(prompt, output)[0, 1]) if len(trace) > 2 else 0.0
+    prompt, output = _ranks(trace.prompt_tokens), _ranks(trace.output_tokens)
+    varied = len(trace) > 2 and np.ptp(prompt) > 0 and np.ptp(output) > 0
+    together = float(np.corrcoef(prompt, output)[0, 1]) if varied else 0.0
     if abs(together) > 0.1:
         lost.append(
             f"prompt and output lengths go together (rank correlation {together:.2f}); the spec draws them apart"

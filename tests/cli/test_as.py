@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from simtune.errors import SpecError, UsageError
-from simtune.specs.catalog import beside, kind_of, load_model, load_plan
+from simtune.specs.catalog import kind_of, load_model, load_plan
+from simtune.specs.references import beside
 from tests.cli.conftest import call
 from tests.specs.test_hf_config import TINY
 
@@ -76,7 +77,7 @@ def test_a_plan_may_carry_the_word(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert kind_of(f"{folder / 'config.json'} as LlamaForCausalLM") == "model"
     assert beside(folder, "./config.json as LlamaForCausalLM") == f"{folder / 'config.json'} as LlamaForCausalLM"
     monkeypatch.chdir(folder)
-    assert load_plan("plan.json").model == "./config.json as LlamaForCausalLM"
+    assert load_plan("plan.json").model == "config.json as LlamaForCausalLM"
 
 
 def test_show_states_it(folder: Path) -> None:

@@ -35,6 +35,20 @@ def test_a_study_is_written_that_can_be_searched(desk: Desk, call: Callable[...,
 
 
 @pytest.mark.parametrize(
+    ("card", "devices", "path"),
+    [("l40s", 4, "intra_node"), ("l40s", 16, None), ("h100-sxm", 4, None), ("l40s", 1, None)],
+)
+def test_pools_are_linked_within_a_node_if_the_card_has_no_other_link(
+    desk: Desk, call: Callable[..., Said], card: str, devices: int, path: str | None
+) -> None:
+    assert call("new", "cards.yaml", "--model", "qwen3-8b", "--hardware", card, "--devices", devices).code == 0
+    link = load_study("cards.yaml").link
+    assert (link and link.path) == path
+    if path is not None:
+        assert "link" not in call("optimize", "cards.yaml", "--dry-run").out
+
+
+@pytest.mark.parametrize(
     ("driver", "profile"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),

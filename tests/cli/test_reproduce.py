@@ -47,6 +47,25 @@ def test_the_list_names_systems_and_runs_none(own: Desk, monkeypatch: pytest.Mon
     assert "Medusa" in words
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("reproduce", "mine.yaml", "--hardware", "l40"), None),
+        (("reproduce", "mine.yaml", "--hardware", "l400"), "no hardware is called 'l400', did you mean l40?"),
+        (("rank", "--hardware", "l400", "--model", "phi-4", "--workload", "chat"), "no hardware is called 'l400'"),
+        (("rank", "--hardware", "l40s", "--model", "phi4", "--workload", "chat"), "no model is called 'phi4'"),
+    ],
+)
+def test_hardware_and_models_that_are_not_there_are_refused(
+    own: Desk, words: tuple[str, ...], message: str | None
+) -> None:
+    """Not reported of every system, as what cannot be run there is."""
+    said = call(*words, "--jobs", 1, "--quiet")
+    assert said.code == (0 if message is None else 2)
+    assert message is None or message in said.err
+    assert bool(said.out) == (message is None)
+
+
 def test_finding_names_its_inputs(own: Desk) -> None:
     said = call("reproduce", "mine.yaml", "--jobs", 1, "--quiet")
     assert said.code == 0, said

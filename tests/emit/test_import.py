@@ -141,6 +141,56 @@ def test_containers(source: str, release: str) -> None:
     assert server.instances == (2 if source is COMPOSE else 3)
 
 
+SPREAD = """
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+metadata: {name: llm}
+spec:
+  replicas: 3
+  leaderWorkerTemplate:
+    size: 2
+    leaderTemplate:
+      spec:
+        containers:
+        - {name: leader, image: "lmsysorg/sglang:v0.5.4", command: COMMAND}
+    workerTemplate:
+      spec:
+        containers:
+        - {name: worker, image: "lmsysorg/sglang:v0.5.4", command: COMMAND}
+""".replace(
+    "COMMAND",
+    f"[python3, -m, sglang.launch_server, --model-path, {MODEL}, --tp, '4', --nnodes, '2', --node-rank, $(RANK)]",
+)
+"""A server on two nodes, three times; workers run the command of their leader."""
+NODES = f"""#!/bin/bash
+for rank in 0 1; do
+  python3 -m sglang.launch_server --model-path {MODEL} --tp 4 --nnodes 2 --node-rank $rank &
+done
+"""
+RANKS = f"""#!/bin/bash
+vllm serve {MODEL} -tp 2 -dp 2 -dpl 1 &
+vllm serve {MODEL} -tp 2 -dp 2 -dpl 1 --headless --data-parallel-start-rank 1 &
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "num_gpus"),
+    [(SPREAD, None, 12), (NODES, "sglang-0.5", 4), (RANKS, "vllm-0.24", 4)],
+    ids=["LeaderWorkerSet", "node-rank", "headless"],
+)
+def test_processes_on_further_nodes_are_of_the_server_on_the_first(
+    source: str, engine: str | None, num_gpus: int
+) -> None:
+    imported = text(source, engine=engine)
+    assert pool(imported).instances * pool(imported).parallelism.tp == num_gpus
+    assert any("further nodes" in note for note in imported.notes)
+
+
+def test_a_process_on_a_further_node_alone_stands_for_its_server() -> None:
+    command = f"python3 -m sglang.launch_server --model-path {MODEL} --tp 4 --nnodes 2 --node-rank 1"
+    assert pool(line(command, engine="sglang-0.5")).parallelism.tp == 4
+
+
 def test_a_shell_in_a_container() -> None:
     shell = MANIFEST.replace("[vllm, serve, meta-llama/Llama-3.1-8B]", "[/bin/sh, -c]").replace(
         '["--tensor-parallel-size=2", "--max-num-seqs=$(SEATS)"]',
@@ -287,6 +337,12 @@ def lora_of(command: str, engine: str = "vllm-0.33") -> Lora:
     lora = pool(line(command, engine=engine)).lora
     assert lora is not None
     return lora
+
+
+def test_an_acceptance_that_is_not_there_is_refused() -> None:
+    drafts = "--speculative-config.method ngram --speculative-config.num_speculative_tokens 4"
+    with pytest.raises(SimtuneError, match="no acceptance is called 'ngram'"):
+        line(f"vllm serve {MODEL} {drafts}", acceptance="ngram")
 
 
 def test_slots_for_adapters_are_read() -> None:

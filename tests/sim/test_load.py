@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from simtune.arrays import Ints
 from simtune.errors import UsageError
 from simtune.specs.traces import Trace
 from simtune.specs.workload import (
@@ -105,6 +106,12 @@ def test_what_a_spec_cannot_keep_is_said() -> None:
         "19.4% of prompt tokens were seen before; the spec shares nothing",
         "50 conversations; the spec has none",
     )
+
+
+@pytest.mark.parametrize("prompt", [np.full(100, 800), np.arange(100) // 50])
+def test_equal_lengths_do_not_go_together_by_their_place_in_the_trace(prompt: Ints) -> None:
+    output = np.where(np.arange(100) % 50 < 25, 100, 200)
+    assert fit_workload(Trace("t", "", np.arange(100.0), prompt + 1, output), "t").lost == ()
 
 
 def test_lengths_alone_need_a_rate() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import simtune
 from simtune.costs.predict import Profile
+from simtune.errors import UsageError
 from simtune.sim.kv_links import BOOTSTRAP_S
 from simtune.specs.catalog import load_engine, load_hardware, load_model
 from simtune.specs.plan import Plan
@@ -116,3 +117,22 @@ def test_instances_of_sglang_agree_on_a_handover_before_its_first_byte(engine: s
     )
     setup_s = Profile(H200).predictor("kv_transfer", "bf16", variant="inter_node").operator.base.overhead_s
     assert by_default - without == pytest.approx(setup_s + agreed_s, abs=0.002)
+
+
+def test_a_card_without_a_link_between_nodes_has_one_within_a_node() -> None:
+    l40s, model = load_hardware("l40s"), load_model("llama-3.1-8b")
+    batching = {"max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    pools = [
+        {"name": role, "role": role, "hardware": "l40s", "batching": batching, "max_model_len": 1024, "instances": 1}
+        for role in ("prefill", "decode")
+    ]
+    load = {"arrival_s": [0.0], "prompt_tokens": [512], "output_tokens": [4]}
+
+    def simulated(**link: Any) -> float:
+        plan = Plan.model_validate({"name": "p", "model": model.name, "pools": pools, "link": link})
+        return float(simtune.simulate(load, plan=plan, model=model, hardware=l40s).transfer_s[0])
+
+    with pytest.raises(UsageError, match=r"l40s: no link inter_node .* write link: \{path: intra_node\} if"):
+        simulated()
+    kv_bytes = 512 * 32 * 2 * 8 * 128 * 2
+    assert simulated(path="intra_node") > kv_bytes / l40s.links["intra_node"].bytes_per_s

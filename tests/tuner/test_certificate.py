@@ -187,16 +187,21 @@ def test_whatever_is_changed_is_refused(tuned: Tuned, certificate: Certificate) 
             assert audited(sealed, tuned.question).problems, name
 
 
-def test_of_runs_that_leave_a_plan_as_much_the_lowest_rate_counts(
-    tuned: Tuned, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("short", "counts"), [(None, 3.0), (50, 6.0)], ids=["of runs as long the lowest rate", "a short run proves less"]
+)
+def test_of_runs_that_leave_a_plan_as_much_the_one_that_proves_the_most_counts(
+    tuned: Tuned, certificate: Certificate, monkeypatch: pytest.MonkeyPatch, short: int | None, counts: float
 ) -> None:
-    """On the same requests that proves the most, and the search counts it."""
+    """The search counts it, too (`BoundedCandidate.miss`)."""
     audit = Audit(certificate, tuned.question)
     twin = next(fate for fate in certificate.plans if fate.same_as and fate.best is not None)
     row = next(row for row in tuned.rows if row.candidate.name == twin.plan)
     plan = audit._candidate_filter.check(row.candidate)
     assert isinstance(plan, BoundedCandidate)
-    runs = [(plan, Tried(rate_rps=rate, met=False, all_cores=False)) for rate in (9.0, 3.0, 6.0)]
+    lowest = 3.0 if short is None else 5.99
+    rates = {9.0: None, lowest: short, 6.0: None}
+    runs = [(plan, Tried(rate_rps=rate, met=False, all_cores=False, requests=n)) for rate, n in rates.items()]
     monkeypatch.setattr(Resimulations, "attempts", lambda *of: iter(runs))
     monkeypatch.setattr(Resimulations, "finding", lambda *of: None)
     monkeypatch.setattr(BoundedCandidate, "ruled_out_by", lambda *of: "misses the SLO")
@@ -204,7 +209,7 @@ def test_of_runs_that_leave_a_plan_as_much_the_lowest_rate_counts(
     audit._check_twin(plan, twin)
     (rival,) = audit._on_draw._plans
     assert rival.missed is not None
-    assert rival.missed.rate_rps == 3.0
+    assert rival.missed.rate_rps == counts
 
 
 def test_plans_that_miss_as_another_one_does_have_no_command(tuned: Tuned) -> None:

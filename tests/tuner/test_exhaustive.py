@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from simtune.errors import Infeasible
+from simtune.results.result import Result
 from simtune.sim.deployment import Deployment
 from simtune.specs.adapters import Adapters
 from simtune.specs.catalog import load_hardware, load_model
@@ -111,7 +112,9 @@ def check(q: Question) -> tuple[int, int] | None:
     except Infeasible:
         for candidate, deployment, sustained in deployments(q):
             rates = [sustained * share for share in (0.02, 0.3, 0.9)] if q.searches_rate else [None]
-            assert not any(q.judge(candidate, deployment, rate).meets_slo for rate in rates), candidate.name
+            for rate in rates:
+                result = _lasting(q, candidate, deployment, rate)
+                assert too_short(result) or not result.meets_slo, (candidate.name, rate)
         return None
     for plan in deployments(q):
         _not_better(q, tuned, *plan)
@@ -119,15 +122,21 @@ def check(q: Question) -> tuple[int, int] | None:
     return sum(row.simulations > 0 for row in tuned.rows), len(tuned.rows)
 
 
+def _lasting(q: Question, candidate: Candidate, deployment: Deployment, rate_rps: float | None) -> Result:
+    """The run of the search's draw at a rate, or at the load's own, that lasts ten lifetimes if it can."""
+    stream = q.stream(candidate)
+    while True:
+        at_rate = stream if rate_rps is None else stream.at_rate(rate_rps)
+        result = deployment.simulate(at_rate, q.study.slo, cores=SAMPLED_CORES)
+        more = longer(result, stream.arrivals)
+        if more is None:
+            return result
+        stream = q.draws.stream(more)
+
+
 def _keeps(q: Question, candidate: Candidate, deployment: Deployment, rate_rps: float) -> bool:
     """Whether each limit holds, by the latencies of a run of the search's draw that lasts ten lifetimes."""
-    stream = q.stream(candidate, rate_rps)
-    while True:
-        result = deployment.simulate(stream, cores=SAMPLED_CORES)
-        more = longer(result, len(stream))
-        if more is None:
-            break
-        stream = q.draws.stream(more).at_rate(rate_rps)
+    result = _lasting(q, candidate, deployment, rate_rps)
     columns = {"ttft": result.ttft_s, "tpot": result.tpot_s, "e2el": result.e2el_s}
     for metric, statistic, limit in q.study.slo.limits():
         values = columns[metric][np.isfinite(columns[metric])]
@@ -153,9 +162,9 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
         return
     offered = 0.0 if q.workload.batch else q.stream(candidate).offered_rate_rps
     assert offered is not None
-    result = q.watch(candidate, deployment, None)
+    result = _lasting(q, candidate, deployment, None)
     if any(tried.all_cores and not tried.met for tried in row.tried):
-        result = deployment.simulate(q.stream(candidate), q.study.slo)
+        result = deployment.simulate(result.stream, q.study.slo)
     if result.meets_slo and offered <= sustained:
         summary = result.summary()
         mean_s, makespan_s = summary.metrics["e2el"].mean, summary.duration_s

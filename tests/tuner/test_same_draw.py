@@ -57,6 +57,12 @@ def tuned() -> Tuned:
     return optimize(asked(), jobs=1)
 
 
+def test_the_answer_of_several_processes_is_that_of_one(tuned: Tuned) -> None:
+    together = optimize(asked(), jobs=2)
+    tried = [[row.tried for row in search.rows] for search in (tuned, together)]
+    assert tried[0] == tried[1]
+
+
 def bounded(q: Question) -> dict[str, BoundedCandidate]:
     candidates = space_for(q).candidates
     _, plans, _ = CandidateFilter(q, PlanCache(q, candidates)).sorted_by_kind(candidates)

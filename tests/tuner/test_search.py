@@ -183,12 +183,16 @@ def test_classes_are_held_to_their_own_objectives() -> None:
     assert tuned.value < loose.value
 
 
-def test_says_what_stood_in_the_way() -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_nearest_plan_is_named_if_none_meets_the_slo(jobs: int) -> None:
     with pytest.raises(
         Infeasible,
         match=r"none meets the SLO\. The nearest, \d servers? of .* \(tp\S+\), at .*: p99 TPOT ≤ 0\.1 ms \(it reaches ",
     ):
-        optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=1)
+        optimize(question(slo=Slo(tpot_s={"p99": 0.0001})), jobs=jobs)
+
+
+def test_says_what_stood_in_the_way() -> None:
     with pytest.raises(Infeasible, match="no tp x pp of the search space fits 1 h100-sxm devices"):
         optimize(question(devices=1, tp=(2,)), jobs=1)
     large = load_model("llama-3.1-70b")
@@ -252,6 +256,17 @@ def test_sweeps_are_of_the_chosen_plan_and_its_rivals() -> None:
     for rate, summary in rate_sweep.sweeps(confirmed, jobs=1)[0].points:
         if rate <= own:
             assert summary.goodput_rps == pytest.approx(rate * (summary.slo_attainment or 0.0))
+
+
+@pytest.mark.parametrize("most", [300, 2000, 8000, 18423, 64000])
+def test_points_of_a_sweep_last_as_long_at_every_rate_below_the_chosen_one(most: int) -> None:
+    requests = rate_sweep._requests_at(most)
+    quarter = min(most, max(rate_sweep.LEAST, most // rate_sweep.SHORTER))
+    assert set(requests) == set(rate_sweep.FRACTIONS) - {1.0}
+    for share, n in requests.items():
+        assert min(most, rate_sweep.LEAST) <= n <= most
+        # The mean interval between requests is 1 / share of that at the chosen rate.
+        assert n / share >= quarter if share < 1.0 else n >= quarter
 
 
 @given(

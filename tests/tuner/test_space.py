@@ -15,7 +15,7 @@ from simtune.specs.study import HardwareCount, PoolChoices, Search, Study, Study
 from simtune.specs.workload import FixedLength, Poisson, Slo, Workload
 from simtune.tuner.question import Question
 from simtune.tuner.question_checks import check
-from simtune.tuner.space.candidates import Candidate, space_of
+from simtune.tuner.space.candidates import Candidate, Space, space_of
 from simtune.tuner.space.census import census
 
 H100 = (HardwareCount(profile="h100-sxm", devices=8),)
@@ -300,3 +300,8 @@ def test_one_kind_of_hardware_is_written_without_a_list() -> None:
     two = study(TWO_KINDS)
     assert Study.model_validate({k: v for k, v in two.to_data().items() if k != "schema"}, strict=False) == two
     assert isinstance(Candidate.mixed("h100-sxm", 1, max_num_seqs=1, max_num_batched_tokens=1).key, tuple)
+
+
+def test_a_reason_without_plans_is_left_out() -> None:
+    """One plan of each pool that cannot be stays among the candidates; where it is the only one, none is left out."""
+    assert Space((), {}, unfit={"no room": 0, "no link": 2}).reasons == {"no link": 2}

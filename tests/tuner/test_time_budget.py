@@ -17,6 +17,7 @@ from simtune.tuner.plan_cache import PlanCache
 from simtune.tuner.question import Question
 from simtune.tuner.search import front
 from simtune.tuner.search.best_first import optimize
+from simtune.tuner.search.course import SearchCourse
 from simtune.tuner.search.outlook import FEWEST, MOST, Outlook
 from simtune.tuner.space.candidates import space_of
 from simtune.tuner.trial import Tuned
@@ -66,6 +67,19 @@ def test_a_plan_by_then_is_confirmed_on_fresh_draws() -> None:
     assert tuned.interrupted
     assert tuned.confirmed is not None
     assert tuned.confirmed.draws == 1
+
+
+def test_a_search_on_several_processes_that_is_interrupted_confirms_its_best_plan() -> None:
+    asked = sized(confirm=Confirmation(draws=1, requests=50))
+
+    def interrupt(now: SearchCourse) -> None:
+        if now.best is not None:
+            raise KeyboardInterrupt
+
+    alone, together = (optimize(asked, jobs=jobs, progress=interrupt) for jobs in (1, 2))
+    assert together.interrupted
+    assert together.confirmed is not None
+    assert (together.value, together.confirmed) == (alone.value, alone.confirmed)
 
 
 @pytest.mark.parametrize("objective", ["goodput_per_gpu", "pareto"])

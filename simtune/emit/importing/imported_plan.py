@@ -14,11 +14,11 @@ from simtune.emit.importing.engine_readers import READERS
 from simtune.emit.importing.knowledge import IGNORED
 from simtune.emit.importing.launches import Launch
 from simtune.emit.importing.pool_draft import Note, PoolDraft, note_lines
-from simtune.emit.importing.sources import Source, release_of_image
+from simtune.emit.importing.sources import Source, join_nodes, release_of_image
 from simtune.errors import Problem, SimtuneError, SpecError, UsageError, suggest
 from simtune.specs import yamlfile
 from simtune.specs.base import override, spec_name
-from simtune.specs.catalog import load_engine, load_hardware, load_model, names, with_engines
+from simtune.specs.catalog import load_acceptance, load_engine, load_hardware, load_model, names, with_engines
 from simtune.specs.model import Model
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Pool
@@ -88,6 +88,7 @@ def _imported(request: ImportRequest) -> Imported:
         source.words(request.words)
     else:
         source.read(request.text)
+    join_nodes(source)
     launches = source.launches
     _check(request, source)
     if any(_needs_role(launch) for launch in launches) and not source.roles:
@@ -128,7 +129,10 @@ def _checked(data: dict[str, Any], notes: tuple[str, ...], request: ImportReques
 
 
 def _check(request: ImportRequest, source: Source) -> None:
-    """Raise an error if nothing is started, if engines differ, or if the hardware is not stated."""
+    """Raise an error if nothing is started, if engines differ, if the hardware is not stated, or if the acceptance of
+    drafts is not there."""
+    if request.acceptance is not None:
+        load_acceptance(request.acceptance)
     launches = source.launches
     if not launches:
         raise SpecError(

@@ -43,6 +43,8 @@ class Launch:
     role: str | None = None
     instances: int = 1
     pool: str = ""
+    follows: bool = False
+    """True if the process computes for a server that another process, on the first of several nodes, starts."""
 
     def value(self, *names: str) -> Any:
         """Return the value of the last option of some names, None if there is none."""

@@ -120,6 +120,7 @@ class Source:
         model = launch.value(*MODEL_OPTIONS) or next(iter(free), None)
         launch.model = None if model is None or model is True else str(model)
         launch.given = launch.without(*MODEL_OPTIONS)
+        launch.follows = launch.value("headless") is True or _rank(launch) > 0
         self.notes += [
             Note("unknown", word, "neither an option nor the model") for word in free if word != launch.model
         ]
@@ -249,13 +250,19 @@ class Source:
 
     def _manifest(self, document: Document, data: Mapping[str, Any]) -> None:
         before = len(self.launches)
-        for path, block, replicas in _containers(data):
+        containers = _containers(data)
+        # Workers of a LeaderWorkerSet are often started by the command of their leader, with a rank not known here.
+        has_leader = any("leaderTemplate" in path for path, _, _ in containers)
+        for path, block, replicas in containers:
             line = document.position(path)[0]
             variables = {**self.variables, **_pairs(block.get("env"))}
             parts = (block.get("command"), block.get("args"))
             words = [word for part in parts for word in _as_words(part, variables, document.file, line)]
             service = path[2] if path[:2] == ("spec", "services") else block.get("name", "")
+            begin = len(self.launches)
             self._container(words, block.get("image"), variables, line, str(service), replicas)
+            for launch in self.launches[begin:]:
+                launch.follows |= has_leader and "workerTemplate" in path
         self._dynamo(data, self.launches[before:])
 
     def _dynamo(self, data: Mapping[str, Any], launches: Iterable[Launch]) -> None:
@@ -285,6 +292,20 @@ class Source:
         instances = replicas if isinstance(replicas, int) and replicas > 0 else 1
         for launch in self.launches[before:]:
             _fill(launch, str(image or ""), name, instances)
+
+
+def join_nodes(source: Source) -> None:
+    """Keep the process on the first node of a server that runs on several; its options are those of the server."""
+    first = [launch for launch in source.launches if not launch.follows]
+    if first and len(first) < len(source.launches):
+        source.launches = first
+        source.notes.append(Note("ignored", "", "processes on further nodes, which are of the server on the first"))
+
+
+def _rank(launch: Launch) -> int:
+    """Return the rank of a process among the nodes of its server; 0 if it is not stated, or not known here."""
+    rank = str(launch.value("node-rank"))
+    return int(rank) if rank.isdecimal() else 0
 
 
 def release_of_image(image: str) -> str:

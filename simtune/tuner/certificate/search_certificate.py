@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -29,6 +30,7 @@ from simtune.specs.hardware import Hardware
 from simtune.specs.input_hashes import numbered, sha256, spec_sha256
 from simtune.specs.plan import Plan
 from simtune.specs.pool import Role
+from simtune.specs.references import same_plan
 from simtune.specs.study import Study
 from simtune.tuner.bounds.relaxation import Worths
 from simtune.tuner.certificate.differences import Differences, all_near, near
@@ -373,10 +375,12 @@ class DrawComparison:
 
 
 class Audit:
-    """Checks a certificate, and the `plan` that was reported with it, if given: computes both anew from the inputs."""
+    """Computes anew a certificate and the `plan` that was reported with it. The question names files from `of`."""
 
-    def __init__(self, certificate: Certificate, question: Question, plan: Plan | None = None) -> None:
-        self.certificate, self.question, self._handed_out = certificate, question, plan
+    def __init__(
+        self, certificate: Certificate, question: Question, plan: Plan | None = None, of: Path = Path()
+    ) -> None:
+        self.certificate, self.question, self._handed_out, self._of = certificate, question, plan, of
         self.problems = Differences()
         """Differences between the certificate and the computed claims, one sentence each."""
         self.bounds = self.allocations = 0
@@ -555,7 +559,7 @@ class Audit:
                 self.question.draw_spread,
                 self._plan_cache.capacity(bounded_candidate.candidate).rps,
             )
-        bounded_candidate.row.take(finding.summary, rate)
+        bounded_candidate.row.take(finding.summary, rate or bounded_candidate.offered_rps)
         if _beyond_limits(self.question, bounded_candidate):
             return None
         return objective.value(bounded_candidate.facts, bounded_candidate.row.judged) if rate is None else best
@@ -564,8 +568,8 @@ class Audit:
         """Check that a plan does the same as another plan, at the rate at which that one missed the SLO."""
         self.problems.same(f"{fate.plan}: GPUs", fate.num_gpus, bounded_candidate.candidate.num_gpus)
         self.bounds += 1
-        # Several runs may leave the plan its capacity alone; the one at the lowest rate proves the most.
-        attempts = sorted(self._resimulations.attempts(fate.same_as), key=lambda pair: _rate(pair[1]))
+        # Several runs may leave the plan its capacity alone; the one that proves the most counts, as in the search.
+        attempts = sorted(self._resimulations.attempts(fate.same_as), key=lambda pair: _proves_rps(*pair))
         for simulated_plan, attempt in attempts:
             finding = self._resimulations.finding(simulated_plan, attempt)
             best = self._after(bounded_candidate, attempt.rate_rps, finding, bounded_candidate.best)
@@ -594,7 +598,7 @@ class Audit:
     def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on all its cores, and on the fresh draws."""
         incumbent, question = self.certificate.incumbent, self.question
-        if self._handed_out not in (None, bounded_candidate.deployment.plan):
+        if self._handed_out and not same_plan(bounded_candidate.deployment.plan, self._of, self._handed_out, Path()):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not _of_its_load(self.question, incumbent.rate_rps):
             self.problems.append(
@@ -615,7 +619,7 @@ class Audit:
         self._resimulations.count += 1
         if not result.meets_slo:
             self.problems.append(f"{incumbent.plan} was chosen and misses the SLO")
-        bounded_candidate.row.take(result.summary(), incumbent.rate_rps)
+        bounded_candidate.row.take(result.summary(), incumbent.rate_rps or bounded_candidate.offered_rps)
         if wrong := _beyond_limits(self.question, bounded_candidate):
             self.problems.append(f"{incumbent.plan} was chosen, and {wrong}")
         value = question.objective.value(bounded_candidate.facts, bounded_candidate.row.judged)
@@ -732,6 +736,13 @@ def _decisive(fate: PlanFate, lengths: Lengths, spread: DrawSpread) -> Seq[Tried
         return (max(met, key=_rate),)
     run = decisive(fate.simulated, lengths, spread)
     return () if run is None else (run,)
+
+
+def _proves_rps(plan: BoundedCandidate, tried: Tried) -> float:
+    """Return the rate at which a run of the study's own length would prove as much as a simulation of a plan."""
+    question = plan.plan_cache.question
+    lengths = lengths_of(question, plan)
+    return _rate(tried) * question.draw_spread.slack(lengths.requests, lengths.simulated(tried))
 
 
 def _rate(tried: Tried) -> float:

@@ -80,6 +80,8 @@ def optimize(
         interrupted = ended(search.run)
     if interrupted is None:
         raise UsageError(out_of_time(question, sum(row.simulations for row in search.rows)))
+    # Further simulations follow, of the nearest plan if none meets the SLO, or of fresh draws after an interrupt.
+    evaluator.work_alone()
     tuned = search.answer(interrupted)
     # The final bound includes the allowance for plans that missed the SLO on one draw; the course does not.
     ends = [point._replace(value=tuned.value, bound=tuned.bound) for point in course.points[-1:]]

@@ -74,6 +74,13 @@ class BoundedCandidate:
         return self.row.rate_bound_rps
 
     @property
+    def offered_rps(self) -> float | None:
+        """Requests per second of the study's own requests, by which plans are compared under its load; None for a
+        batch, and without a rate. A run that is made longer has requests at another rate."""
+        stream = self.plan_cache.stream(self.candidate)
+        return None if stream.batch else stream.offered_rate_rps
+
+    @property
     def ceiling_rps(self) -> float:
         """Requests per second that bound the plan, the lowest rate at which it missed the SLO included."""
         return self.bound_rps if self.missed is None else min(self.bound_rps, self._as_full(self.missed))
@@ -253,8 +260,7 @@ class CandidateFilter:
     def _weigh(self, bounded_candidate: BoundedCandidate) -> None:
         """Compute the objective's bound of a plan, and write a reason into its row if the bound rules it out."""
         row, objective = bounded_candidate.row, self.question.objective
-        stream = self.plan_cache.stream(bounded_candidate.candidate)
-        offered = None if stream.batch else stream.offered_rate_rps
+        offered = bounded_candidate.offered_rps
         rate = bounded_candidate.bound_rps if objective.searches_rate or offered is None else offered
         bounded_candidate.best = bounded_candidate.bound_of(objective, rate)
         row.best = None

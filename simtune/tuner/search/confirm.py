@@ -513,7 +513,7 @@ class Confirmer:
         row.tried.append(Attempt(rate, judged.meets_slo, all_cores=True, requests=stream.arrivals))
         if judged.meets_slo:
             # A rate is kept as it was judged; a value at the given load is the one that is reached with the margin.
-            row.take((result if objective.searches_rate else judged).summary(), rate)
+            row.take((result if objective.searches_rate else judged).summary(), rate or best.offered_rps)
             if not objective.searches_rate:
                 row.best = objective.value(best.facts, row.judged)
             return ConfirmedPlan(best, deployment, result, draws)
@@ -521,6 +521,6 @@ class Confirmer:
             best.miss(Miss(row.rate_rps, len(stream)))
             row.rate_rps /= self.step
         else:
-            row.take(judged.summary(), rate)
+            row.take(judged.summary(), rate or best.offered_rps)
             row.status, row.reason, row.best = "infeasible", violation(judged), None
         return None

@@ -48,6 +48,10 @@ class Evaluator:
                 self._ledger.keep(_ledger_key(task), finding)
         return finding
 
+    def work_alone(self) -> None:
+        """Simulate in this process from now on: the pool closes, or its workers are busy with what they began ahead."""
+        self._ahead = None
+
     def check_time(self) -> None:
         """Raise TimeIsUp if the time of the search is up, once."""
         if self._time_is_up is not None and self._time_is_up():

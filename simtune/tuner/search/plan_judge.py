@@ -162,7 +162,7 @@ class PlanJudge:
     def take(self, plan: BoundedCandidate, rate: float | None, finding: SimulationFinding) -> None:
         """Write the finding of a simulation into the row of its plan."""
         row, objective = plan.row, self.question.objective
-        row.take(finding.summary, rate)
+        row.take(finding.summary, rate or plan.offered_rps)
         if not finding.met:
             self.seen.remember(plan, rate, finding)
             at = f"at {rate:.4g} requests/s: " if rate is not None else ""

@@ -20,7 +20,8 @@ FRACTIONS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 OF_RIVALS = FRACTIONS[:5]
 """Rates of the rivals: up to the chosen plan's own, beyond which they miss the SLO as it does."""
 SHORTER = 4
-"""Factor by which a point of the chosen plan is shorter than a fresh draw: a curve needs less than a verdict."""
+"""Factor by which a point of the chosen plan lasts less long than a fresh draw: a curve needs less than a verdict.
+At a lower rate fewer requests last as long."""
 BEYOND = 8000
 """Most requests of the first point beyond the rate of the chosen plan: enough for requests to pile up, or not to.
 Points farther beyond have as many requests more than are served, and so fewer in all."""
@@ -87,7 +88,8 @@ def _requests_at(most: int) -> dict[float, int]:
     beyond = [share for share in FRACTIONS if share > 1.0]
     too_many = min(most, BEYOND) * _excess(beyond[0])
     farther = {share: max(short, math.ceil(too_many / _excess(share))) for share in beyond}
-    return {share: farther.get(share, short) for share in FRACTIONS if share != 1.0}
+    below = {share: max(min(most, LEAST), math.ceil(short * share)) for share in FRACTIONS if share < 1.0}
+    return below | farther
 
 
 def _excess(share: float) -> float:

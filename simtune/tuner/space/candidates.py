@@ -461,7 +461,8 @@ class Space:
         counts = Counter({f"constraint `{text}`": count for text, count in self.left_out.items()})
         for why, count in (*self.refused.items(), *self.unfit.items()):
             counts[without_numbers(why)] += count
-        return dict(counts.most_common())
+        # Of a pool that cannot be, one plan is a candidate; if that is the only one, none is left out.
+        return {why: count for why, count in counts.most_common() if count}
 
     @property
     def shapes(self) -> dict[PlanShape, list[Candidate]]:

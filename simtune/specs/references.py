@@ -1,0 +1,137 @@
+"""References of specs to other specs: built-in names, and files as seen from one folder or another.
+
+A file names other files from its own folder. In memory a plan names them from the present one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from simtune.specs.base import Spec
+from simtune.specs.hf import hub
+
+SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
+
+Place = Callable[[str], str]
+"""Function from a reference to what it is from elsewhere; names of built-in specs stay."""
+
+_OF_POOL = ("hardware", "engine")
+_OF_SPECULATION = ("acceptance",)
+_OF_DRAFTER = ("model",)
+_TABLES = ("costs",)
+
+
+_AS = re.compile(r"(.+) as (\w+)")
+
+
+def is_path(reference: str) -> bool:
+    """True if a reference is the path of a file, not a built-in name."""
+    return "/" in reference or os.sep in reference or reference.endswith((*SPEC_SUFFIXES, *TRACE_SUFFIXES))
+
+
+def on_word(reference: str) -> tuple[str, str | None]:
+    """Return a model's reference, and the architecture that it is to be read as if one is stated behind it."""
+    match = _AS.fullmatch(reference)
+    return (reference, None) if match is None else (match[1], match[2])
+
+
+def beside(folder: Path, reference: str) -> str:
+    """A reference found in a file of `folder`: names stay, models in Hugging Face's cache by their ids too, relative
+    paths are taken from there.
+    """
+    plain, architecture = on_word(reference)
+    path = folder / plain
+    if not is_path(plain) or not (path.exists() or not hub.cached_config(plain)):
+        return reference
+    return _as(str(path), architecture)
+
+
+def from_folder(folder: Path) -> Place:
+    """Return the place of references in a file of `folder`, from the present folder. What is not a file there stays as
+    it is: a name, or a path from the present folder."""
+
+    def place(reference: str) -> str:
+        plain, architecture = on_word(reference)
+        path = folder / plain
+        if not is_path(plain) or not path.exists():
+            return reference
+        return _as(str(path), architecture)
+
+    return place
+
+
+def to_folder(folder: Path) -> Place:
+    """Return the place of references from the present folder, in a file of `folder`; absolute paths stay."""
+
+    def place(reference: str) -> str:
+        plain, architecture = on_word(reference)
+        if not is_path(plain) or os.path.isabs(plain) or not Path(plain).exists():
+            return reference
+        return _as(Path(os.path.relpath(plain, folder)).as_posix(), architecture)
+
+    return place
+
+
+def moved(folder: Path, other: Path) -> Place:
+    """Return the place of references in a file of `folder`, in a file of another folder."""
+    read, written = from_folder(folder), to_folder(other)
+    return lambda reference: written(read(reference))
+
+
+def same_plan(plan: Spec, folder: Path, other: Spec, other_folder: Path) -> bool:
+    """True if two plans are alike, whose references are from one folder and from another."""
+
+    def absolute(of: Path) -> Place:
+        read = from_folder(of)
+        return lambda reference: to_absolute(read(reference))
+
+    return with_places(plan.to_data(), absolute(folder)) == with_places(other.to_data(), absolute(other_folder))
+
+
+def to_absolute(reference: str) -> str:
+    """Return a reference from the present folder as an absolute path, if it is a file."""
+    plain, architecture = on_word(reference)
+    if not is_path(plain) or not Path(plain).exists():
+        return reference
+    return _as(os.path.abspath(plain), architecture)
+
+
+def with_places(plan: Mapping[str, Any], place: Place, *, tables: bool = False) -> dict[str, Any]:
+    """Return the plain data of a plan with all references replaced by `place`, those of `tables` only if asked for.
+
+    What is no text, or no mapping, stays: it is reported when the plan is read.
+    """
+    of_pool, of_link = (*_OF_POOL, *(_TABLES if tables else ())), _TABLES if tables else ()
+
+    def in_speculation(entry: Any) -> Any:
+        return _within(_placed(entry, _OF_SPECULATION, place), "drafter", lambda d: _placed(d, _OF_DRAFTER, place))
+
+    def in_pool(entry: Any) -> Any:
+        return _within(_placed(entry, of_pool, place), "speculation", in_speculation)
+
+    def in_links(entries: Any) -> Any:
+        return [_placed(entry, of_link, place) for entry in entries] if isinstance(entries, list) else entries
+
+    placed = _placed(plan, ("model",), place)
+    placed = _within(placed, "pools", lambda pools: [*map(in_pool, pools)] if isinstance(pools, list) else pools)
+    placed = _within(placed, "link", lambda link: _placed(link, of_link, place))
+    return dict(_within(placed, "links", in_links))
+
+
+def _placed(entry: Any, keys: tuple[str, ...], place: Place) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {key: place(v) if key in keys and isinstance(v, str) else v for key, v in entry.items()}
+
+
+def _within(entry: Any, key: str, change: Callable[[Any], Any]) -> Any:
+    return {**entry, key: change(entry[key])} if isinstance(entry, Mapping) and key in entry else entry
+
+
+def _as(path: str, architecture: str | None) -> str:
+    return path if architecture is None else f"{path} as {architecture}"
