@@ -163,8 +163,9 @@ def _not_better(q: Question, tuned: Tuned, candidate: Candidate, deployment: Dep
     offered = 0.0 if q.workload.batch else q.stream(candidate).offered_rate_rps
     assert offered is not None
     result = _lasting(q, candidate, deployment, None)
-    if any(tried.all_cores and not tried.met for tried in row.tried):
-        result = deployment.simulate(result.stream, q.study.slo)
+    if on_all := [tried.requests for tried in row.tried if tried.all_cores and tried.requests]:
+        # Confirmed on all cores, whose run has more requests.
+        result = deployment.simulate(q.draws.stream(max(on_all)), q.study.slo)
     if result.meets_slo and offered <= sustained:
         summary = result.summary()
         mean_s, makespan_s = summary.metrics["e2el"].mean, summary.duration_s
