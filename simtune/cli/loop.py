@@ -72,7 +72,7 @@ def loop(  # noqa: PLR0913 - one for each option
         inputs = (question.study, question.model, *question.hardware, question.workload)
         write_run(
             folder,
-            of_study(tuned, jobs=1, place=moved(Path(study_file).parent, folder)),
+            of_study(tuned, jobs=1, places=moved(Path(study_file).parent, folder)),
             inputs,
             question.trace,
             question.study.seed,

@@ -44,13 +44,13 @@ def measure(run: Path, study_file: str | None, out: Path | None, noise: float, f
     from simtune.runs.manifest import manifest
     from simtune.runs.run_reader import read_run
     from simtune.specs.references import moved
-    from simtune.validation.next_measurement import MEASURE, PLANS, next_measurement
+    from simtune.validation.next_measurement import MEASURE, next_measurement
 
     folder = out or beside(run)
     finished, question = read_run(run), question_of(run, study_file)
     claim(folder, force)
-    place = moved(study_of(run, study_file)[0].parent, folder / PLANS / "of-a-plan")
-    measured = next_measurement(question, finished, noise, study_file, place)
+    places = moved(study_of(run, study_file)[0].parent, folder)
+    measured = next_measurement(question, finished, noise, study_file, places)
     inputs = (*question.models, *question.hardware, question.workload, question.study)
     facts = manifest(command_line(), inputs, question.trace, question.study.seed)
     write(folder, {**measured.files, MEASURE: _json(measured.record), MANIFEST: _json(facts)})

@@ -198,7 +198,7 @@ def optimize(  # noqa: PLR0913 - one for each option
                     confidence=sure,
                     uncertainty=chosen_uncertainty,
                     progress=update,
-                    place=moved(Path(study_file).parent, out),
+                    places=moved(Path(study_file).parent, out),
                 )
             if tuned.interrupted and journal.path.exists():
                 contents.files[JOURNAL] = journal.path.read_bytes()

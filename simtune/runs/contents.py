@@ -57,7 +57,7 @@ from simtune.sim.parallel import Jobs
 from simtune.sim.pools import DeployedPool
 from simtune.sim.run_basis import basis_of, pool_bases
 from simtune.sim.uncertainty import LEVEL
-from simtune.specs.references import Place
+from simtune.specs.references import Place, Places, unmoved
 from simtune.specs.study import Study
 from simtune.specs.trace_cut import replayed_part
 from simtune.specs.traces import Trace
@@ -144,15 +144,15 @@ def of_study(
     confidence: Confidence | None = None,
     uncertainty: Uncertainty | None = None,
     progress: Done | None = None,
-    place: Place = str,
+    places: Places = unmoved,
 ) -> Contents:
     """Make the same for the chosen plan of a study, with all candidates, goodput curves, and how sure all of it is.
-    `progress` is called for the windows of a day, `place` turns the study's references into those of the run. There is
-    no trace.json.gz: `simtune simulate --timeline` writes it.
+    `progress` is called for the windows of a day; `places` has the study's references in files of the run. There is no
+    trace.json.gz: `simtune simulate --timeline` writes it.
     """
     study, of_variant = tuned.question.study, bool(tuned.chosen.candidate.decoding.shape.variant)
     files = _files(tuned.deployment, tuned.result, ("trace",), simulated_only=of_variant)
-    files[PLAN] = searched_plan(tuned.deployment.plan, WRITTEN, place)
+    files[PLAN] = searched_plan(tuned.deployment.plan, WRITTEN, places(""))
     chosen, *rivals = sweeps(tuned, jobs=jobs)
     of_chosen, *of_rivals = map(_points, (chosen, *rivals))
     facts = _draft_facts(tuned)
@@ -183,7 +183,7 @@ def of_study(
         for rank, row in enumerate(tuned.rows, start=1)
     )
     certificate = None if tuned.ladder else certificate_of(tuned)
-    files |= _proof(tuned, certificate, place)
+    files |= _proof(tuned, certificate, places("front"))
     course = tuple(CourseRow(**point._asdict()) for point in tuned.course)
     return Contents(Run(summary, candidates, swimlanes_of(tuned.result), certificate, course), files)
 

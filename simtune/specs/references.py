@@ -19,6 +19,8 @@ TRACE_SUFFIXES = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 
 Place = Callable[[str], str]
 """Function from a reference to what it is from elsewhere; names of built-in specs stay."""
+Places = Callable[[str], Place]
+"""Places by a folder within a run; the run's own is empty."""
 
 _OF_POOL = ("hardware", "engine")
 _OF_SPECULATION = ("acceptance",)
@@ -54,51 +56,51 @@ def beside(folder: Path, reference: str) -> str:
 def from_folder(folder: Path) -> Place:
     """Return the place of references in a file of `folder`, from the present folder. What is not a file there stays as
     it is: a name, or a path from the present folder."""
-
-    def place(reference: str) -> str:
-        plain, architecture = on_word(reference)
-        path = folder / plain
-        if not is_path(plain) or not path.exists():
-            return reference
-        return _as(str(path), architecture)
-
-    return place
+    return _of_files(folder, str)
 
 
 def to_folder(folder: Path) -> Place:
     """Return the place of references from the present folder, in a file of `folder`; absolute paths stay."""
 
+    def relative(path: Path) -> str:
+        return str(path) if path.is_absolute() else Path(os.path.relpath(path, folder)).as_posix()
+
+    return _of_files(Path(), relative)
+
+
+def moved(folder: Path, run: Path) -> Places:
+    """Return the places of references in a file of `folder`, by the folder within `run` whose files name them."""
+    read = from_folder(folder)
+
+    def places(within: str) -> Place:
+        written = to_folder(run / within)
+        return lambda reference: written(read(reference))
+
+    return places
+
+
+def unmoved(within: str) -> Place:
+    """Return the place of references that stay as they are."""
+    return str
+
+
+def same_plan(plan: Spec, folder: Path, other: Spec) -> bool:
+    """True if two plans are alike; the references of the first are from `folder`, of the second from the present
+    one."""
+    read, absolute = from_folder(folder), _of_files(Path(), os.path.abspath)
+    data = with_places(plan.to_data(), lambda reference: absolute(read(reference)))
+    return data == with_places(other.to_data(), absolute)
+
+
+def _of_files(folder: Path, change: Callable[[Path], str]) -> Place:
+    """Return a place that changes references to files that are there, as seen from `folder`, and leaves others."""
+
     def place(reference: str) -> str:
         plain, architecture = on_word(reference)
-        if not is_path(plain) or os.path.isabs(plain) or not Path(plain).exists():
-            return reference
-        return _as(Path(os.path.relpath(plain, folder)).as_posix(), architecture)
+        path = folder / plain
+        return _as(change(path), architecture) if is_path(plain) and path.exists() else reference
 
     return place
-
-
-def moved(folder: Path, other: Path) -> Place:
-    """Return the place of references in a file of `folder`, in a file of another folder."""
-    read, written = from_folder(folder), to_folder(other)
-    return lambda reference: written(read(reference))
-
-
-def same_plan(plan: Spec, folder: Path, other: Spec, other_folder: Path) -> bool:
-    """True if two plans are alike, whose references are from one folder and from another."""
-
-    def absolute(of: Path) -> Place:
-        read = from_folder(of)
-        return lambda reference: to_absolute(read(reference))
-
-    return with_places(plan.to_data(), absolute(folder)) == with_places(other.to_data(), absolute(other_folder))
-
-
-def to_absolute(reference: str) -> str:
-    """Return a reference from the present folder as an absolute path, if it is a file."""
-    plain, architecture = on_word(reference)
-    if not is_path(plain) or not Path(plain).exists():
-        return reference
-    return _as(os.path.abspath(plain), architecture)
 
 
 def with_places(plan: Mapping[str, Any], place: Place, *, tables: bool = False) -> dict[str, Any]:

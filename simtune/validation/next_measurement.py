@@ -27,7 +27,7 @@ from simtune.sim.drawn_worlds import DrawnWorlds
 from simtune.sim.uncertainty import LEVEL, interval
 from simtune.specs.base import Count, NonNegative, Positive, Record, Seq, Share
 from simtune.specs.plan_words import in_words
-from simtune.specs.references import Place
+from simtune.specs.references import Places, unmoved
 from simtune.specs.tower import MEDIA_NAMES
 from simtune.specs.trace_write import written_names
 from simtune.tuner.certificate.search_certificate import Certificate
@@ -41,8 +41,6 @@ from simtune.workload.trace_media import media_kinds
 
 MEASURE_SCHEMA: Literal["simtune/measure@1"] = "simtune/measure@1"
 MEASURE = "measure.json"
-PLANS = "plans"
-"""Folder of the folders of plans that are measured."""
 SCRIPT = "measure.sh"
 ENDS = ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2)
 """Quantiles of a predicted mean that are stated."""
@@ -138,11 +136,11 @@ class PreparedRuns(NamedTuple):
 
 
 def next_measurement(
-    question: Question, run: Run, noise: float, study_file: str | None = None, place: Place = str
+    question: Question, run: Run, noise: float, study_file: str | None = None, places: Places = unmoved
 ) -> PreparedRuns:
-    """Return the runs that tell the leading plans of a finished search apart. `place` turns references of the study
-    into those of a plan's folder. Raise UsageError if there is no rival, if plans of this study are not told apart by
-    runs, or if its requests hold media."""
+    """Return the runs that tell the leading plans of a finished search apart; `places` has those of the study's
+    references. Raise UsageError if there is no rival, if plans of this study are not told apart by runs, or if its
+    requests hold media."""
     if kinds := media_kinds(question.workload, question.trace):
         raise UsageError(
             f"measure: requests of this load hold {' and '.join(MEDIA_NAMES[kind] for kind in kinds)}, which load "
@@ -184,7 +182,7 @@ def next_measurement(
         for entry, (_, load) in zip(runs, entries, strict=True)
         if load.kind == "trace"
     }
-    return PreparedRuns(record, {SCRIPT: script(record), **traces, **_plan_files([plans[0], plans[rival]], place)})
+    return PreparedRuns(record, {SCRIPT: script(record), **traces, **_plan_files([plans[0], plans[rival]], places)})
 
 
 def trials_of(question: Question, certificate: Certificate, rows: Sequence[CandidateRow]) -> list[Trial]:
@@ -282,12 +280,14 @@ def mooncake_text(stream: RequestStream) -> str:
     return "".join(lines)
 
 
-def _plan_files(plans: Sequence[Leader], place: Place) -> Files:
+def _plan_files(plans: Sequence[Leader], places: Places) -> Files:
     """Return plan and launch settings of the measured part of each plan."""
     files: Files = {}
     for plan in plans:
-        folder, deployment = f"{PLANS}/{plan.name}", plan.server
-        files[f"{folder}/plan.yaml"] = searched_plan(deployment.plan, "To be measured; written by simtune.", place)
+        folder, deployment = f"plans/{plan.name}", plan.server
+        files[f"{folder}/plan.yaml"] = searched_plan(
+            deployment.plan, "To be measured; written by simtune.", places(folder)
+        )
         # Plans of techniques that no engine has are told apart as well; their folder says what would have to be built.
         settings = engine_files(deployment, simulated_only=True)
         files |= {f"{folder}/{name}": content for name, content in settings.items()}

@@ -84,6 +84,11 @@ def test_the_plan_of_a_search_can_be_used_from_any_folder(work: Path, monkeypatc
     succeeds("check", "../runs/a/plan.yaml")
     succeeds("explain", "../runs/a")
     succeeds("certify", "../runs/a", "--study", "../studies/first/study.yaml")
+    succeeds("measure", "../runs/a", "--study", "../studies/first/study.yaml", "--out", "m", "--force")
+    plans = [*Path("m").glob("plans/*/plan.yaml")]
+    assert plans
+    for plan in plans:
+        succeeds("check", str(plan))
     load = str(work / "studies" / "first" / "load.yaml")
     succeeds("simulate", "--plan", "../runs/a/plan.yaml", "--workload", load, "--out", "b", "--force")
     monkeypatch.chdir(work)
@@ -105,6 +110,15 @@ def test_a_plan_that_is_not_the_chosen_one_is_refused_though_its_files_are_named
         plan.write_text(text)
 
 
+def test_plans_of_a_front_name_their_files_from_a_folder_further_down(work: Path) -> None:
+    text = STUDY.replace("objective: goodput", "objective: pareto")
+    (work / "studies" / "first" / "front.yaml").write_text(text)
+    succeeds("optimize", "studies/first/front.yaml", "--out", "runs/front", "--jobs", "1")
+    point = work / "runs" / "front" / "front" / "01.yaml"
+    assert "model: ../../../studies/first/mine.yaml" in point.read_text()
+    succeeds("check", str(point))
+
+
 def test_a_plan_made_of_a_model_and_a_card_names_their_files(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("--model", "studies/first/mine.yaml", "--hardware", "studies/first/card")
     succeeds("simulate", *files, "--workload", "studies/first/load.yaml", "--out", "runs/b")
@@ -122,7 +136,7 @@ def test_a_file_beside_the_plan_comes_before_one_in_the_present_folder(work: Pat
     assert place("llama-3.1-8b") == "llama-3.1-8b"
     assert place("some/head") == "some/head", "no file: a model of a hub"
     assert to_folder(Path("elsewhere"))(str(work / "here.yaml")) == str(work / "here.yaml")
-    assert moved(Path("studies/first"), Path("runs/a"))("mine.yaml") == "../../studies/first/mine.yaml"
+    assert moved(Path("studies/first"), Path("runs/a"))("")("mine.yaml") == "../../studies/first/mine.yaml"
 
 
 def test_all_references_of_a_plan_are_placed_and_nothing_else() -> None:

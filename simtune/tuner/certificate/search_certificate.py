@@ -375,12 +375,12 @@ class DrawComparison:
 
 
 class Audit:
-    """Computes anew a certificate and the `plan` that was reported with it. The question names files from `of`."""
+    """Computes anew a certificate and the `plan` that was reported with it. The question's files are in `folder`."""
 
     def __init__(
-        self, certificate: Certificate, question: Question, plan: Plan | None = None, of: Path = Path()
+        self, certificate: Certificate, question: Question, plan: Plan | None = None, folder: Path = Path()
     ) -> None:
-        self.certificate, self.question, self._handed_out, self._of = certificate, question, plan, of
+        self.certificate, self.question, self._handed_out, self._folder = certificate, question, plan, folder
         self.problems = Differences()
         """Differences between the certificate and the computed claims, one sentence each."""
         self.bounds = self.allocations = 0
@@ -598,7 +598,7 @@ class Audit:
     def _confirm(self, bounded_candidate: BoundedCandidate, fate: PlanFate) -> None:
         """Simulate the chosen plan on all its cores, and on the fresh draws."""
         incumbent, question = self.certificate.incumbent, self.question
-        if self._handed_out and not same_plan(bounded_candidate.deployment.plan, self._of, self._handed_out, Path()):
+        if self._handed_out and not same_plan(bounded_candidate.deployment.plan, self._folder, self._handed_out):
             self.problems.append(f"the plan that was handed out is not {incumbent.plan}, which was chosen")
         if not _of_its_load(self.question, incumbent.rate_rps):
             self.problems.append(
